@@ -1,0 +1,1 @@
+//! A host that fails where it is told to.

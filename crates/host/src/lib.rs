@@ -1,0 +1,183 @@
+//! The port: all that Pagefold asks of a host, and the adapters that need no privilege.
+//!
+//! [`Host`] and [`Process`] are the only way in which the rest of Pagefold sees a machine. There are three adapters:
+//! the live one (`pagefold-linux`), a [`recording`] read back from a folder, and a [`faulty`] one that wraps another
+//! and fails where a test tells it to. Files are asked for by their path below the root, and parsed by [`parse`],
+//! whose functions take bytes and never touch a system; [`observe`] puts both together. Page contents cross the port
+//! as bytes (live) or as the fingerprint somebody took earlier (recording): see [`PageContent`].
+
+#![forbid(unsafe_code)]
+
+pub mod faulty;
+pub mod observe;
+pub mod parse;
+pub mod recording;
+
+use pagefold_model::content::ContentKind;
+use pagefold_model::{AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
+
+/// A host: live, recorded or faulty.
+pub trait Host: Sync {
+    /// What it is, in a few words for people: `this host`, `recording DIR`.
+    fn describe(&self) -> String;
+
+    /// The size of its base pages.
+    fn page_size(&self) -> PageSize;
+
+    /// The bytes of a file, by its path below the root without a leading slash: `sys/kernel/mm/ksm/run`.
+    fn read(&self, path: &str) -> Reading<Vec<u8>>;
+
+    /// The names in a directory, by its path below the root, sorted.
+    fn list(&self, path: &str) -> Reading<Vec<String>>;
+
+    /// The numbers of the processes it shows, ascending.
+    fn pids(&self) -> Reading<Vec<Pid>>;
+
+    /// Take hold of a process. What the handle reads is of that process or `Vanished`, also after its number has been
+    /// given to another.
+    fn open(&self, pid: Pid) -> Reading<Box<dyn Process + '_>>;
+
+    /// The flags of frames (`/proc/kpageflags`), in the order of `frames`, which is ascending. Needs root.
+    fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>>;
+
+    /// How many times each frame is mapped (`/proc/kpagecount`), in the order of `frames`, which is ascending. Needs
+    /// root.
+    fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>>;
+}
+
+/// A process that is held. Dropping it lets go.
+pub trait Process: Send + Sync {
+    /// Which one.
+    fn id(&self) -> ProcessId;
+
+    /// The bytes of a file below `/proc/PID`: `smaps`.
+    fn read(&self, file: &str) -> Reading<Vec<u8>>;
+
+    /// Where the links in a directory below `/proc/PID` point: `fd`.
+    fn links(&self, directory: &str) -> Reading<Vec<String>>;
+
+    /// The resident anonymous pages of a range in address order, as runs. The kernel's shared zero page, file pages
+    /// and swapped-out pages are not among them. Costs nothing for what is not mapped.
+    fn resident(&self, range: AddressRange) -> Reading<Vec<Run>>;
+
+    /// What each page of a range is mapped to, in address order (`/proc/PID/pagemap`).
+    fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>>;
+
+    /// Look at pages in the order of `runs`, each at most once: `sink` gets the position of each page in that order
+    /// and what was seen. Pages that are no longer resident are [`PageContent::Gone`], never faulted in. On an error
+    /// the pages that `sink` was not called for were not seen.
+    fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()>;
+
+    /// The kind of content of one page.
+    fn content_kind(&self, way: Way, address: u64) -> Reading<ContentKind>;
+}
+
+/// A run of resident pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// Address of the first page.
+    pub address: u64,
+    /// How many pages.
+    pub pages: u32,
+    /// Whether the run is mapped by huge pages (of the PMD level).
+    pub huge: bool,
+}
+
+/// How to read the pages of a region. See `ARCHITECTURE.md`, "Reading without a trace".
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// `process_vm_readv`: fastest, and only for pages that nobody else maps, because it pins the page and pinning
+    /// breaks any sharing of it (mm/gup.c, `gup_must_unshare`). Pages that turn out to be shared are read as by
+    /// `Memory`.
+    Remote,
+    /// `/proc/PID/mem`: takes a reference without pinning and leaves sharing as it is.
+    Memory {
+        /// Whether to find out which pages are KSM pages.
+        merged: bool,
+    },
+}
+
+/// What was seen of a page.
+#[derive(Clone, Copy, Debug)]
+pub struct PageView<'a> {
+    /// Its content.
+    pub content: PageContent<'a>,
+    /// Whether it is a KSM page.
+    pub merged: bool,
+    /// Its frame, where the privilege allows to know it.
+    pub frame: Option<Pfn>,
+}
+
+/// The content of a page.
+#[derive(Clone, Copy, Debug)]
+pub enum PageContent<'a> {
+    /// Its bytes, a page long.
+    Bytes(&'a [u8]),
+    /// Its fingerprint, from a recording.
+    Fingerprint(Fingerprint),
+    /// It changed while it was being recorded.
+    Volatile,
+    /// It is no longer resident.
+    Gone,
+}
+
+/// An entry of `/proc/PID/pagemap` (Documentation/admin-guide/mm/pagemap.rst).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Mapping {
+    /// Bit 63: the page is in memory.
+    pub present: bool,
+    /// Bit 62: the page is swapped out.
+    pub swapped: bool,
+    /// Bit 61: the page is of a file or of shared memory.
+    pub file: bool,
+    /// Bit 56: nobody else maps the page.
+    pub exclusive: bool,
+    /// Bits 0-54: the frame; 0, here `None`, without CAP_SYS_ADMIN.
+    pub frame: Option<Pfn>,
+}
+
+impl Mapping {
+    /// From the raw entry.
+    pub fn from_entry(entry: u64) -> Self {
+        let present = entry >> 63 & 1 == 1;
+        let frame = entry & ((1 << 55) - 1);
+        Self {
+            present,
+            swapped: entry >> 62 & 1 == 1,
+            file: entry >> 61 & 1 == 1,
+            exclusive: entry >> 56 & 1 == 1,
+            frame: (present && frame != 0).then_some(Pfn(frame)),
+        }
+    }
+}
+
+/// Flags of a frame from `/proc/kpageflags` (include/uapi/linux/kernel-page-flags.h).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FrameFlags(pub u64);
+
+impl FrameFlags {
+    /// KPF_KSM: a KSM page.
+    pub fn is_ksm(self) -> bool {
+        self.0 >> 21 & 1 == 1
+    }
+
+    /// KPF_ANON: anonymous.
+    pub fn is_anonymous(self) -> bool {
+        self.0 >> 12 & 1 == 1
+    }
+
+    /// KPF_ZERO_PAGE: the kernel's shared page of zeros, small or huge.
+    pub fn is_zero_page(self) -> bool {
+        self.0 >> 24 & 1 == 1
+    }
+
+    /// KPF_THP: part of a transparent huge page.
+    pub fn is_thp(self) -> bool {
+        self.0 >> 22 & 1 == 1
+    }
+
+    /// KPF_HUGE: part of a hugetlb page.
+    pub fn is_hugetlb(self) -> bool {
+        self.0 >> 17 & 1 == 1
+    }
+}

@@ -1,0 +1,1 @@
+//! Typed observations of a host, read through the port.

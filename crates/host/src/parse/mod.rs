@@ -1,0 +1,1 @@
+//! The kernel's text formats. Functions of bytes, never of a system.

@@ -1,0 +1,1 @@
+//! A host read back from a folder.

@@ -1,0 +1,126 @@
+//! The classes of a census, and counting in them.
+
+use crate::units::Pages;
+use std::ops::AddAssign;
+
+/// What a census found a resident page to be. Each page has exactly one class; where several fit, the first of this
+/// order holds: merged, volatile, zero, then the narrowest duplicate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum PageClass {
+    /// Already shared by KSM.
+    Merged,
+    /// Its content changed between the two passes.
+    Volatile,
+    /// Only zero bytes.
+    Zero,
+    /// Another copy is in the same process.
+    DuplicateWithin,
+    /// The nearest other copy is in another process of the same trust domain.
+    DuplicateAcross,
+    /// The nearest other copy is in another trust domain.
+    DuplicateForeign,
+    /// No other copy was found.
+    Unique,
+}
+
+impl PageClass {
+    /// Every class, in the order of precedence.
+    pub const ALL: [Self; 7] = [
+        Self::Merged,
+        Self::Volatile,
+        Self::Zero,
+        Self::DuplicateWithin,
+        Self::DuplicateAcross,
+        Self::DuplicateForeign,
+        Self::Unique,
+    ];
+
+    /// Whether the page has another copy and is no page of zeros.
+    pub fn is_duplicate(self) -> bool {
+        matches!(self, Self::DuplicateWithin | Self::DuplicateAcross | Self::DuplicateForeign)
+    }
+
+    /// Whether merging could free the page or a copy of it.
+    pub fn is_mergeable(self) -> bool {
+        self == Self::Zero || self.is_duplicate()
+    }
+}
+
+/// Resident private anonymous pages by class. Every resident page is in exactly one field except `redundant`, which
+/// is the part of the duplicates beyond the copy that each group keeps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Already shared by KSM.
+    pub merged: Pages,
+    /// Changed between the passes.
+    pub volatile: Pages,
+    /// Only zero bytes.
+    pub zero: Pages,
+    /// Duplicates whose nearest copy is in the same process.
+    pub within: Pages,
+    /// Duplicates whose nearest copy is in the same trust domain.
+    pub across: Pages,
+    /// Duplicates whose nearest copy is in another trust domain.
+    pub foreign: Pages,
+    /// Without another copy.
+    pub unique: Pages,
+    /// Duplicates beyond the one copy that each group keeps.
+    pub redundant: Pages,
+}
+
+impl Counts {
+    /// Count one page; `redundant` says that it is not the copy its group keeps.
+    pub fn count(&mut self, class: PageClass, redundant: bool) {
+        let field = match class {
+            PageClass::Merged => &mut self.merged,
+            PageClass::Volatile => &mut self.volatile,
+            PageClass::Zero => &mut self.zero,
+            PageClass::DuplicateWithin => &mut self.within,
+            PageClass::DuplicateAcross => &mut self.across,
+            PageClass::DuplicateForeign => &mut self.foreign,
+            PageClass::Unique => &mut self.unique,
+        };
+        field.0 += 1;
+        self.redundant.0 += u64::from(redundant && class.is_duplicate());
+    }
+
+    /// All duplicates, whatever their nearest copy.
+    pub fn duplicate(&self) -> Pages {
+        self.within + self.across + self.foreign
+    }
+
+    /// All pages that were classified.
+    pub fn resident(&self) -> Pages {
+        self.merged + self.volatile + self.zero + self.duplicate() + self.unique
+    }
+}
+
+impl AddAssign for Counts {
+    fn add_assign(&mut self, other: Self) {
+        self.merged += other.merged;
+        self.volatile += other.volatile;
+        self.zero += other.zero;
+        self.within += other.within;
+        self.across += other.across;
+        self.foreign += other.foreign;
+        self.unique += other.unique;
+        self.redundant += other.redundant;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_page_is_counted_once() {
+        let mut counts = Counts::default();
+        for class in PageClass::ALL {
+            counts.count(class, true);
+        }
+        assert_eq!(counts.resident(), Pages(7));
+        assert_eq!(counts.duplicate(), Pages(3));
+        assert_eq!(counts.redundant, Pages(3), "zero and unique pages are never redundant");
+    }
+}

@@ -1,0 +1,97 @@
+//! What is in a page: its fingerprint, and the kind of its content.
+
+/// A 64-bit fingerprint of a page's bytes, keyed anew for every census, so that it says whether two pages are equal
+/// and nothing else. [`Fingerprint::ZERO_PAGE`] is the page of zeros and no other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Fingerprint(pub u64);
+
+impl Fingerprint {
+    /// The page of zeros, found by comparison and not by hashing.
+    pub const ZERO_PAGE: Self = Self(0);
+}
+
+/// An upper bound of the probability that any two different contents among `distinct` share a fingerprint.
+///
+/// Two given contents collide with probability at most 2^-63 (`pagefold-sys`, `fingerprint`: 2^-64 for the hash, and
+/// the same again for the value that is reserved for the page of zeros); the bound is the sum over all pairs.
+pub fn collision_probability(distinct: u64) -> f64 {
+    let n = distinct as f64;
+    (n * (n - 1.0).max(0.0) / 2.0 / 2f64.powi(63)).min(1.0)
+}
+
+/// What a page holds, as far as its bytes tell.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum ContentKind {
+    /// Only zero bytes.
+    Zero,
+    /// One eight-byte word repeated, as allocators and memory tests leave it.
+    Pattern(u64),
+    /// The first page of an ELF file.
+    Elf,
+    /// Printable ASCII or well-formed UTF-8 text, possibly padded with zeros at its end.
+    Text,
+    /// None of these.
+    Other,
+}
+
+impl ContentKind {
+    /// The kind of a page's bytes.
+    pub fn of(page: &[u8]) -> Self {
+        if page.iter().all(|&byte| byte == 0) {
+            return Self::Zero;
+        }
+        if let Some((first, rest)) = page.as_chunks::<8>().0.split_first()
+            && rest.iter().all(|word| word == first)
+        {
+            return Self::Pattern(u64::from_le_bytes(*first));
+        }
+        if page.starts_with(b"\x7fELF") {
+            return Self::Elf;
+        }
+        let end = page.iter().rposition(|&byte| byte != 0).map_or(0, |last| last + 1);
+        if is_text(&page[..end]) { Self::Text } else { Self::Other }
+    }
+}
+
+/// Whether the bytes are UTF-8 without control characters other than white space. A page may cut a character at its
+/// end, so an incomplete last character is accepted.
+fn is_text(bytes: &[u8]) -> bool {
+    let text = match std::str::from_utf8(bytes) {
+        Ok(text) => text,
+        Err(error) if error.error_len().is_none() => {
+            std::str::from_utf8(&bytes[..error.valid_up_to()]).unwrap_or_default()
+        }
+        Err(_) => return false,
+    };
+    !text.is_empty() && text.chars().all(|c| !c.is_control() || c.is_whitespace())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kinds() {
+        let check = |page: &[u8], kind| assert_eq!(ContentKind::of(page), kind);
+        check(&[0; 4096], ContentKind::Zero);
+        check(&[0x5a; 4096], ContentKind::Pattern(0x5a5a_5a5a_5a5a_5a5a));
+        let mut elf = [1u8; 4096];
+        elf[..4].copy_from_slice(b"\x7fELF");
+        check(&elf, ContentKind::Elf);
+        let mut text = [0u8; 4096];
+        text[..13].copy_from_slice("Grüße, Welt\n".as_bytes().get(..13).unwrap());
+        check(&text, ContentKind::Text);
+        let mut other = [0u8; 4096];
+        other[77] = 0xff;
+        check(&other, ContentKind::Other);
+    }
+
+    #[test]
+    fn collisions_are_bounded() {
+        assert_eq!(collision_probability(0), 0.0);
+        assert_eq!(collision_probability(1), 0.0);
+        // 1 TiB of distinct 4 KiB pages.
+        assert!(collision_probability(1 << 28) < 0.004);
+        assert_eq!(collision_probability(u64::MAX), 1.0);
+    }
+}

@@ -1,0 +1,90 @@
+//! What the kernel says of KSM: the host's settings and counters, and a process's share.
+//!
+//! Names are the kernel's: `/sys/kernel/mm/ksm/*` (mm/ksm.c) and `/proc/PID/ksm_stat` (fs/proc/base.c). Fields came
+//! with different versions, so each is a [`Reading`] of its own.
+
+use crate::reading::Reading;
+
+/// `/sys/kernel/mm/ksm/*`. Counters are pages unless said otherwise. Those of merged pages are stale until ksmd scans
+/// again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ksm {
+    /// 0 stopped with merges kept, 1 running, 2 stopped and everything unmerged.
+    pub run: Reading<u64>,
+    /// Pages per batch.
+    pub pages_to_scan: Reading<u64>,
+    /// Pause between batches, in milliseconds.
+    pub sleep_millisecs: Reading<u64>,
+    /// Frames that are shared.
+    pub pages_shared: Reading<u64>,
+    /// Further mappings of those frames: the pages saved.
+    pub pages_sharing: Reading<u64>,
+    /// Pages in the unstable tree: stable content, no copy found.
+    pub pages_unshared: Reading<u64>,
+    /// Pages that changed between scans.
+    pub pages_volatile: Reading<u64>,
+    /// Pages looked at in total (6.6).
+    pub pages_scanned: Reading<u64>,
+    /// Pages passed over by smart scan (6.7).
+    pub pages_skipped: Reading<u64>,
+    /// Complete passes over all mergeable areas.
+    pub full_scans: Reading<u64>,
+    /// Frames of one content beyond which another frame is kept.
+    pub max_page_sharing: Reading<u64>,
+    /// Whether pages of different NUMA nodes are merged.
+    pub merge_across_nodes: Reading<u64>,
+    /// Whether pages of zeros are mapped to the kernel's zero page.
+    pub use_zero_pages: Reading<u64>,
+    /// Pages mapped to the zero page by KSM (6.6, after a first form in 6.5).
+    pub ksm_zero_pages: Reading<i64>,
+    /// Bytes saved net of metadata, as the kernel counts (6.4).
+    pub general_profit: Reading<i64>,
+    /// Contents with more than one frame because of `max_page_sharing`.
+    pub stable_node_chains: Reading<u64>,
+    /// Frames in those chains.
+    pub stable_node_dups: Reading<u64>,
+    /// Whether pages that never merged are looked at less often (6.7).
+    pub smart_scan: Reading<u64>,
+    /// The bracketed word of `advisor_mode`: `none` or `scan-time` (6.8).
+    pub advisor_mode: Reading<String>,
+    /// Seconds in which the advisor wants a pass to finish (6.8).
+    pub advisor_target_scan_time: Reading<u64>,
+}
+
+/// `/proc/PID/ksm_stat` with the older `ksm_merging_pages` beside it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProcessKsm {
+    /// Pages ksmd keeps metadata for.
+    pub rmap_items: Reading<u64>,
+    /// Pages of the process that are mapped to a KSM frame, the kept copy included (5.19).
+    pub merging_pages: Reading<u64>,
+    /// Pages mapped to the zero page by KSM (6.6).
+    pub zero_pages: Reading<i64>,
+    /// Bytes saved net of metadata, as the kernel counts (6.4).
+    pub profit: Reading<i64>,
+    /// Whether the whole process is enrolled by prctl (6.14).
+    pub merge_any: Reading<bool>,
+    /// Whether any area of the process is enrolled (6.14).
+    pub mergeable: Reading<bool>,
+}
+
+impl ProcessKsm {
+    /// No field could be read, for one reason.
+    pub fn absent(why: &crate::Absent) -> Self {
+        Self {
+            rmap_items: Err(why.clone()),
+            merging_pages: Err(why.clone()),
+            zero_pages: Err(why.clone()),
+            profit: Err(why.clone()),
+            merge_any: Err(why.clone()),
+            mergeable: Err(why.clone()),
+        }
+    }
+}
+
+/// Bytes of metadata that ksmd keeps for each page it scans: `sizeof(struct ksm_rmap_item)` on 64-bit kernels, as
+/// `general_profit` charges it (mm/ksm.c, `general_profit_show`).
+pub const RMAP_ITEM_BYTES: u64 = 64;
+
+/// `max_page_sharing` when nothing else is known (mm/ksm.c).
+pub const DEFAULT_MAX_PAGE_SHARING: u64 = 256;

@@ -1,0 +1,24 @@
+//! The vocabulary of Pagefold and every pure decision.
+//!
+//! What is a page, a region, a process, a reading; which pages merging would free and at what price; what a sample says
+//! about the whole; what is wrong with a host. Everything here is a function of its arguments: no I/O, no clock, no
+//! thread, no environment, no global. Randomness and time come in as arguments. Types are plain data and are not
+//! serializable by themselves: the wire forms live in `pagefold-report`.
+
+#![forbid(unsafe_code)]
+
+pub mod class;
+pub mod content;
+pub mod domain;
+pub mod identity;
+pub mod ksm;
+pub mod memory;
+pub mod process;
+pub mod reading;
+pub mod region;
+pub mod units;
+
+pub use class::{Counts, PageClass};
+pub use content::{ContentKind, Fingerprint};
+pub use reading::{Absent, Reading};
+pub use units::{AddressRange, Bytes, PageSize, Pages, Pfn, Pid, ProcessId};

@@ -1,0 +1,213 @@
+//! Units as types: pages, bytes, addresses, process and frame numbers.
+//!
+//! The page size is never a constant: it is a [`PageSize`] read from the host, 4 KiB on x86-64 and 4, 16 or 64 KiB on
+//! aarch64.
+
+use std::fmt;
+use std::iter::Sum;
+use std::ops::{Add, AddAssign, Sub};
+
+macro_rules! quantity {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub struct $name(pub u64);
+
+        impl $name {
+            /// None of it.
+            pub const ZERO: Self = Self(0);
+
+            /// The difference, or zero where `other` is larger.
+            pub fn saturating_sub(self, other: Self) -> Self {
+                Self(self.0.saturating_sub(other.0))
+            }
+        }
+
+        impl Add for $name {
+            type Output = Self;
+            fn add(self, other: Self) -> Self {
+                Self(self.0 + other.0)
+            }
+        }
+
+        impl Sub for $name {
+            type Output = Self;
+            fn sub(self, other: Self) -> Self {
+                Self(self.0 - other.0)
+            }
+        }
+
+        impl AddAssign for $name {
+            fn add_assign(&mut self, other: Self) {
+                self.0 += other.0;
+            }
+        }
+
+        impl Sum for $name {
+            fn sum<I: Iterator<Item = Self>>(values: I) -> Self {
+                Self(values.map(|value| value.0).sum())
+            }
+        }
+    };
+}
+
+quantity! {
+    /// A number of base pages of the host's [`PageSize`].
+    Pages
+}
+quantity! {
+    /// A number of bytes.
+    Bytes
+}
+
+impl Bytes {
+    /// From the kibibytes that `/proc` prints with the unit `kB`.
+    pub fn from_kib(kib: u64) -> Self {
+        Self(kib.saturating_mul(1024))
+    }
+}
+
+impl fmt::Display for Bytes {
+    /// IEC units with three significant digits: `512 B`, `1.50 KiB`, `23.5 GiB`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (value, unit) = scale(self.0 as f64);
+        let text = match (unit, value) {
+            ("B", _) => format!("{value:.0} B"),
+            (_, v) if v < 10.0 => format!("{v:.2} {unit}"),
+            (_, v) if v < 100.0 => format!("{v:.1} {unit}"),
+            (_, v) => format!("{v:.0} {unit}"),
+        };
+        f.pad(&text)
+    }
+}
+
+fn scale(mut value: f64) -> (f64, &'static str) {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+    for unit in units {
+        // 999.5 would print as 1000 with three digits.
+        if value < 999.5 || unit == "PiB" {
+            return (value, unit);
+        }
+        value /= 1024.0;
+    }
+    unreachable!("the loop returns at its last unit")
+}
+
+/// A signed number of bytes, for net figures that may be a loss.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct NetBytes(pub i64);
+
+impl fmt::Display for NetBytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let magnitude = Bytes(self.0.unsigned_abs());
+        f.pad(&if self.0 < 0 { format!("-{magnitude}") } else { magnitude.to_string() })
+    }
+}
+
+/// The size of a base page in bytes, a power of two of at least 1 KiB.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageSize(u32);
+
+impl PageSize {
+    /// A page size, or `None` if it is no power of two between 1 KiB and 1 GiB.
+    pub fn new(bytes: u64) -> Option<Self> {
+        (bytes.is_power_of_two() && (1 << 10..=1 << 30).contains(&bytes)).then_some(Self(bytes as u32))
+    }
+
+    /// In bytes.
+    pub fn bytes(self) -> u64 {
+        u64::from(self.0)
+    }
+
+    /// In bytes, as an index type.
+    pub fn len(self) -> usize {
+        self.0 as usize
+    }
+
+    /// The bytes of so many pages.
+    pub fn of(self, pages: Pages) -> Bytes {
+        Bytes(pages.0 * self.bytes())
+    }
+
+    /// The whole pages in so many bytes.
+    pub fn pages_in(self, bytes: Bytes) -> Pages {
+        Pages(bytes.0 / self.bytes())
+    }
+}
+
+/// A half-open range of virtual addresses, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct AddressRange {
+    /// The first address.
+    pub start: u64,
+    /// The first address after the range.
+    pub end: u64,
+}
+
+impl AddressRange {
+    /// The length in bytes; zero for an inverted range.
+    pub fn bytes(self) -> Bytes {
+        Bytes(self.end.saturating_sub(self.start))
+    }
+
+    /// Whether the address lies within.
+    pub fn contains(self, address: u64) -> bool {
+        (self.start..self.end).contains(&address)
+    }
+}
+
+impl fmt::Display for AddressRange {
+    /// As `/proc/PID/maps` prints it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:08x}-{:08x}", self.start, self.end)
+    }
+}
+
+/// A process number as the kernel gives it out and recycles it. Never acted on alone: see [`ProcessId`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Pid(pub u32);
+
+impl fmt::Display for Pid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.0, f)
+    }
+}
+
+/// A process: its number and when it started, which no later process of the same number shares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ProcessId {
+    /// The recyclable number.
+    pub pid: Pid,
+    /// Field 22 of `/proc/PID/stat`: clock ticks since boot.
+    pub start_time: u64,
+}
+
+/// A physical page frame number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Pfn(pub u64);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_keep_three_digits() {
+        let check = |bytes, text: &str| assert_eq!(Bytes(bytes).to_string(), text);
+        check(0, "0 B");
+        check(999, "999 B");
+        check(1000, "0.98 KiB");
+        check(1024, "1.00 KiB");
+        check(10 << 10, "10.0 KiB");
+        check(100 << 20, "100 MiB");
+        check(1023 << 20, "1.00 GiB");
+        check(u64::MAX, "16384 PiB");
+    }
+
+    #[test]
+    fn page_sizes_are_powers_of_two() {
+        assert!(PageSize::new(4096).is_some());
+        assert!(PageSize::new(65536).is_some());
+        assert!(PageSize::new(0).is_none());
+        assert!(PageSize::new(4095).is_none());
+    }
+}
