@@ -1,1 +1,7 @@
-//! x
+//! The unsafe corner: system calls without a safe wrapper elsewhere, and the vectorised fingerprint.
+//!
+//! Everything exported is safe to call. Each unsafe block holds one operation and its argument. Nothing of Pagefold is
+//! imported here.
+
+pub mod fingerprint;
+pub mod pagemap;
