@@ -56,9 +56,10 @@ pub trait Process: Send + Sync {
     /// Where the links in a directory below `/proc/PID` point: `fd`.
     fn links(&self, directory: &str) -> Reading<Vec<String>>;
 
-    /// The resident anonymous pages of a range in address order, as runs. The kernel's shared zero page, file pages
-    /// and swapped-out pages are not among them. Costs nothing for what is not mapped.
-    fn resident(&self, range: AddressRange) -> Reading<Vec<Run>>;
+    /// The resident anonymous pages of disjoint ascending ranges in address order, as runs that end where their range
+    /// ends. The kernel's shared zero page, file pages and swapped-out pages are not among them. Costs nothing for what
+    /// is not mapped.
+    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<Run>>;
 
     /// What each page of a range is mapped to, in address order (`/proc/PID/pagemap`).
     fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>>;

@@ -1,1 +1,138 @@
-//! Typed observations of a host, read through the port.
+//! Typed observations of a host, read through the port and parsed.
+
+use crate::{Host, Process, parse};
+use pagefold_model::identity::Identity;
+use pagefold_model::ksm::Ksm;
+use pagefold_model::memory::{Memory, Pressure};
+use pagefold_model::process::{Process as ProcessFacts, Rollup};
+use pagefold_model::region::Region;
+use pagefold_model::{Absent, Pfn, Pid, Reading};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// KSM's settings and counters. `NotOnThisKernel` where the kernel has no KSM.
+pub fn ksm(host: &dyn Host) -> Reading<Ksm> {
+    host.read("sys/kernel/mm/ksm/run")?;
+    Ok(parse::ksm(|file| host.read(&format!("sys/kernel/mm/ksm/{file}"))))
+}
+
+/// Memory totals.
+pub fn memory(host: &dyn Host) -> Reading<Memory> {
+    Ok(parse::meminfo(&host.read("proc/meminfo")?))
+}
+
+/// Memory pressure.
+pub fn pressure(host: &dyn Host) -> Reading<Pressure> {
+    parse::pressure(&host.read("proc/pressure/memory")?)
+}
+
+/// The counters of `/proc/vmstat`.
+pub fn vmstat(host: &dyn Host) -> Reading<BTreeMap<String, u64>> {
+    Ok(parse::vmstat(&host.read("proc/vmstat")?))
+}
+
+/// The kernel's release, as `uname -r`.
+pub fn kernel(host: &dyn Host) -> Reading<String> {
+    Ok(String::from_utf8_lossy(&host.read("proc/sys/kernel/osrelease")?).trim().to_owned())
+}
+
+/// The mode of transparent huge pages: `always`, `madvise` or `never`.
+pub fn huge_page_mode(host: &dyn Host) -> Reading<String> {
+    parse::bracketed(&host.read("sys/kernel/mm/transparent_hugepage/enabled")?)
+}
+
+/// The size in bytes of a huge page of the PMD level.
+pub fn huge_page_bytes(host: &dyn Host) -> Reading<u64> {
+    parse::number(&host.read("sys/kernel/mm/transparent_hugepage/hpage_pmd_size")?)
+}
+
+/// What is known of a process before its memory is looked at.
+pub fn process(handle: &dyn Process) -> Reading<ProcessFacts> {
+    let stat = parse::stat(&handle.read("stat")?)?;
+    let status = handle.read("status").map(|bytes| parse::status(&bytes));
+    let arguments = handle.read("cmdline").map(|bytes| parse::arguments(&bytes));
+    let environment = handle.read("environ").map(|bytes| parse::job_environment(&bytes)).unwrap_or_default();
+    let cgroup = handle.read("cgroup").and_then(|bytes| parse::cgroup(&bytes));
+    let identity = Identity::of(arguments.as_deref().unwrap_or_default(), &environment, cgroup.as_deref().ok());
+    Ok(ProcessFacts {
+        id: handle.id(),
+        comm: stat.comm,
+        state: stat.state,
+        kernel_thread: stat.flags & parse::PF_KTHREAD != 0,
+        uid: status.clone().and_then(|status| status.uid),
+        arguments,
+        cgroup,
+        identity,
+        ksm: parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages")),
+        seccomp: status.clone().and_then(|status| status.seccomp),
+        pinned: status.and_then(|status| status.pinned),
+    })
+}
+
+/// The regions of a process, with what is resident in each.
+pub fn regions(handle: &dyn Process) -> Reading<Vec<Region>> {
+    parse::smaps(&handle.read("smaps")?)
+}
+
+/// The sums over the regions of a process.
+pub fn rollup(handle: &dyn Process) -> Reading<Rollup> {
+    Ok(parse::rollup(&handle.read("smaps_rollup")?))
+}
+
+/// Every process, kernel threads included; those that could not be opened with the reason.
+pub fn processes(host: &dyn Host) -> Reading<Vec<(Pid, Reading<ProcessFacts>)>> {
+    Ok(host.pids()?.into_iter().map(|pid| (pid, host.open(pid).and_then(|handle| process(&*handle)))).collect())
+}
+
+/// Which NUMA node a frame belongs to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Nodes {
+    /// Frames of one memory block.
+    block_frames: u64,
+    /// Memory blocks with their node.
+    blocks: BTreeMap<u64, u32>,
+    /// How many nodes have memory.
+    count: usize,
+}
+
+impl Nodes {
+    /// From `/sys/devices/system/node`, where each node lists its memory blocks. A host without that directory has one
+    /// node.
+    pub fn observe(host: &dyn Host) -> Reading<Self> {
+        let names = match host.list("sys/devices/system/node") {
+            Err(Absent::NotOnThisKernel) => return Ok(Self { count: 1, ..Self::default() }),
+            names => names?,
+        };
+        let nodes: Vec<u32> = names.iter().filter_map(|name| name.strip_prefix("node")?.parse().ok()).collect();
+        if nodes.len() <= 1 {
+            return Ok(Self { count: 1, ..Self::default() });
+        }
+        let block_bytes = host.read("sys/devices/system/memory/block_size_bytes")?;
+        let text = String::from_utf8_lossy(&block_bytes);
+        let block_bytes = u64::from_str_radix(text.trim(), 16)
+            .map_err(|_| Absent::Malformed(format!("block_size_bytes: {:?}", text.trim())))?;
+        let mut blocks = BTreeMap::new();
+        for &node in &nodes {
+            for name in host.list(&format!("sys/devices/system/node/node{node}"))? {
+                if let Some(block) = name.strip_prefix("memory").and_then(|number| number.parse().ok()) {
+                    blocks.insert(block, node);
+                }
+            }
+        }
+        let with_memory: BTreeSet<u32> = blocks.values().copied().collect();
+        let block_frames = (block_bytes / host.page_size().bytes()).max(1);
+        Ok(Self { block_frames, blocks, count: with_memory.len().max(1) })
+    }
+
+    /// How many nodes have memory.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// The node of a frame; node 0 on a host with one node or for a frame of no known block.
+    pub fn of(&self, frame: Pfn) -> u32 {
+        if self.count <= 1 {
+            return 0;
+        }
+        self.blocks.get(&(frame.0 / self.block_frames)).copied().unwrap_or(0)
+    }
+}

@@ -1,1 +1,89 @@
-//! x
+//! The live host: `/proc` and `/sys` of the machine this runs on.
+
+#![forbid(unsafe_code)]
+
+mod contents;
+mod frames;
+mod process;
+
+use pagefold_host::{FrameFlags, Host, Process};
+use pagefold_model::{Absent, PageSize, Pfn, Pid, Reading};
+use std::fs;
+use std::io;
+use std::path::Path;
+
+/// The machine this runs on.
+#[derive(Debug)]
+pub struct LiveHost {
+    page_size: PageSize,
+    frames: frames::FrameFiles,
+}
+
+impl LiveHost {
+    /// Look at this machine. Opens nothing that needs privilege; what does is found absent when it is asked for.
+    ///
+    /// # Panics
+    /// If the C library reports a page size that is no power of two.
+    pub fn new() -> Self {
+        let page_size = PageSize::new(rustix::param::page_size() as u64).expect("the kernel's page size");
+        Self { page_size, frames: frames::FrameFiles::open() }
+    }
+}
+
+impl Default for LiveHost {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Host for LiveHost {
+    fn describe(&self) -> String {
+        "this host".to_owned()
+    }
+
+    fn page_size(&self) -> PageSize {
+        self.page_size
+    }
+
+    fn read(&self, path: &str) -> Reading<Vec<u8>> {
+        fs::read(Path::new("/").join(path)).map_err(|error| absent(&error))
+    }
+
+    fn list(&self, path: &str) -> Reading<Vec<String>> {
+        let directory = fs::read_dir(Path::new("/").join(path)).map_err(|error| absent(&error))?;
+        let mut names = Vec::new();
+        for entry in directory {
+            names.push(entry.map_err(|error| absent(&error))?.file_name().to_string_lossy().into_owned());
+        }
+        names.sort();
+        Ok(names)
+    }
+
+    fn pids(&self) -> Reading<Vec<Pid>> {
+        let mut pids: Vec<Pid> = self.list("proc")?.iter().filter_map(|name| name.parse().ok().map(Pid)).collect();
+        pids.sort();
+        Ok(pids)
+    }
+
+    fn open(&self, pid: Pid) -> Reading<Box<dyn Process + '_>> {
+        Ok(Box::new(process::LiveProcess::open(self, pid)?))
+    }
+
+    fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
+        Ok(self.frames.flags(frames)?.into_iter().map(FrameFlags).collect())
+    }
+
+    fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
+        self.frames.mappings(frames)
+    }
+}
+
+/// Why a file of the host could not be read.
+fn absent(error: &io::Error) -> Absent {
+    match error.kind() {
+        io::ErrorKind::NotFound => Absent::NotOnThisKernel,
+        io::ErrorKind::PermissionDenied => Absent::Denied,
+        _ if error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => Absent::Vanished,
+        _ => Absent::Malformed(error.to_string()),
+    }
+}

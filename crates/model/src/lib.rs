@@ -16,6 +16,8 @@ pub mod memory;
 pub mod process;
 pub mod reading;
 pub mod region;
+pub mod savings;
+pub mod segment;
 pub mod units;
 
 pub use class::{Counts, PageClass};

@@ -1,0 +1,337 @@
+//! The index: every resident page with its fingerprint and class, in 13 bytes and a share of its run's 8.
+
+use crate::Error;
+use crate::survey::{Subject, Survey, way};
+use pagefold_host::{Host, Run, Way};
+use pagefold_model::{Fingerprint, PageClass, Reading};
+use rayon::prelude::*;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+/// A fingerprint and the ordinal of its page, packed to 12 bytes. Sorts by fingerprint, then by ordinal.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Entry {
+    high: u32,
+    low: u32,
+    /// Which page.
+    pub ordinal: u32,
+}
+
+impl Entry {
+    /// Pack.
+    pub fn new(fingerprint: Fingerprint, ordinal: u32) -> Self {
+        Self { high: (fingerprint.0 >> 32) as u32, low: fingerprint.0 as u32, ordinal }
+    }
+
+    /// Unpack.
+    pub fn fingerprint(self) -> Fingerprint {
+        Fingerprint(u64::from(self.high) << 32 | u64::from(self.low))
+    }
+}
+
+/// What is known of a page, in a byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark(u8);
+
+impl Mark {
+    /// Not looked at yet, or not before the census was stopped.
+    pub const UNREAD: Self = Self(0);
+    /// No longer resident when it was to be read.
+    pub const GONE: Self = Self(1);
+    /// Left out of the sample.
+    pub const SKIPPED: Self = Self(2);
+
+    const FIRST_CLASS: u8 = 3;
+    const STATE: u8 = 0x0f;
+    const REDUNDANT: u8 = 0x10;
+    const SHARE: u8 = 5;
+    const COVERED: u8 = 0x80;
+
+    /// A classified page.
+    pub fn of(class: PageClass) -> Self {
+        Self(Self::FIRST_CLASS + class as u8)
+    }
+
+    /// A duplicate in a group of `copies`; `redundant` unless it is the copy that the group keeps.
+    pub fn duplicate(class: PageClass, copies: usize, redundant: bool) -> Self {
+        let share = match copies {
+            ..=2 => 0,
+            3 => 1,
+            4..=7 => 2,
+            _ => 3,
+        };
+        Self(Self::of(class).0 | if redundant { Self::REDUNDANT } else { 0 } | share << Self::SHARE)
+    }
+
+    /// The class, if the page was read.
+    pub fn class(self) -> Option<PageClass> {
+        PageClass::ALL.get(usize::from((self.0 & Self::STATE).checked_sub(Self::FIRST_CLASS)?)).copied()
+    }
+
+    /// Whether the page was read.
+    pub fn was_read(self) -> bool {
+        self.0 & Self::STATE >= Self::FIRST_CLASS
+    }
+
+    /// Whether it is a duplicate beyond the copy its group keeps.
+    pub fn is_redundant(self) -> bool {
+        self.0 & Self::REDUNDANT != 0
+    }
+
+    /// Whether a guided enrolment would cover the page.
+    pub fn is_covered(self) -> bool {
+        self.0 & Self::COVERED != 0
+    }
+
+    /// The same, covered.
+    pub fn covered(self) -> Self {
+        Self(self.0 | Self::COVERED)
+    }
+
+    /// The part of the page that comes back when its whole group is merged, in 64ths: all of a page of zeros, `1 - 1/n`
+    /// of one in a group of n, with n rounded down to 2, 3, 4 or 8.
+    pub fn freed_64ths(self) -> i64 {
+        match self.class() {
+            Some(PageClass::Zero) => 64,
+            Some(class) if class.is_duplicate() => [32, 42, 48, 56][usize::from(self.0 >> Self::SHARE & 3)],
+            _ => 0,
+        }
+    }
+}
+
+/// A run of pages behind one another: the page within its area, with a bit for huge pages, and its first ordinal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct PackedRun {
+    page: u32,
+    first: u32,
+}
+
+const HUGE: u32 = 1 << 31;
+
+/// A part of a region, short enough for page numbers of 31 bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Area {
+    subject: u32,
+    region: u32,
+    base: u64,
+    runs: u32,
+}
+
+/// Every resident page that KSM could take. Pages are numbered in the order of subjects, then of addresses.
+#[derive(Debug)]
+pub struct Index {
+    page_len: u64,
+    areas: Vec<Area>,
+    runs: Vec<PackedRun>,
+    /// Ordinal of the first page of each subject, and the number of all pages.
+    subjects: Vec<u32>,
+    /// In the order of ordinals while reading, afterwards those in groups sorted by fingerprint.
+    pub(crate) entries: Vec<Entry>,
+    marks: Vec<AtomicU8>,
+    /// The NUMA node of each page, if pages of different nodes are kept apart.
+    nodes: Vec<AtomicU8>,
+    unlisted: Vec<(usize, Reading<()>)>,
+}
+
+/// Some consecutive pages of one subject, read in one way.
+#[derive(Clone, Debug)]
+pub struct Unit {
+    /// Whose.
+    pub subject: usize,
+    /// How to read them.
+    pub way: Way,
+    /// Where they are.
+    pub runs: Vec<Run>,
+    /// Their ordinals.
+    pub ordinals: Range<u32>,
+}
+
+/// A run with where it belongs.
+#[derive(Clone, Copy, Debug)]
+pub struct PlacedRun {
+    /// Position of the subject in the survey.
+    pub subject: usize,
+    /// Position of the region in the subject.
+    pub region: usize,
+    /// Its pages.
+    pub run: Run,
+    /// Ordinal of its first page.
+    pub first: u32,
+}
+
+/// Pages of a unit: 64 MiB of base pages, some milliseconds of reading.
+const UNIT_PAGES: u32 = 1 << 14;
+
+impl Index {
+    /// List the resident pages of the survey.
+    pub fn list(host: &dyn Host, survey: &Survey, nodes: bool) -> Result<Self, Error> {
+        let page_len = host.page_size().bytes();
+        let mut index = Self {
+            page_len,
+            areas: Vec::new(),
+            runs: Vec::new(),
+            subjects: vec![0],
+            entries: Vec::new(),
+            marks: Vec::new(),
+            nodes: Vec::new(),
+            unlisted: Vec::new(),
+        };
+        let mut pages = 0;
+        // A few subjects at a time, so that their unpacked runs do not all lie in memory at once.
+        for (chunk, subjects) in survey.subjects.chunks(64).enumerate() {
+            let listed: Vec<_> = subjects.par_iter().map(|subject| resident(host, subject)).collect();
+            for (i, (subject, runs)) in subjects.iter().zip(listed).enumerate() {
+                let position = chunk * 64 + i;
+                match runs {
+                    Ok(runs) => pages = index.add(position, subject, &runs, pages),
+                    Err(why) => index.unlisted.push((position, Err(why))),
+                }
+                if pages > u64::from(u32::MAX) {
+                    return Err(Error::TooManyPages(pages));
+                }
+                index.subjects.push(pages as u32);
+            }
+        }
+        index.areas.shrink_to_fit();
+        index.runs.shrink_to_fit();
+        let zeroed = |count| std::iter::repeat_with(|| AtomicU8::new(Mark::UNREAD.0)).take(count).collect();
+        index.entries = vec![Entry::default(); pages as usize];
+        index.marks = zeroed(pages as usize);
+        index.nodes = zeroed(if nodes { pages as usize } else { 0 });
+        Ok(index)
+    }
+
+    /// Number the runs of a subject, beginning with `pages`. Returns the next number.
+    fn add(&mut self, position: usize, subject: &Subject, runs: &[Run], mut pages: u64) -> u64 {
+        let mut regions = subject.regions.iter().enumerate().peekable();
+        for run in runs {
+            while regions.next_if(|(_, (region, _))| region.range.end <= run.address).is_some() {}
+            let Some((region, _)) = regions.peek() else { break };
+            let fits = |area: &Area| {
+                area.subject == position as u32
+                    && area.region == *region as u32
+                    && (run.address - area.base) / self.page_len < u64::from(HUGE)
+            };
+            if !self.areas.last().is_some_and(fits) {
+                let runs = self.runs.len() as u32;
+                self.areas.push(Area { subject: position as u32, region: *region as u32, base: run.address, runs });
+            }
+            let base = self.areas.last().map_or(0, |area| area.base);
+            let page = ((run.address - base) / self.page_len) as u32 | if run.huge { HUGE } else { 0 };
+            self.runs.push(PackedRun { page, first: pages as u32 });
+            pages += u64::from(run.pages);
+        }
+        pages
+    }
+
+    /// How many pages.
+    pub fn pages(&self) -> usize {
+        self.marks.len()
+    }
+
+    /// The size of a page in bytes.
+    pub fn page_len(&self) -> u64 {
+        self.page_len
+    }
+
+    /// Bytes of memory that the index takes.
+    pub fn bytes(&self) -> usize {
+        self.areas.capacity() * size_of::<Area>()
+            + self.runs.capacity() * size_of::<PackedRun>()
+            + self.entries.capacity() * size_of::<Entry>()
+            + self.marks.capacity()
+            + self.nodes.capacity()
+    }
+
+    /// Subjects whose pages could not be listed, and why.
+    pub fn unlisted(&self) -> impl Iterator<Item = (usize, Reading<()>)> + '_ {
+        self.unlisted.iter().cloned()
+    }
+
+    /// The subject a page belongs to.
+    pub fn subject(&self, ordinal: u32) -> usize {
+        self.subjects.partition_point(|&first| first <= ordinal) - 1
+    }
+
+    /// What is known of a page.
+    pub fn mark(&self, ordinal: u32) -> Mark {
+        Mark(self.marks[ordinal as usize].load(Ordering::Relaxed))
+    }
+
+    /// Note what is known of a page. Each page is marked by one thread at a time; nobody orders anything by it.
+    pub fn set_mark(&self, ordinal: u32, mark: Mark) {
+        self.marks[ordinal as usize].store(mark.0, Ordering::Relaxed);
+    }
+
+    /// The node of a page; 0 where pages of different nodes are not kept apart.
+    pub fn node(&self, ordinal: u32) -> u8 {
+        self.nodes.get(ordinal as usize).map_or(0, |node| node.load(Ordering::Relaxed))
+    }
+
+    /// Note the node of a page.
+    pub fn set_node(&self, ordinal: u32, node: u8) {
+        if let Some(noted) = self.nodes.get(ordinal as usize) {
+            noted.store(node, Ordering::Relaxed);
+        }
+    }
+
+    /// All runs in the order of their ordinals.
+    pub fn runs(&self) -> impl Iterator<Item = PlacedRun> + '_ {
+        self.areas.iter().enumerate().flat_map(move |(i, area)| {
+            let end = self.areas.get(i + 1).map_or(self.runs.len(), |next| next.runs as usize);
+            (area.runs as usize..end).map(move |position| {
+                let packed = self.runs[position];
+                let after = self.runs.get(position + 1).map_or(self.pages() as u32, |next| next.first);
+                let address = area.base + u64::from(packed.page & !HUGE) * self.page_len;
+                let run = Run { address, pages: after - packed.first, huge: packed.page & HUGE != 0 };
+                PlacedRun { subject: area.subject as usize, region: area.region as usize, run, first: packed.first }
+            })
+        })
+    }
+
+    /// The pages in portions for the reading threads.
+    pub fn units(&self, survey: &Survey) -> Vec<Unit> {
+        let mut units: Vec<Unit> = Vec::new();
+        for PlacedRun { subject, region, mut run, mut first } in self.runs() {
+            let way = way(&survey.subjects[subject].regions[region].0);
+            while run.pages > 0 {
+                let room = match units.last() {
+                    Some(unit) if unit.subject == subject && unit.way == way => {
+                        UNIT_PAGES - (unit.ordinals.end - unit.ordinals.start)
+                    }
+                    _ => 0,
+                };
+                if room == 0 {
+                    units.push(Unit { subject, way, runs: Vec::new(), ordinals: first..first });
+                    continue;
+                }
+                let pages = run.pages.min(room);
+                let unit = units.last_mut().expect("one was just seen or pushed");
+                unit.runs.push(Run { pages, ..run });
+                unit.ordinals.end += pages;
+                first += pages;
+                run.address += u64::from(pages) * self.page_len;
+                run.pages -= pages;
+            }
+        }
+        units
+    }
+}
+
+/// The resident pages of a subject's regions that KSM could take.
+fn resident(host: &dyn Host, subject: &Subject) -> Reading<Vec<Run>> {
+    let ranges: Vec<_> = subject
+        .regions
+        .iter()
+        .filter(|(region, reason)| reason.is_none() && region.anonymous.0 > 0)
+        .map(|(region, _)| region.range)
+        .collect();
+    if ranges.is_empty() {
+        return Ok(Vec::new());
+    }
+    let handle = host.open(subject.process.id.pid)?;
+    if handle.id() != subject.process.id {
+        return Err(pagefold_model::Absent::Vanished);
+    }
+    handle.resident(&ranges)
+}

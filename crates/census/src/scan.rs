@@ -1,0 +1,211 @@
+//! Reading the pages: two passes in parallel over portions of the index.
+
+use crate::index::{Entry, Index, Mark, Unit};
+use crate::survey::Survey;
+use pagefold_host::observe::Nodes;
+use pagefold_host::{Host, PageContent, PageView, Run};
+use pagefold_model::{Absent, Fingerprint, PageClass, Reading};
+use pagefold_sys::fingerprint::Hasher;
+use rayon::prelude::*;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// How far a census is, for whoever watches it from another thread.
+#[derive(Debug, Default)]
+pub struct Progress {
+    expected: AtomicU64,
+    done: AtomicU64,
+    bytes: AtomicU64,
+}
+
+impl Progress {
+    /// Pages to look at in all passes; 0 until they are listed.
+    pub fn expected(&self) -> u64 {
+        self.expected.load(Ordering::Relaxed)
+    }
+
+    /// Pages looked at so far.
+    pub fn done(&self) -> u64 {
+        self.done.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of page contents read so far.
+    pub fn bytes_read(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn expect(&self, pages: u64) {
+        self.expected.store(pages, Ordering::Relaxed);
+    }
+
+    fn advance(&self, pages: u64, bytes: u64) {
+        self.done.fetch_add(pages, Ordering::Relaxed);
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+/// Which pages are in a sample: each by itself, with one probability, by a hash of its ordinal.
+#[derive(Clone, Copy, Debug)]
+pub struct SampleRule {
+    threshold: u64,
+    seed: u64,
+}
+
+impl SampleRule {
+    /// Pages are taken with `probability`, from 0 to 1.
+    pub fn new(probability: f64, seed: u64) -> Self {
+        // The cast saturates: 1 takes all but one in 2^64.
+        Self { threshold: (probability * 2f64.powi(64)) as u64, seed }
+    }
+
+    /// Whether a page is taken.
+    pub fn takes(self, ordinal: u32) -> bool {
+        // The finalizer of SplitMix64 (G. Steele, D. Lea, C. Flood, OOPSLA 2014).
+        let mut z = self.seed.wrapping_add((u64::from(ordinal) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) <= self.threshold
+    }
+}
+
+/// What both passes need.
+pub struct Scan<'a> {
+    /// Where the pages are.
+    pub host: &'a dyn Host,
+    /// Whose they are.
+    pub survey: &'a Survey,
+    /// The fingerprint of this census.
+    pub hasher: &'a Hasher,
+    /// Where the nodes' frames are, if pages of different nodes are kept apart.
+    pub nodes: Option<Nodes>,
+    /// To be told how far it is.
+    pub progress: &'a Progress,
+    /// Set to end early.
+    pub stop: &'a AtomicBool,
+    /// Which pages to look at; all if `None`.
+    pub sample: Option<SampleRule>,
+}
+
+/// A page that was read: its fingerprint, or `None` if it is known to change.
+struct Seen {
+    fingerprint: Option<Fingerprint>,
+    merged: bool,
+    node: u8,
+}
+
+impl Scan<'_> {
+    /// Fill the index with fingerprints. Returns the subjects that could not be read, and why.
+    pub fn first_pass(&self, index: &mut Index) -> Vec<(usize, Reading<()>)> {
+        let mut entries = std::mem::take(&mut index.entries);
+        let mut work = Vec::new();
+        let mut rest = entries.as_mut_slice();
+        for unit in index.units(self.survey) {
+            let (slots, after) = rest.split_at_mut(unit.ordinals.len());
+            work.push((unit, slots));
+            rest = after;
+        }
+        let shared = &*index;
+        let failures = work
+            .into_par_iter()
+            .map(|(unit, slots)| {
+                self.read(&unit, &mut |ordinal, seen| {
+                    let Some(seen) = seen else { return shared.set_mark(ordinal, Mark::GONE) };
+                    let class = match seen.fingerprint {
+                        _ if seen.merged => PageClass::Merged,
+                        None => PageClass::Volatile,
+                        Some(Fingerprint::ZERO_PAGE) => PageClass::Zero,
+                        // Until groups are known.
+                        Some(_) => PageClass::Unique,
+                    };
+                    slots[(ordinal - unit.ordinals.start) as usize] =
+                        Entry::new(seen.fingerprint.unwrap_or(Fingerprint::ZERO_PAGE), ordinal);
+                    shared.set_node(ordinal, seen.node);
+                    shared.set_mark(ordinal, Mark::of(class));
+                })
+            })
+            .filter_map(|(unit, outcome)| outcome.is_err().then_some((unit, outcome)))
+            .collect();
+        index.entries = entries;
+        failures
+    }
+
+    /// Read everything again and mark what changed.
+    pub fn second_pass(&self, index: &Index) -> Vec<(usize, Reading<()>)> {
+        index
+            .units(self.survey)
+            .into_par_iter()
+            .map(|unit| {
+                self.read(&unit, &mut |ordinal, seen| {
+                    let mark = index.mark(ordinal);
+                    match (mark.class(), seen) {
+                        // What was not read in the first pass stays so; what changes, or is merged, is known already.
+                        (None | Some(PageClass::Volatile | PageClass::Merged), _) => {}
+                        (Some(_), None) => index.set_mark(ordinal, Mark::GONE),
+                        (Some(_), Some(Seen { merged: true, .. })) => {
+                            index.set_mark(ordinal, Mark::of(PageClass::Merged));
+                        }
+                        (Some(_), Some(Seen { fingerprint, .. })) => {
+                            if fingerprint != Some(index.entries[ordinal as usize].fingerprint()) {
+                                index.set_mark(ordinal, Mark::of(PageClass::Volatile));
+                            }
+                        }
+                    }
+                })
+            })
+            .filter_map(|(unit, outcome)| outcome.is_err().then_some((unit, outcome)))
+            .collect()
+    }
+
+    /// Read a unit's pages. `note` gets each page that was looked at, `None` for one that is gone. Returns whose unit it
+    /// was and whether all of it was read.
+    fn read(&self, unit: &Unit, note: &mut dyn FnMut(u32, Option<Seen>)) -> (usize, Reading<()>) {
+        if self.stop.load(Ordering::Relaxed) {
+            return (unit.subject, Ok(()));
+        }
+        let id = self.survey.subjects[unit.subject].process.id;
+        let (runs, ordinals) = self.sampled(unit);
+        let mut bytes = 0;
+        let mut see = |position: usize, page: PageView<'_>| {
+            let ordinal = ordinals.as_ref().map_or(unit.ordinals.start + position as u32, |list| list[position]);
+            let fingerprint = match page.content {
+                PageContent::Bytes(content) => {
+                    bytes += content.len() as u64;
+                    Some(Fingerprint(self.hasher.fingerprint(content)))
+                }
+                PageContent::Fingerprint(fingerprint) => Some(fingerprint),
+                PageContent::Volatile => None,
+                PageContent::Gone => return note(ordinal, None),
+            };
+            let node = self.nodes.as_ref().zip(page.frame).map_or(0, |(nodes, frame)| nodes.of(frame) as u8);
+            note(ordinal, Some(Seen { fingerprint, merged: page.merged, node }));
+        };
+        let outcome = self.host.open(id.pid).and_then(|handle| {
+            if handle.id() != id {
+                return Err(Absent::Vanished);
+            }
+            handle.contents(unit.way, &runs, &mut see)
+        });
+        self.progress.advance(unit.ordinals.len() as u64, bytes);
+        (unit.subject, outcome)
+    }
+
+    /// The runs of a unit that are in the sample, and the ordinals of their pages; all of it without a sample.
+    fn sampled(&self, unit: &Unit) -> (Vec<Run>, Option<Vec<u32>>) {
+        let Some(rule) = self.sample else {
+            return (unit.runs.clone(), None);
+        };
+        let page_len = self.host.page_size().bytes();
+        let mut runs: Vec<Run> = Vec::new();
+        let mut ordinals = Vec::new();
+        let mut ordinal = unit.ordinals.start;
+        for run in &unit.runs {
+            for page in 0..run.pages {
+                if rule.takes(ordinal) {
+                    runs.push(Run { address: run.address + u64::from(page) * page_len, pages: 1, huge: run.huge });
+                    ordinals.push(ordinal);
+                }
+                ordinal += 1;
+            }
+        }
+        (runs, Some(ordinals))
+    }
+}

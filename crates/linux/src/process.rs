@@ -1,0 +1,251 @@
+//! A live process, held by its directory below `/proc`.
+//!
+//! The directory handle belongs to one process for good: once that is gone, everything below it answers `ESRCH` or
+//! `ENOENT`, also when its number has been given to another. `pagemap` and `mem` hold its address space in the same way
+//! and answer with nothing once it was left by exit or exec.
+
+use crate::{LiveHost, absent, contents};
+use pagefold_host::{Mapping, PageView, Process, Run, Way, parse};
+use pagefold_model::content::ContentKind;
+use pagefold_model::{Absent, AddressRange, Pid, ProcessId, Reading};
+use pagefold_sys::pagemap::ResidentRange;
+use rustix::fs::{Dir, Mode, OFlags, openat, readlinkat};
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::sync::OnceLock;
+
+/// Pagemap entries read at once.
+const ENTRIES: usize = 1 << 16;
+
+/// A process that is held.
+pub struct LiveProcess<'a> {
+    pub(crate) host: &'a LiveHost,
+    id: ProcessId,
+    directory: OwnedFd,
+    pagemap: OnceLock<Reading<File>>,
+    memory: OnceLock<Reading<File>>,
+}
+
+impl<'a> LiveProcess<'a> {
+    /// Take hold of the process that has this number now.
+    pub fn open(host: &'a LiveHost, pid: Pid) -> Reading<Self> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = rustix::fs::open(format!("/proc/{pid}"), flags, Mode::empty())
+            .map_err(|errno| gone(&absent(&errno.into())))?;
+        let mut process = Self {
+            host,
+            id: ProcessId { pid, start_time: 0 },
+            directory,
+            pagemap: OnceLock::new(),
+            memory: OnceLock::new(),
+        };
+        process.id.start_time = parse::stat(&process.read("stat")?)?.start_time;
+        Ok(process)
+    }
+
+    fn open_file(&self, file: &str) -> Reading<File> {
+        openat(&self.directory, file, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+            .map(File::from)
+            .map_err(|errno| self.why(&errno.into()))
+    }
+
+    /// Why a file of the process could not be read: a missing one is one that this kernel has not, unless the whole
+    /// process is missing.
+    fn why(&self, error: &io::Error) -> Absent {
+        match absent(error) {
+            Absent::NotOnThisKernel if !self.is_alive() => Absent::Vanished,
+            why => why,
+        }
+    }
+
+    fn is_alive(&self) -> bool {
+        rustix::fs::statat(&self.directory, "stat", rustix::fs::AtFlags::empty()).is_ok()
+    }
+
+    pub(crate) fn pagemap(&self) -> Reading<&File> {
+        self.pagemap.get_or_init(|| self.open_file("pagemap")).as_ref().map_err(Absent::clone)
+    }
+
+    pub(crate) fn memory(&self) -> Reading<&File> {
+        self.memory.get_or_init(|| self.open_file("mem")).as_ref().map_err(Absent::clone)
+    }
+
+    /// The pagemap entries of so many pages from an address on, into `mappings`. `Vanished` once the address space is
+    /// gone.
+    pub(crate) fn read_mappings(&self, address: u64, pages: usize, mappings: &mut Vec<Mapping>) -> Reading<()> {
+        let pagemap = self.pagemap()?;
+        let mut bytes = vec![0; pages.min(ENTRIES) * 8];
+        let mut page = address / self.host.page_size.bytes();
+        let mut missing = pages;
+        while missing > 0 {
+            let wanted = missing.min(ENTRIES) * 8;
+            let count = pagemap.read_at(&mut bytes[..wanted], page * 8).map_err(|error| self.why(&error))?;
+            if count < 8 {
+                return Err(Absent::Vanished);
+            }
+            let entries = bytes[..count].as_chunks::<8>().0;
+            mappings.extend(entries.iter().map(|&entry| Mapping::from_entry(u64::from_ne_bytes(entry))));
+            page += entries.len() as u64;
+            missing -= entries.len();
+        }
+        Ok(())
+    }
+
+    /// Resident pages as kernels before 6.7 tell them: from pagemap, with kpageflags to tell the kernel's page of zeros
+    /// and huge pages. Without privilege a page that others map too cannot be told from the page of zeros and is taken
+    /// for resident.
+    fn resident_by_pagemap(&self, range: AddressRange) -> Reading<Vec<Run>> {
+        let page_len = self.host.page_size.bytes();
+        let mut runs: Vec<Run> = Vec::new();
+        let mut mappings = Vec::new();
+        let mut address = range.start;
+        while address < range.end {
+            let pages = ((range.end - address) / page_len).min(ENTRIES as u64) as usize;
+            mappings.clear();
+            self.read_mappings(address, pages, &mut mappings)?;
+            let mut frames: Vec<_> = mappings.iter().filter_map(|mapping| mapping.frame).collect();
+            frames.sort_unstable();
+            frames.dedup();
+            let flags = self.host.frames.flags(&frames).unwrap_or_default();
+            for (i, mapping) in mappings.iter().enumerate() {
+                let flags = mapping
+                    .frame
+                    .and_then(|frame| frames.binary_search(&frame).ok())
+                    .and_then(|position| flags.get(position))
+                    .map(|&flags| pagefold_host::FrameFlags(flags));
+                let zero_page = flags.is_some_and(pagefold_host::FrameFlags::is_zero_page);
+                if !mapping.present || mapping.file || zero_page {
+                    continue;
+                }
+                let huge = flags.is_some_and(pagefold_host::FrameFlags::is_thp);
+                let page = address + i as u64 * page_len;
+                match runs.last_mut() {
+                    Some(run) if run.huge == huge && run.address + u64::from(run.pages) * page_len == page => {
+                        run.pages += 1;
+                    }
+                    _ => runs.push(Run { address: page, pages: 1, huge }),
+                }
+            }
+            address += pages as u64 * page_len;
+        }
+        Ok(runs)
+    }
+}
+
+impl Process for LiveProcess<'_> {
+    fn id(&self) -> ProcessId {
+        self.id
+    }
+
+    fn read(&self, file: &str) -> Reading<Vec<u8>> {
+        let mut bytes = Vec::new();
+        self.open_file(file)?.read_to_end(&mut bytes).map_err(|error| self.why(&error))?;
+        Ok(bytes)
+    }
+
+    fn links(&self, directory: &str) -> Reading<Vec<String>> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let handle =
+            openat(&self.directory, directory, flags, Mode::empty()).map_err(|errno| self.why(&errno.into()))?;
+        let mut targets = Vec::new();
+        for entry in Dir::read_from(&handle).map_err(|errno| self.why(&errno.into()))? {
+            let entry = entry.map_err(|errno| self.why(&errno.into()))?;
+            // An entry that is no link, or was closed meanwhile, has no target to tell.
+            if let Ok(target) = readlinkat(&handle, entry.file_name(), Vec::new()) {
+                targets.push(target.to_string_lossy().into_owned());
+            }
+        }
+        targets.sort();
+        Ok(targets)
+    }
+
+    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<Run>> {
+        let (Some(first), Some(last)) = (ranges.first(), ranges.last()) else {
+            return Ok(Vec::new());
+        };
+        match pagefold_sys::pagemap::resident(self.pagemap()?, first.start..last.end) {
+            Ok(found) => Ok(clip(&found, ranges, self.host.page_size.bytes())),
+            Err(error) if before_pagemap_scan(&error) => {
+                let runs = ranges.iter().map(|&range| self.resident_by_pagemap(range));
+                Ok(runs.collect::<Reading<Vec<_>>>()?.concat())
+            }
+            Err(error) => Err(self.why(&error)),
+        }
+    }
+
+    fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>> {
+        let mut mappings = Vec::new();
+        self.read_mappings(range.start, self.host.page_size.pages_in(range.bytes()).0 as usize, &mut mappings)?;
+        Ok(mappings)
+    }
+
+    fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
+        contents::read(self, way, runs, sink)
+    }
+
+    fn content_kind(&self, way: Way, address: u64) -> Reading<ContentKind> {
+        let mut kind = Err(Absent::Vanished);
+        self.contents(way, &[Run { address, pages: 1, huge: false }], &mut |_, page| {
+            if let pagefold_host::PageContent::Bytes(bytes) = page.content {
+                kind = Ok(ContentKind::of(bytes));
+            }
+        })?;
+        kind
+    }
+}
+
+/// What of the resident parts lies in the ranges; both ascend.
+fn clip(found: &[ResidentRange], ranges: &[AddressRange], page_len: u64) -> Vec<Run> {
+    // A run counts its pages in 32 bits.
+    let longest = u64::from(u32::MAX / 2) * page_len;
+    let mut runs = Vec::new();
+    let mut parts = found.iter().peekable();
+    for range in ranges {
+        while let Some(part) = parts.peek() {
+            let (mut start, end) = (part.start.max(range.start), part.end.min(range.end));
+            while start < end {
+                let bytes = (end - start).min(longest);
+                runs.push(Run { address: start, pages: (bytes / page_len) as u32, huge: part.huge });
+                start += bytes;
+            }
+            if part.end > range.end {
+                break;
+            }
+            parts.next();
+        }
+    }
+    runs
+}
+
+/// Whether the kernel does not know PAGEMAP_SCAN.
+fn before_pagemap_scan(error: &io::Error) -> bool {
+    [rustix::io::Errno::NOTTY, rustix::io::Errno::INVAL]
+        .iter()
+        .any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
+}
+
+/// A process that is not there has vanished; it is not a matter of the kernel's version.
+fn gone(why: &Absent) -> Absent {
+    match why {
+        Absent::NotOnThisKernel => Absent::Vanished,
+        why => why.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resident_parts_are_clipped_to_ranges() {
+        let part = |start, end, huge| ResidentRange { start: start * 4096, end: end * 4096, huge };
+        let range = |start, end| AddressRange { start: start * 4096, end: end * 4096 };
+        let found = [part(0, 10, false), part(10, 30, true), part(40, 41, false)];
+        let ranges = [range(2, 4), range(4, 12), range(20, 21), range(28, 50), range(60, 70)];
+        let runs: Vec<_> =
+            clip(&found, &ranges, 4096).iter().map(|run| (run.address / 4096, run.pages, run.huge)).collect();
+        assert_eq!(runs, [(2, 2, false), (4, 6, false), (10, 2, true), (20, 1, true), (28, 2, true), (40, 1, false)]);
+    }
+}

@@ -1,0 +1,137 @@
+//! What merging would save, gross and net.
+//!
+//! Gross counts frames that come back. Net pays for them: ksmd keeps 64 bytes for every page that it scans, merged or
+//! not ([`RMAP_ITEM_BYTES`]), and one more frame of a content stays for every `max_page_sharing` mappings (mm/ksm.c,
+//! `is_page_sharing_candidate`). With `merge_across_nodes=0` each NUMA node keeps frames of its own.
+
+use crate::ksm::{DEFAULT_MAX_PAGE_SHARING, Ksm, RMAP_ITEM_BYTES};
+use crate::units::{Bytes, NetBytes, PageSize, Pages};
+use std::ops::AddAssign;
+
+/// The settings of KSM that decide what merging reaches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sharing {
+    /// Mappings of one frame at most.
+    pub max_page_sharing: u64,
+    /// Whether pages of zeros are mapped to the kernel's zero page, which has no limit and no copy to keep.
+    pub use_zero_pages: bool,
+    /// Whether equal pages of different NUMA nodes are merged.
+    pub across_nodes: bool,
+}
+
+impl Sharing {
+    /// From the host's settings; a setting that cannot be read takes the kernel's default.
+    pub fn of(ksm: &Ksm) -> Self {
+        Self {
+            max_page_sharing: ksm.max_page_sharing.clone().unwrap_or(DEFAULT_MAX_PAGE_SHARING).max(2),
+            use_zero_pages: ksm.use_zero_pages == Ok(1),
+            across_nodes: ksm.merge_across_nodes != Ok(0),
+        }
+    }
+
+    /// Frames freed when `copies` equal pages join `merged` that share KSM frames already.
+    pub fn freed(self, copies: u64, merged: u64) -> Pages {
+        let frames = |mappings: u64| mappings.div_ceil(self.max_page_sharing);
+        Pages(copies - (frames(merged + copies) - frames(merged)))
+    }
+
+    /// Frames freed of `copies` pages of zeros.
+    pub fn freed_zero(self, copies: u64, merged: u64) -> Pages {
+        if self.use_zero_pages { Pages(copies) } else { self.freed(copies, merged) }
+    }
+}
+
+impl Default for Sharing {
+    /// The kernel's defaults.
+    fn default() -> Self {
+        Self { max_page_sharing: DEFAULT_MAX_PAGE_SHARING, use_zero_pages: false, across_nodes: true }
+    }
+}
+
+/// What one way of enrolling would reach.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reach {
+    /// Frames that come back.
+    pub freed: Pages,
+    /// Pages that ksmd would have to scan and keep metadata for.
+    pub scanned: Pages,
+    /// Huge pages that would be split because a part of them merges.
+    pub huge_split: Pages,
+}
+
+impl Reach {
+    /// Bytes that come back.
+    pub fn gross(&self, page_size: PageSize) -> Bytes {
+        page_size.of(self.freed)
+    }
+
+    /// Bytes of metadata.
+    pub fn metadata(&self) -> Bytes {
+        Bytes(self.scanned.0 * RMAP_ITEM_BYTES)
+    }
+
+    /// Bytes that come back less the metadata.
+    pub fn net(&self, page_size: PageSize) -> NetBytes {
+        NetBytes(self.gross(page_size).0 as i64 - self.metadata().0 as i64)
+    }
+}
+
+impl AddAssign for Reach {
+    fn add_assign(&mut self, other: Self) {
+        self.freed += other.freed;
+        self.scanned += other.scanned;
+        self.huge_split += other.huge_split;
+    }
+}
+
+/// Costs by which guided enrolment chooses its ranges.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Costs {
+    /// Bytes for a page that is scanned.
+    pub scan: i64,
+    /// Bytes for a range: splitting a region adds up to two `vm_area_struct`s (184 bytes in slabs of 192 to 256 on
+    /// 64-bit kernels, /proc/slabinfo) with an `anon_vma_chain` (64 bytes) each and their maple tree slots.
+    pub boundary: i64,
+}
+
+impl Default for Costs {
+    fn default() -> Self {
+        Self { scan: RMAP_ITEM_BYTES as i64, boundary: 1024 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn one_copy_stays_for_each_chain_link() {
+        let sharing = Sharing { max_page_sharing: 4, ..Sharing::default() };
+        let check = |copies, merged, freed| assert_eq!(sharing.freed(copies, merged), Pages(freed));
+        check(1, 0, 0);
+        check(2, 0, 1);
+        check(4, 0, 3);
+        check(5, 0, 3);
+        check(8, 0, 6);
+        check(1, 2, 1);
+        check(3, 2, 2);
+        assert_eq!(sharing.freed_zero(5, 0), Pages(3));
+        assert_eq!(Sharing { use_zero_pages: true, ..sharing }.freed_zero(5, 0), Pages(5));
+    }
+
+    #[test]
+    fn metadata_can_cost_more_than_merging_saves() {
+        let page_size = PageSize::new(4096).unwrap();
+        let reach = Reach { freed: Pages(1), scanned: Pages(100), huge_split: Pages(0) };
+        assert_eq!(reach.net(page_size), NetBytes(4096 - 6400));
+    }
+
+    proptest! {
+        #[test]
+        fn the_order_of_joining_does_not_matter(first in 0u64..2000, second in 0u64..2000, max in 2u64..300) {
+            let sharing = Sharing { max_page_sharing: max, ..Sharing::default() };
+            prop_assert_eq!(sharing.freed(first, 0) + sharing.freed(second, first), sharing.freed(first + second, 0));
+        }
+    }
+}
