@@ -130,3 +130,155 @@ pub fn cgroup(bytes: &[u8]) -> Reading<String> {
     }
     unified
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const SAMPLE: &[u8] = include_bytes!("samples/stat");
+
+    fn is_malformed<T>(reading: &Reading<T>) -> bool {
+        matches!(reading, Err(Absent::Malformed(_)))
+    }
+
+    #[test]
+    fn a_real_process_with_a_bad_name() {
+        let expected = Stat {
+            pid: Pid(12289),
+            comm: "a) (b\\ \n\u{fffd}c".into(),
+            state: 'S',
+            ppid: Pid(12281),
+            flags: 4_194_304,
+            utime: 4,
+            stime: 3,
+            start_time: 206_924,
+        };
+        assert_eq!(stat(SAMPLE), Ok(expected));
+        let expected = Status { uid: Ok(0), seccomp: Ok(0), pinned: Ok(Bytes::ZERO), threads: Ok(1) };
+        assert_eq!(status(include_bytes!("samples/status")), expected);
+    }
+
+    #[test]
+    fn a_kernel_thread() {
+        let text = "2 (kthreadd) S 0 0 0 0 -1 2129984 0 0 0 0 0 12 0 0 20 0 2 0 7 0 0 18446744073709551615 0 0 0 0\n";
+        let thread = stat(text.as_bytes()).unwrap();
+        assert_eq!((thread.comm.as_str(), thread.stime, thread.start_time), ("kthreadd", 12, 7));
+        assert!(thread.flags & PF_KTHREAD != 0);
+        assert!(stat(SAMPLE).unwrap().flags & PF_KTHREAD == 0);
+    }
+
+    #[test]
+    fn a_line_cut_anywhere_is_malformed_or_the_same() {
+        let whole = stat(SAMPLE);
+        let start = SAMPLE.windows(8).position(|window| window == b" 206924 ").unwrap();
+        for length in 0..=SAMPLE.len() {
+            let cut = stat(&SAMPLE[..length]);
+            assert_eq!(cut == whole, length >= start + 8, "cut at {length}: {cut:?}");
+            assert!(cut == whole || is_malformed(&cut));
+        }
+    }
+
+    #[test]
+    fn what_is_no_line_of_stat() {
+        for text in [
+            "",
+            "\n",
+            "1 init S 0 0\n",
+            ")1 (\n",
+            "1 (a) S 0\n",
+            "x (a) S 0 0 0 0 0 0 0 0 0 0 1 1 0 0 0 0 0 0 5 0\n",
+            "1 (a) SS 0 0 0 0 0 0 0 0 0 0 1 1 0 0 0 0 0 0 5 0\n",
+            "4294967296 (a) S 0 0 0 0 0 0 0 0 0 0 1 1 0 0 0 0 0 0 5 0\n",
+            "1 (a) S 0 0 0 0 0 0 0 0 0 0 1 1 0 0 0 0 0 0 18446744073709551616 0\n",
+        ] {
+            assert!(is_malformed(&stat(text.as_bytes())), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn status_of_another_kind() {
+        let thread = status(b"Name:\tkthreadd\nUid:\t0\t1000\t0\t0\nThreads:\t1\nSeccomp:\t2\n");
+        assert_eq!((thread.uid, thread.seccomp), (Ok(1000), Ok(2)));
+        assert_eq!(thread.pinned, Err(Absent::NotOnThisKernel));
+        let odd = status(b"Uid:\t0\nSeccomp:\t\nVmPin:\t  7 MB\nThreads:\t1");
+        assert!(is_malformed(&odd.uid) && is_malformed(&odd.seccomp));
+        assert!(is_malformed(&odd.pinned) && is_malformed(&odd.threads));
+    }
+
+    #[test]
+    fn arguments_end_in_nul() {
+        let check = |bytes: &[u8], expected: &[&str]| assert_eq!(arguments(bytes), expected, "{bytes:?}");
+        check(b"", &[]);
+        check(b"\0\0", &[]);
+        check(b"qemu\0-name\0a b\0", &["qemu", "-name", "a b"]);
+        check(b"sh\0\0-c\0", &["sh", "", "-c"]);
+        check(b"nginx: master process\0\0\0\0\0", &["nginx: master process"]);
+        check(b"cut\0of", &["cut", "of"]);
+        check(b"\xff\0", &["\u{fffd}"]);
+    }
+
+    #[test]
+    fn only_the_variables_of_jobs_are_kept() {
+        let bytes =
+            b"HOME=/root\0SLURM_PROCID=3\0SECRET=x\0=\0PMI_RANK\0SLURM_PROCID=4\0PMIX_NAMESPACE=a=\xffb\0PMI_RANK=1";
+        let expected =
+            [("PMIX_NAMESPACE", "a=\u{fffd}b"), ("SLURM_PROCID", "3")].map(|(name, value)| (name.into(), value.into()));
+        assert_eq!(job_environment(bytes), BTreeMap::from(expected));
+    }
+
+    #[test]
+    fn the_cgroup_that_counts_memory() {
+        let check = |text: &str, expected: Reading<&str>| {
+            assert_eq!(cgroup(text.as_bytes()).as_deref(), expected.as_ref().copied(), "{text:?}");
+        };
+        check("0::/user.slice/session-1.scope\n", Ok("/user.slice/session-1.scope"));
+        check("0::/a:b::c\n", Ok("/a:b::c"));
+        check("0::/gone (deleted)\n", Ok("/gone (deleted)"));
+        check("9:name=systemd:/x\n4:memory:/docker/abc\n3:cpuset:/\n0::/\n", Ok("/docker/abc"));
+        check("0::/u\n4:hugetlb,memory:/m\n", Ok("/m"));
+        check("9:name=memory:/x\n0::/u\n", Ok("/u"));
+        check("1:cpu:/\n", Err(Absent::NotOnThisKernel));
+        check("", Err(Absent::NotOnThisKernel));
+        assert_eq!(cgroup(b"0::/\xff\n").as_deref(), Ok("/\u{fffd}"));
+        assert!(is_malformed(&cgroup(b"0::/user.sl")));
+        assert!(is_malformed(&cgroup(b"garbage\n")));
+        assert!(is_malformed(&cgroup(b"1:cpu\n0::/\n")));
+    }
+
+    proptest! {
+        #[test]
+        fn stat_comes_back(
+            (pid, ppid) in any::<(u32, u32)>(),
+            comm in "(?s).{0,15}",
+            state in "[RSDZTtXI]",
+            (flags, utime, stime, start_time) in any::<(u64, u64, u64, u64)>(),
+        ) {
+            let text = format!(
+                "{pid} ({comm}) {state} {ppid} 1 1 0 -1 {flags} 9 9 9 9 {utime} {stime} 0 0 20 0 1 0 {start_time} 0 0\n"
+            );
+            let state = state.chars().next().unwrap();
+            let expected = Stat { pid: Pid(pid), comm, state, ppid: Pid(ppid), flags, utime, stime, start_time };
+            prop_assert_eq!(stat(text.as_bytes()), Ok(expected));
+        }
+
+        #[test]
+        fn cgroup_comes_back(path in "(/[^/\n]{1,12}){1,5}", v1: bool) {
+            let text = if v1 { format!("2:cpu:/\n7:memory:{path}\n0::/\n") } else { format!("1:cpu:/no\n0::{path}\n") };
+            prop_assert_eq!(cgroup(text.as_bytes()), Ok(path));
+        }
+
+        #[test]
+        fn arguments_come_back(arguments in prop::collection::vec("[^\0]{0,8}", 0..6), last in "[^\0]{1,8}") {
+            let expected: Vec<String> = arguments.into_iter().chain([last]).collect();
+            let text: String = expected.iter().map(|argument| format!("{argument}\0")).collect();
+            prop_assert_eq!(super::arguments(text.as_bytes()), expected);
+        }
+
+        #[test]
+        fn nothing_panics(bytes: Vec<u8>) {
+            let _ = (stat(&bytes), status(&bytes), arguments(&bytes), job_environment(&bytes), cgroup(&bytes));
+            let _ = stat(&[b"1 (".as_slice(), &bytes, b") ", &bytes].concat());
+        }
+    }
+}
