@@ -1,0 +1,284 @@
+//! What `/proc/PID` says of a process beside its memory: `stat` and `status` (fs/proc/array.c), `cmdline` and `environ`
+//! (fs/proc/base.c), `cgroup` (kernel/cgroup/cgroup.c, `proc_cgroup_show`).
+
+use super::text::{field, kib, lines, malformed, number};
+use pagefold_model::identity::JOB_VARIABLES;
+use pagefold_model::{Absent, Bytes, Pid, Reading};
+use std::collections::BTreeMap;
+
+/// The flag of a kernel thread in [`Stat::flags`] (include/linux/sched.h).
+pub const PF_KTHREAD: u64 = 0x0020_0000;
+
+/// The fields of `/proc/PID/stat` that Pagefold uses (Documentation/filesystems/proc.rst, table 1-4).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stat {
+    /// Field 1.
+    pub pid: Pid,
+    /// Field 2, the kernel's name of the program without its parentheses, with bytes that are no UTF-8 replaced.
+    pub comm: String,
+    /// Field 3, the letter of the state.
+    pub state: char,
+    /// Field 4, the parent; 0 for none that can be seen.
+    pub ppid: Pid,
+    /// Field 9, the `PF_` flags.
+    pub flags: u64,
+    /// Field 14, clock ticks in user mode.
+    pub utime: u64,
+    /// Field 15, clock ticks in kernel mode.
+    pub stime: u64,
+    /// Field 22, clock ticks from boot to the start of the process.
+    pub start_time: u64,
+}
+
+/// `/proc/PID/stat`. A program names itself, and may put spaces, parentheses and line feeds into its name: the fields
+/// begin after the last parenthesis, since they have none.
+pub fn stat(bytes: &[u8]) -> Reading<Stat> {
+    let wrong = || malformed("not a line of stat", bytes);
+    let open = bytes.iter().position(|&byte| byte == b'(').ok_or_else(wrong)?;
+    let close = bytes.iter().rposition(|&byte| byte == b')').filter(|&close| close > open).ok_or_else(wrong)?;
+    // What does not end in a blank was cut off, perhaps within a number.
+    let tail = &bytes[close + 1..];
+    let end = tail.iter().rposition(u8::is_ascii_whitespace).ok_or_else(wrong)?;
+    let fields: Vec<&[u8]> = tail[..end].trim_ascii().split(|&byte| byte == b' ').collect();
+    // Counted as in the documentation, from 1, where the third is the first after the name.
+    let at = |position: usize| fields.get(position - 3).copied().ok_or_else(wrong);
+    let state = match at(3)? {
+        [letter] if letter.is_ascii_alphabetic() => char::from(*letter),
+        _ => return Err(wrong()),
+    };
+    Ok(Stat {
+        pid: Pid(number(&bytes[..open])?),
+        comm: String::from_utf8_lossy(&bytes[open + 1..close]).into_owned(),
+        state,
+        ppid: Pid(at(4).and_then(number)?),
+        flags: at(9).and_then(number)?,
+        utime: at(14).and_then(number)?,
+        stime: at(15).and_then(number)?,
+        start_time: at(22).and_then(number)?,
+    })
+}
+
+/// The fields of `/proc/PID/status` that Pagefold uses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Status {
+    /// The second number of `Uid:`: the effective user.
+    pub uid: Reading<u32>,
+    /// `Seccomp:`: 0 none, 1 strict, 2 filter.
+    pub seccomp: Reading<u64>,
+    /// `VmPin:`: memory that drivers hold pinned. A process without memory does not have the line.
+    pub pinned: Reading<Bytes>,
+    /// `Threads:`.
+    pub threads: Reading<u64>,
+}
+
+/// `/proc/PID/status`.
+pub fn status(bytes: &[u8]) -> Status {
+    let effective = |ids: &[u8]| {
+        let second = ids.split(u8::is_ascii_whitespace).filter(|id| !id.is_empty()).nth(1);
+        second.ok_or_else(|| malformed("no effective user", ids)).and_then(number)
+    };
+    Status {
+        uid: field(bytes, "Uid").and_then(effective),
+        seccomp: field(bytes, "Seccomp").and_then(number),
+        pinned: field(bytes, "VmPin").and_then(kib),
+        threads: field(bytes, "Threads").and_then(number),
+    }
+}
+
+/// The arguments in `/proc/PID/cmdline`; none for a kernel thread or a zombie. Empty ones at the end are left out: a
+/// program that puts a title over its arguments leaves hundreds of them.
+pub fn arguments(bytes: &[u8]) -> Vec<String> {
+    let end = bytes.iter().rposition(|&byte| byte != 0).map_or(0, |last| last + 1);
+    if end == 0 {
+        return Vec::new();
+    }
+    bytes[..end].split(|&byte| byte == 0).map(|argument| String::from_utf8_lossy(argument).into_owned()).collect()
+}
+
+/// The [`JOB_VARIABLES`] in `/proc/PID/environ`. Of a variable that is there twice the first counts, as for `getenv`;
+/// one that was cut off is left out.
+pub fn job_environment(bytes: &[u8]) -> BTreeMap<String, String> {
+    let mut environment = BTreeMap::new();
+    for entry in bytes.split_inclusive(|&byte| byte == 0).filter_map(|entry| entry.strip_suffix(b"\0")) {
+        let Some(equals) = entry.iter().position(|&byte| byte == b'=') else { continue };
+        if let Some(name) = JOB_VARIABLES.iter().find(|name| name.as_bytes() == &entry[..equals]) {
+            let value = String::from_utf8_lossy(&entry[equals + 1..]).into_owned();
+            environment.entry((*name).to_owned()).or_insert(value);
+        }
+    }
+    environment
+}
+
+/// The cgroup whose memory a process counts to, from `/proc/PID/cgroup`: where a v1 hierarchy has the memory
+/// controller, the path in it, otherwise the path in the unified hierarchy (`0::`). The ` (deleted)` after the path of
+/// a removed cgroup stays.
+pub fn cgroup(bytes: &[u8]) -> Reading<String> {
+    let mut unified = Err(Absent::NotOnThisKernel);
+    for line in lines(bytes) {
+        let line = line?;
+        // The path may hold colons, the others may not.
+        let mut parts = line.splitn(3, |&byte| byte == b':');
+        let (Some(id), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next()) else {
+            return Err(malformed("not a line of cgroup", line));
+        };
+        if controllers.split(|&byte| byte == b',').any(|controller| controller == b"memory") {
+            return Ok(String::from_utf8_lossy(path).into_owned());
+        }
+        if id == b"0" && controllers.is_empty() {
+            unified = Ok(String::from_utf8_lossy(path).into_owned());
+        }
+    }
+    unified
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const SAMPLE: &[u8] = include_bytes!("samples/stat");
+
+    fn is_malformed<T>(reading: &Reading<T>) -> bool {
+        matches!(reading, Err(Absent::Malformed(_)))
+    }
+
+    #[test]
+    fn a_real_process_with_a_bad_name() {
+        let expected = Stat {
+            pid: Pid(12289),
+            comm: "a) (b\\ \n\u{fffd}c".into(),
+            state: 'S',
+            ppid: Pid(12281),
+            flags: 4_194_304,
+            utime: 4,
+            stime: 3,
+            start_time: 206_924,
+        };
+        assert_eq!(stat(SAMPLE), Ok(expected));
+        let expected = Status { uid: Ok(0), seccomp: Ok(0), pinned: Ok(Bytes::ZERO), threads: Ok(1) };
+        assert_eq!(status(include_bytes!("samples/status")), expected);
+    }
+
+    #[test]
+    fn a_kernel_thread() {
+        let text = "2 (kthreadd) S 0 0 0 0 -1 2129984 0 0 0 0 0 12 0 0 20 0 2 0 7 0 0 18446744073709551615 0 0 0 0\n";
+        let thread = stat(text.as_bytes()).unwrap();
+        assert_eq!((thread.comm.as_str(), thread.stime, thread.start_time), ("kthreadd", 12, 7));
+        assert!(thread.flags & PF_KTHREAD != 0);
+        assert!(stat(SAMPLE).unwrap().flags & PF_KTHREAD == 0);
+    }
+
+    #[test]
+    fn a_line_cut_anywhere_is_malformed_or_the_same() {
+        let whole = stat(SAMPLE);
+        let start = SAMPLE.windows(8).position(|window| window == b" 206924 ").unwrap();
+        for length in 0..=SAMPLE.len() {
+            let cut = stat(&SAMPLE[..length]);
+            assert_eq!(cut == whole, length >= start + 8, "cut at {length}: {cut:?}");
+            assert!(cut == whole || is_malformed(&cut));
+        }
+    }
+
+    #[test]
+    fn what_is_no_line_of_stat() {
+        for text in [
+            "",
+            "\n",
+            "1 init S 0 0\n",
+            ")1 (\n",
+            "1 (a) S 0\n",
+            "x (a) S 0 0 0 0 0 0 0 0 0 0 1 1 0 0 0 0 0 0 5 0\n",
+            "1 (a) SS 0 0 0 0 0 0 0 0 0 0 1 1 0 0 0 0 0 0 5 0\n",
+            "4294967296 (a) S 0 0 0 0 0 0 0 0 0 0 1 1 0 0 0 0 0 0 5 0\n",
+            "1 (a) S 0 0 0 0 0 0 0 0 0 0 1 1 0 0 0 0 0 0 18446744073709551616 0\n",
+        ] {
+            assert!(is_malformed(&stat(text.as_bytes())), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn status_of_another_kind() {
+        let thread = status(b"Name:\tkthreadd\nUid:\t0\t1000\t0\t0\nThreads:\t1\nSeccomp:\t2\n");
+        assert_eq!((thread.uid, thread.seccomp), (Ok(1000), Ok(2)));
+        assert_eq!(thread.pinned, Err(Absent::NotOnThisKernel));
+        let odd = status(b"Uid:\t0\nSeccomp:\t\nVmPin:\t  7 MB\nThreads:\t1");
+        assert!(is_malformed(&odd.uid) && is_malformed(&odd.seccomp));
+        assert!(is_malformed(&odd.pinned) && is_malformed(&odd.threads));
+    }
+
+    #[test]
+    fn arguments_end_in_nul() {
+        let check = |bytes: &[u8], expected: &[&str]| assert_eq!(arguments(bytes), expected, "{bytes:?}");
+        check(b"", &[]);
+        check(b"\0\0", &[]);
+        check(b"qemu\0-name\0a b\0", &["qemu", "-name", "a b"]);
+        check(b"sh\0\0-c\0", &["sh", "", "-c"]);
+        check(b"nginx: master process\0\0\0\0\0", &["nginx: master process"]);
+        check(b"cut\0of", &["cut", "of"]);
+        check(b"\xff\0", &["\u{fffd}"]);
+    }
+
+    #[test]
+    fn only_the_variables_of_jobs_are_kept() {
+        let bytes =
+            b"HOME=/root\0SLURM_PROCID=3\0SECRET=x\0=\0PMI_RANK\0SLURM_PROCID=4\0PMIX_NAMESPACE=a=\xffb\0PMI_RANK=1";
+        let expected =
+            [("PMIX_NAMESPACE", "a=\u{fffd}b"), ("SLURM_PROCID", "3")].map(|(name, value)| (name.into(), value.into()));
+        assert_eq!(job_environment(bytes), BTreeMap::from(expected));
+    }
+
+    #[test]
+    fn the_cgroup_that_counts_memory() {
+        let check = |text: &str, expected: Reading<&str>| {
+            assert_eq!(cgroup(text.as_bytes()).as_deref(), expected.as_ref().copied(), "{text:?}");
+        };
+        check("0::/user.slice/session-1.scope\n", Ok("/user.slice/session-1.scope"));
+        check("0::/a:b::c\n", Ok("/a:b::c"));
+        check("0::/gone (deleted)\n", Ok("/gone (deleted)"));
+        check("9:name=systemd:/x\n4:memory:/docker/abc\n3:cpuset:/\n0::/\n", Ok("/docker/abc"));
+        check("0::/u\n4:hugetlb,memory:/m\n", Ok("/m"));
+        check("9:name=memory:/x\n0::/u\n", Ok("/u"));
+        check("1:cpu:/\n", Err(Absent::NotOnThisKernel));
+        check("", Err(Absent::NotOnThisKernel));
+        assert_eq!(cgroup(b"0::/\xff\n").as_deref(), Ok("/\u{fffd}"));
+        assert!(is_malformed(&cgroup(b"0::/user.sl")));
+        assert!(is_malformed(&cgroup(b"garbage\n")));
+        assert!(is_malformed(&cgroup(b"1:cpu\n0::/\n")));
+    }
+
+    proptest! {
+        #[test]
+        fn stat_comes_back(
+            (pid, ppid) in any::<(u32, u32)>(),
+            comm in "(?s).{0,15}",
+            state in "[RSDZTtXI]",
+            (flags, utime, stime, start_time) in any::<(u64, u64, u64, u64)>(),
+        ) {
+            let text = format!(
+                "{pid} ({comm}) {state} {ppid} 1 1 0 -1 {flags} 9 9 9 9 {utime} {stime} 0 0 20 0 1 0 {start_time} 0 0\n"
+            );
+            let state = state.chars().next().unwrap();
+            let expected = Stat { pid: Pid(pid), comm, state, ppid: Pid(ppid), flags, utime, stime, start_time };
+            prop_assert_eq!(stat(text.as_bytes()), Ok(expected));
+        }
+
+        #[test]
+        fn cgroup_comes_back(path in "(/[^/\n]{1,12}){1,5}", v1: bool) {
+            let text = if v1 { format!("2:cpu:/\n7:memory:{path}\n0::/\n") } else { format!("1:cpu:/no\n0::{path}\n") };
+            prop_assert_eq!(cgroup(text.as_bytes()), Ok(path));
+        }
+
+        #[test]
+        fn arguments_come_back(arguments in prop::collection::vec("[^\0]{0,8}", 0..6), last in "[^\0]{1,8}") {
+            let expected: Vec<String> = arguments.into_iter().chain([last]).collect();
+            let text: String = expected.iter().map(|argument| format!("{argument}\0")).collect();
+            prop_assert_eq!(super::arguments(text.as_bytes()), expected);
+        }
+
+        #[test]
+        fn nothing_panics(bytes: Vec<u8>) {
+            let _ = (stat(&bytes), status(&bytes), arguments(&bytes), job_environment(&bytes), cgroup(&bytes));
+            let _ = stat(&[b"1 (".as_slice(), &bytes, b") ", &bytes].concat());
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! What the kernel's text files have in common: lines, `key value` fields, numbers and lists of numbers.
+
+use pagefold_model::{Absent, Bytes, Reading};
+use std::str::FromStr;
+
+/// How many offending bytes a message shows.
+const SHOWN: usize = 60;
+
+/// How many numbers a list may name. The kernel's own limits, `NR_CPUS` and `MAX_NUMNODES`, are below it; garbage such
+/// as `0-4294967295` is above it.
+const LONGEST_LIST: usize = 1 << 16;
+
+/// That `bytes` are not `what`.
+pub(super) fn malformed(what: &str, bytes: &[u8]) -> Absent {
+    let shown = String::from_utf8_lossy(&bytes[..bytes.len().min(SHOWN)]);
+    let more = if bytes.len() > SHOWN { "..." } else { "" };
+    Absent::Malformed(format!("{what}: {shown:?}{more}"))
+}
+
+/// The lines of a file without their ends; an error in place of a last line that has none.
+pub(super) fn lines(bytes: &[u8]) -> impl Iterator<Item = Reading<&[u8]>> {
+    bytes
+        .split_inclusive(|&byte| byte == b'\n')
+        .map(|line| line.strip_suffix(b"\n").ok_or_else(|| malformed("cut off in a line", line)))
+}
+
+/// The trimmed value of the first line that begins with `key` and a colon or a blank.
+pub(super) fn field<'a>(bytes: &'a [u8], key: &str) -> Reading<&'a [u8]> {
+    for line in lines(bytes) {
+        if let Some((b':' | b' ' | b'\t', value)) = line?.strip_prefix(key.as_bytes()).and_then(<[u8]>::split_first) {
+            return Ok(value.trim_ascii());
+        }
+    }
+    Err(Absent::NotOnThisKernel)
+}
+
+/// One number with blanks around it, in decimal.
+pub fn number<T: FromStr>(bytes: &[u8]) -> Reading<T> {
+    std::str::from_utf8(bytes.trim_ascii())
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .ok_or_else(|| malformed("not a number in range", bytes))
+}
+
+/// A signed count, also where an older kernel printed it as unsigned after it had fallen below zero.
+pub(super) fn signed(bytes: &[u8]) -> Reading<i64> {
+    number::<i64>(bytes).or_else(|_| number::<u64>(bytes).map(u64::cast_signed))
+}
+
+/// An amount as `/proc` prints it: `1764 kB`.
+pub(super) fn kib(bytes: &[u8]) -> Reading<Bytes> {
+    let digits = bytes.trim_ascii().strip_suffix(b" kB").ok_or_else(|| malformed("not an amount in kB", bytes))?;
+    number::<u64>(digits)?
+        .checked_mul(1024)
+        .map(Bytes)
+        .ok_or_else(|| malformed("an amount beyond 64 bits of bytes", bytes))
+}
+
+/// The chosen word of a setting that lists its choices: `madvise` of `always [madvise] never`.
+pub fn bracketed(bytes: &[u8]) -> Reading<String> {
+    let missing = || malformed("no word in brackets", bytes);
+    let open = bytes.iter().position(|&byte| byte == b'[').ok_or_else(missing)?;
+    let word = &bytes[open + 1..];
+    let close = word.iter().position(|&byte| byte == b']').ok_or_else(missing)?;
+    Ok(String::from_utf8_lossy(&word[..close]).into_owned())
+}
+
+/// A list of processors or nodes, `0-3,8`, in the order given; nothing for an empty one (lib/vsprintf.c, `%*pbl`).
+/// A list of more than 65,536 numbers is malformed.
+pub fn number_list(bytes: &[u8]) -> Reading<Vec<u32>> {
+    let text = bytes.trim_ascii();
+    let mut list = Vec::new();
+    if text.is_empty() {
+        return Ok(list);
+    }
+    for part in text.split(|&byte| byte == b',') {
+        let (first, last) = match part.iter().position(|&byte| byte == b'-') {
+            Some(dash) => (number::<u32>(&part[..dash])?, number::<u32>(&part[dash + 1..])?),
+            None => number(part).map(|only| (only, only))?,
+        };
+        if first > last || (last - first) as usize >= LONGEST_LIST - list.len() {
+            return Err(malformed("not a list of processors or nodes", bytes));
+        }
+        list.extend(first..=last);
+    }
+    Ok(list)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn is_malformed<T>(reading: Reading<T>) -> bool {
+        matches!(reading, Err(Absent::Malformed(_)))
+    }
+
+    #[test]
+    fn a_number_stands_alone() {
+        assert_eq!(number::<u64>(b"100\n"), Ok(100));
+        assert_eq!(number::<u64>(b" 18446744073709551615"), Ok(u64::MAX));
+        assert_eq!(number::<i64>(b"-4096\n"), Ok(-4096));
+        for text in ["", "\n", "18446744073709551616", "-1", "1 2", "0x10", "1\u{a0}"] {
+            assert!(is_malformed(number::<u64>(text.as_bytes())), "{text:?}");
+        }
+        assert_eq!(number::<u64>(b"\xff7"), Err(Absent::Malformed("not a number in range: \"\u{fffd}7\"".into())));
+    }
+
+    #[test]
+    fn a_counter_printed_as_unsigned_below_zero_is_negative() {
+        assert_eq!(signed(b"18446744073709551615\n"), Ok(-1));
+        assert_eq!(signed(b"-1\n"), Ok(-1));
+        assert!(is_malformed(signed(b"18446744073709551616")));
+    }
+
+    #[test]
+    fn the_word_in_brackets_is_the_choice() {
+        assert_eq!(bracketed(b"always [madvise] never\n").as_deref(), Ok("madvise"));
+        assert_eq!(bracketed(b"[none] scan-time\n").as_deref(), Ok("none"));
+        for text in ["", "always", "[always", "]a[", "0"] {
+            assert!(is_malformed(bracketed(text.as_bytes())), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn lists_name_numbers_and_ranges() {
+        assert_eq!(number_list(b"0-3,8\n"), Ok(vec![0, 1, 2, 3, 8]));
+        assert_eq!(number_list(b"0\n"), Ok(vec![0]));
+        assert_eq!(number_list(b"\n"), Ok(vec![]));
+        assert_eq!(number_list(b"0-65535").map(|list| list.len()), Ok(65536));
+        for text in ["3-0", "0-4294967295", "0-65536", "0-65535,1", "a", "0,", "0-", "-1", "0-1-2"] {
+            assert!(is_malformed(number_list(text.as_bytes())), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn an_amount_must_fit_into_bytes() {
+        assert_eq!(kib(b"1764 kB"), Ok(Bytes(1764 * 1024)));
+        assert!(is_malformed(kib(b"18014398509481984 kB")));
+        assert!(is_malformed(kib(b"5")));
+        assert!(is_malformed(kib(b"kB")));
+    }
+
+    #[test]
+    fn a_cut_line_is_no_field() {
+        assert_eq!(field(b"a: 1\nbc: 2\n", "bc"), Ok(&b"2"[..]));
+        assert_eq!(field(b"bcd: 1\nbc 2\n", "bc"), Ok(&b"2"[..]));
+        assert_eq!(field(b"a: 1\n", "bc"), Err(Absent::NotOnThisKernel));
+        assert_eq!(field(b"", "bc"), Err(Absent::NotOnThisKernel));
+        assert!(is_malformed(field(b"a: 1\nbc: 2", "bc")));
+        assert!(is_malformed(field(b"a: 1\nd: 2", "bc")));
+    }
+
+    #[test]
+    fn a_message_shows_the_beginning_of_long_garbage() {
+        let Absent::Malformed(text) = malformed("garbage", &[b'x'; 1000]) else { panic!("another reason") };
+        assert_eq!(text, format!("garbage: \"{}\"...", "x".repeat(60)));
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_panics(bytes: Vec<u8>) {
+            let _ = (number::<u64>(&bytes), signed(&bytes), kib(&bytes), bracketed(&bytes), number_list(&bytes));
+            let _ = field(&bytes, "Pss");
+        }
+
+        #[test]
+        fn a_list_of_ranges_comes_back(ranges in prop::collection::vec((0u32..5000, 0u32..50), 1..20)) {
+            let text: Vec<String> = ranges.iter().map(|(first, more)| format!("{first}-{}", first + more)).collect();
+            let numbers: Vec<u32> = ranges.iter().flat_map(|&(first, more)| first..=first + more).collect();
+            prop_assert_eq!(number_list(text.join(",").as_bytes()), Ok(numbers));
+        }
+    }
+}
