@@ -3,13 +3,13 @@
 use crate::Error;
 use crate::survey::{Subject, Survey, way};
 use pagefold_host::{Host, Run, Way};
-use pagefold_model::{Fingerprint, PageClass, Reading};
+use pagefold_model::{Absent, Fingerprint, PageClass, Reading};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 /// A fingerprint and the ordinal of its page, packed to 12 bytes. Sorts by fingerprint, then by ordinal.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Entry {
     high: u32,
     low: u32,
@@ -18,6 +18,9 @@ pub struct Entry {
 }
 
 impl Entry {
+    /// The slot of a page that was not read. No page has its ordinal.
+    pub const EMPTY: Self = Self { high: 0, low: 0, ordinal: u32::MAX };
+
     /// Pack.
     pub fn new(fingerprint: Fingerprint, ordinal: u32) -> Self {
         Self { high: (fingerprint.0 >> 32) as u32, low: fingerprint.0 as u32, ordinal }
@@ -130,7 +133,7 @@ pub struct Index {
     marks: Vec<AtomicU8>,
     /// The NUMA node of each page, if pages of different nodes are kept apart.
     nodes: Vec<AtomicU8>,
-    unlisted: Vec<(usize, Reading<()>)>,
+    unlisted: Vec<(usize, Absent)>,
 }
 
 /// Some consecutive pages of one subject, read in one way.
@@ -184,7 +187,7 @@ impl Index {
                 let position = chunk * 64 + i;
                 match runs {
                     Ok(runs) => pages = index.add(position, subject, &runs, pages),
-                    Err(why) => index.unlisted.push((position, Err(why))),
+                    Err(why) => index.unlisted.push((position, why)),
                 }
                 if pages > u64::from(u32::MAX) {
                     return Err(Error::TooManyPages(pages));
@@ -195,7 +198,7 @@ impl Index {
         index.areas.shrink_to_fit();
         index.runs.shrink_to_fit();
         let zeroed = |count| std::iter::repeat_with(|| AtomicU8::new(Mark::UNREAD.0)).take(count).collect();
-        index.entries = vec![Entry::default(); pages as usize];
+        index.entries = vec![Entry::EMPTY; pages as usize];
         index.marks = zeroed(pages as usize);
         index.nodes = zeroed(if nodes { pages as usize } else { 0 });
         Ok(index)
@@ -244,8 +247,8 @@ impl Index {
     }
 
     /// Subjects whose pages could not be listed, and why.
-    pub fn unlisted(&self) -> impl Iterator<Item = (usize, Reading<()>)> + '_ {
-        self.unlisted.iter().cloned()
+    pub fn unlisted(&self) -> &[(usize, Absent)] {
+        &self.unlisted
     }
 
     /// The subject a page belongs to.
@@ -287,6 +290,15 @@ impl Index {
                 PlacedRun { subject: area.subject as usize, region: area.region as usize, run, first: packed.first }
             })
         })
+    }
+
+    /// Where a page is: the positions of its subject and region in the survey, and its address.
+    pub fn place(&self, ordinal: u32) -> Option<(usize, usize, u64)> {
+        let position = self.runs.partition_point(|run| run.first <= ordinal).checked_sub(1)?;
+        let area = &self.areas[self.areas.partition_point(|area| area.runs as usize <= position).checked_sub(1)?];
+        let run = self.runs[position];
+        let page = u64::from(run.page & !HUGE) + u64::from(ordinal - run.first);
+        Some((area.subject as usize, area.region as usize, area.base + page * self.page_len))
     }
 
     /// The pages in portions for the reading threads.
@@ -331,7 +343,7 @@ fn resident(host: &dyn Host, subject: &Subject) -> Reading<Vec<Run>> {
     }
     let handle = host.open(subject.process.id.pid)?;
     if handle.id() != subject.process.id {
-        return Err(pagefold_model::Absent::Vanished);
+        return Err(Absent::Vanished);
     }
     handle.resident(&ranges)
 }

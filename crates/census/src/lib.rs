@@ -31,7 +31,7 @@ pub use tally::{Census, SubjectCensus};
 use pagefold_host::{Host, observe};
 use pagefold_model::domain::DomainRule;
 use pagefold_model::savings::{Costs, Sharing};
-use pagefold_model::{Absent, PageSize, Reading};
+use pagefold_model::{Absent, PageSize};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -52,7 +52,9 @@ pub struct Options {
     pub seed: u64,
     /// How many of the most frequent contents to tell.
     pub top: usize,
-    /// Who the rows of the sharing matrix are.
+    /// Rows of the sharing matrix at most.
+    pub rows: usize,
+    /// Who they are.
     pub matrix: tally::Party,
 }
 
@@ -89,31 +91,41 @@ pub fn take(
     stop: &AtomicBool,
 ) -> Result<(Census, Index), Error> {
     let started = Instant::now();
-    let survey = survey::survey(host, &options.selection, options.domains)?;
+    let mut survey = survey::survey(host, &options.selection, options.domains)?;
     let sharing = observe::ksm(host).map(|ksm| Sharing::of(&ksm)).unwrap_or_default();
     let nodes = if sharing.across_nodes { None } else { observe::Nodes::observe(host).ok() };
     let nodes = nodes.filter(|nodes| nodes.count() > 1);
-    let huge_pages = huge_page_len(host);
     let hasher = pagefold_sys::fingerprint::Hasher::random(host.page_size().len()).map_err(Error::Key)?;
     let threads = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build()?;
 
     let mut index = threads.install(|| Index::list(host, &survey, nodes.is_some()))?;
     progress.expect(index.pages() as u64 * if options.settle.is_zero() { 1 } else { 2 });
-    let scan = scan::Scan { host, survey: &survey, hasher: &hasher, nodes, progress, stop, sample: options.sample_rule() };
+    let sample = options.sample.map(|probability| scan::SampleRule::new(probability, options.seed));
+    let scan = scan::Scan { host, survey: &survey, hasher: &hasher, nodes, progress, stop, sample };
     let first = Instant::now();
-    let mut unread = threads.install(|| scan.first_pass(&mut index));
+    let mut failures = index.unlisted().to_vec();
+    failures.extend(threads.install(|| scan.first_pass(&mut index)));
     let mut settled = false;
     if !options.settle.is_zero() {
         wait(options.settle.saturating_sub(first.elapsed()), stop);
         if !stop.load(Ordering::Relaxed) {
-            unread.extend(threads.install(|| scan.second_pass(&index)));
+            failures.extend(threads.install(|| scan.second_pass(&index)));
             settled = !stop.load(Ordering::Relaxed);
         }
     }
     let partial = stop.load(Ordering::Relaxed);
-    let groups = threads.install(|| group::classify(&mut index, &survey, sharing));
-    let plan = tally::Plan { sharing, costs: Costs::default(), huge_pages, top: options.top, matrix: options.matrix };
-    let mut census = threads.install(|| tally::tally(host, survey, &index, &groups, &plan, unread));
+
+    tally::note_unread(&mut survey, failures);
+    let groups = threads.install(|| group::classify(&mut index, &survey, sharing, options.top));
+    let plan = tally::Plan {
+        sharing,
+        costs: Costs::default(),
+        huge_pages: huge_page_len(host),
+        rows: options.rows,
+        matrix: options.matrix,
+    };
+    let mut census = threads.install(|| tally::tally(survey, &index, &groups, &plan));
+    census.contents = tally::contents(host, &index, &hasher, &groups, &census);
     census.seconds = started.elapsed().as_secs_f64();
     census.bytes_read = progress.bytes_read();
     census.settle = settled.then_some(options.settle);
@@ -142,12 +154,3 @@ fn wait(time: Duration, stop: &AtomicBool) {
         std::thread::sleep(left.min(Duration::from_millis(20)));
     }
 }
-
-impl Options {
-    fn sample_rule(&self) -> Option<scan::SampleRule> {
-        self.sample.map(|probability| scan::SampleRule::new(probability, self.seed))
-    }
-}
-
-/// A reading of one process's memory that failed.
-pub type Failure = (usize, Reading<()>);

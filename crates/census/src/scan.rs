@@ -94,7 +94,7 @@ struct Seen {
 
 impl Scan<'_> {
     /// Fill the index with fingerprints. Returns the subjects that could not be read, and why.
-    pub fn first_pass(&self, index: &mut Index) -> Vec<(usize, Reading<()>)> {
+    pub fn first_pass(&self, index: &mut Index) -> Vec<(usize, Absent)> {
         let mut entries = std::mem::take(&mut index.entries);
         let mut work = Vec::new();
         let mut rest = entries.as_mut_slice();
@@ -107,7 +107,8 @@ impl Scan<'_> {
         let failures = work
             .into_par_iter()
             .map(|(unit, slots)| {
-                self.read(&unit, &mut |ordinal, seen| {
+                self.skip_unsampled(shared, &unit);
+                let outcome = self.read(&unit, &mut |ordinal, seen| {
                     let Some(seen) = seen else { return shared.set_mark(ordinal, Mark::GONE) };
                     let class = match seen.fingerprint {
                         _ if seen.merged => PageClass::Merged,
@@ -120,21 +121,27 @@ impl Scan<'_> {
                         Entry::new(seen.fingerprint.unwrap_or(Fingerprint::ZERO_PAGE), ordinal);
                     shared.set_node(ordinal, seen.node);
                     shared.set_mark(ordinal, Mark::of(class));
-                })
+                });
+                if outcome == Err(Absent::Vanished) {
+                    unit.ordinals.clone().filter(|&page| shared.mark(page) == Mark::UNREAD).for_each(|page| {
+                        shared.set_mark(page, Mark::GONE);
+                    });
+                }
+                (unit.subject, outcome)
             })
-            .filter_map(|(unit, outcome)| outcome.is_err().then_some((unit, outcome)))
+            .filter_map(|(subject, outcome)| Some((subject, outcome.err()?)))
             .collect();
         index.entries = entries;
         failures
     }
 
     /// Read everything again and mark what changed.
-    pub fn second_pass(&self, index: &Index) -> Vec<(usize, Reading<()>)> {
+    pub fn second_pass(&self, index: &Index) -> Vec<(usize, Absent)> {
         index
             .units(self.survey)
             .into_par_iter()
             .map(|unit| {
-                self.read(&unit, &mut |ordinal, seen| {
+                let outcome = self.read(&unit, &mut |ordinal, seen| {
                     let mark = index.mark(ordinal);
                     match (mark.class(), seen) {
                         // What was not read in the first pass stays so; what changes, or is merged, is known already.
@@ -149,17 +156,30 @@ impl Scan<'_> {
                             }
                         }
                     }
-                })
+                });
+                if outcome == Err(Absent::Vanished) {
+                    unit.ordinals.clone().for_each(|page| index.set_mark(page, Mark::GONE));
+                }
+                (unit.subject, outcome)
             })
-            .filter_map(|(unit, outcome)| outcome.is_err().then_some((unit, outcome)))
+            .filter_map(|(subject, outcome)| Some((subject, outcome.err()?)))
             .collect()
     }
 
-    /// Read a unit's pages. `note` gets each page that was looked at, `None` for one that is gone. Returns whose unit it
-    /// was and whether all of it was read.
-    fn read(&self, unit: &Unit, note: &mut dyn FnMut(u32, Option<Seen>)) -> (usize, Reading<()>) {
+    /// Mark the pages of a unit that are not in the sample.
+    fn skip_unsampled(&self, index: &Index, unit: &Unit) {
+        if let Some(rule) = self.sample {
+            unit.ordinals.clone().filter(|&page| !rule.takes(page)).for_each(|page| {
+                index.set_mark(page, Mark::SKIPPED);
+            });
+        }
+    }
+
+    /// Read a unit's pages. `note` gets each page that was looked at, `None` for one that is gone. An error says why the
+    /// rest was not.
+    fn read(&self, unit: &Unit, note: &mut dyn FnMut(u32, Option<Seen>)) -> Reading<()> {
         if self.stop.load(Ordering::Relaxed) {
-            return (unit.subject, Ok(()));
+            return Ok(());
         }
         let id = self.survey.subjects[unit.subject].process.id;
         let (runs, ordinals) = self.sampled(unit);
@@ -171,7 +191,7 @@ impl Scan<'_> {
                     bytes += content.len() as u64;
                     Some(Fingerprint(self.hasher.fingerprint(content)))
                 }
-                PageContent::Fingerprint(fingerprint) => Some(fingerprint),
+                PageContent::Fingerprint(fingerprint, _) => Some(fingerprint),
                 PageContent::Volatile => None,
                 PageContent::Gone => return note(ordinal, None),
             };
@@ -185,7 +205,7 @@ impl Scan<'_> {
             handle.contents(unit.way, &runs, &mut see)
         });
         self.progress.advance(unit.ordinals.len() as u64, bytes);
-        (unit.subject, outcome)
+        outcome
     }
 
     /// The runs of a unit that are in the sample, and the ordinals of their pages; all of it without a sample.

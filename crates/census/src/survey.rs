@@ -38,9 +38,10 @@ impl Chooser<'_> {
         any(self.names.is_empty(), self.names.iter().any(|name| name.is_match(&process.comm)))
             && any(cgroups.is_empty(), process.cgroup.as_ref().is_ok_and(|path| cgroups.iter().any(|c| below(path, c))))
             && any(users.is_empty(), process.uid.as_ref().is_ok_and(|uid| users.contains(uid)))
-            && any(vms.is_empty(), process.identity.vm.as_ref().is_some_and(|vm| {
-                vm.name.as_ref().is_some_and(|name| vms.contains(name))
-            }))
+            && any(
+                vms.is_empty(),
+                process.identity.vm.as_ref().is_some_and(|vm| vm.name.as_ref().is_some_and(|name| vms.contains(name))),
+            )
     }
 }
 

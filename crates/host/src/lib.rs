@@ -68,9 +68,6 @@ pub trait Process: Send + Sync {
     /// and what was seen. Pages that are no longer resident are [`PageContent::Gone`], never faulted in. On an error
     /// the pages that `sink` was not called for were not seen.
     fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()>;
-
-    /// The kind of content of one page.
-    fn content_kind(&self, way: Way, address: u64) -> Reading<ContentKind>;
 }
 
 /// A run of resident pages.
@@ -114,8 +111,8 @@ pub struct PageView<'a> {
 pub enum PageContent<'a> {
     /// Its bytes, a page long.
     Bytes(&'a [u8]),
-    /// Its fingerprint, from a recording.
-    Fingerprint(Fingerprint),
+    /// Its fingerprint, from a recording, with the kind of its content where that was noted.
+    Fingerprint(Fingerprint, Option<ContentKind>),
     /// It changed while it was being recorded.
     Volatile,
     /// It is no longer resident.

@@ -6,7 +6,6 @@
 
 use crate::{LiveHost, absent, contents};
 use pagefold_host::{Mapping, PageView, Process, Run, Way, parse};
-use pagefold_model::content::ContentKind;
 use pagefold_model::{Absent, AddressRange, Pid, ProcessId, Reading};
 use pagefold_sys::pagemap::ResidentRange;
 use rustix::fs::{Dir, Mode, OFlags, openat, readlinkat};
@@ -183,16 +182,6 @@ impl Process for LiveProcess<'_> {
 
     fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
         contents::read(self, way, runs, sink)
-    }
-
-    fn content_kind(&self, way: Way, address: u64) -> Reading<ContentKind> {
-        let mut kind = Err(Absent::Vanished);
-        self.contents(way, &[Run { address, pages: 1, huge: false }], &mut |_, page| {
-            if let pagefold_host::PageContent::Bytes(bytes) = page.content {
-                kind = Ok(ContentKind::of(bytes));
-            }
-        })?;
-        kind
     }
 }
 

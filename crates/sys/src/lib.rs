@@ -4,4 +4,6 @@
 //! imported here.
 
 pub mod fingerprint;
+pub mod forked;
+pub mod mapping;
 pub mod pagemap;

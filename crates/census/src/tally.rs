@@ -1,0 +1,540 @@
+//! Counting: by region, process, extent and content, and what each way of enrolling would reach.
+
+use crate::group::{self, Content, Groups};
+use crate::index::{Index, Mark, PlacedRun};
+use crate::survey::{Subject, Survey, Unseen};
+use pagefold_host::{Host, PageContent, Run};
+use pagefold_model::content::ContentKind;
+use pagefold_model::domain::Domain;
+use pagefold_model::process::Process;
+use pagefold_model::region::{Ineligible, Region};
+use pagefold_model::savings::{Costs, Reach, Sharing};
+use pagefold_model::segment::best_segments;
+use pagefold_model::{Absent, AddressRange, Bytes, Counts, Fingerprint, PageClass, PageSize, Pages};
+use pagefold_sys::fingerprint::Hasher;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Pages without a copy that an extent bridges.
+pub const EXTENT_GAP: u64 = 16;
+
+/// Who the rows of a sharing matrix are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Party {
+    /// Each virtual machine by its name, and each other process.
+    #[default]
+    Process,
+    /// Virtual machines; other processes are left out.
+    Vm,
+    /// Cgroups.
+    Cgroup,
+    /// Users.
+    User,
+}
+
+/// How the counting is done.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// KSM's settings.
+    pub sharing: Sharing,
+    /// By which guided enrolment chooses.
+    pub costs: Costs,
+    /// The size of a huge page.
+    pub huge_pages: PageSize,
+    /// Rows of the sharing matrix at most.
+    pub rows: usize,
+    /// Who they are.
+    pub matrix: Party,
+}
+
+/// The result of a census.
+#[derive(Clone, Debug)]
+pub struct Census {
+    /// All pages that were read.
+    pub counts: Counts,
+    /// Pages that left memory while the census was taken.
+    pub gone: Pages,
+    /// Pages that were not read, because the census was stopped or the reading failed.
+    pub unread: Pages,
+    /// Pages left out of the sample.
+    pub skipped: Pages,
+    /// Swapped-out bytes of the processes, never touched.
+    pub swapped: Bytes,
+    /// By process.
+    pub subjects: Vec<SubjectCensus>,
+    /// Processes that were chosen and not seen.
+    pub unseen: Vec<Unseen>,
+    /// Resident bytes that KSM cannot take, by reason.
+    pub ineligible: BTreeMap<Ineligible, Bytes>,
+    /// What merging would reach.
+    pub savings: Savings,
+    /// Runs of mergeable pages with small gaps, in the order of subjects and addresses.
+    pub extents: Vec<Extent>,
+    /// The most frequent contents.
+    pub contents: Vec<TopContent>,
+    /// Who shares with whom.
+    pub matrix: Matrix,
+    /// Different contents other than zero.
+    pub distinct: u64,
+    /// How many contents were seen on how many pages.
+    pub seen: BTreeMap<u64, u64>,
+    /// KSM's settings that the savings assume.
+    pub sharing: Sharing,
+    /// The pause between the passes, if there were two.
+    pub settle: Option<Duration>,
+    /// Whether it was stopped early.
+    pub partial: bool,
+    /// The probability with which pages were looked at, if not all were.
+    pub sample: Option<f64>,
+    /// Wall time.
+    pub seconds: f64,
+    /// Bytes of page contents read.
+    pub bytes_read: u64,
+    /// Bytes of memory the index took.
+    pub index_bytes: usize,
+    /// Instructions the fingerprint was computed with.
+    pub implementation: &'static str,
+}
+
+/// What merging would reach, in four ways.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Savings {
+    /// Every copy but one of each content, every page of zeros, and no cost.
+    pub upper_bound: Reach,
+    /// Every process enrolled whole.
+    pub whole: Reach,
+    /// Every process enrolled whole, if only pages within a trust domain were merged.
+    pub within_domains: Reach,
+    /// Only ranges that pay.
+    pub guided: Reach,
+    /// How many ranges those are.
+    pub guided_ranges: u64,
+}
+
+/// A process in a census.
+#[derive(Clone, Debug)]
+pub struct SubjectCensus {
+    /// Who it is.
+    pub process: Process,
+    /// Its trust domain.
+    pub domain: Domain,
+    /// Its pages.
+    pub counts: Counts,
+    /// Its regions with anything resident, in address order.
+    pub regions: Vec<RegionCensus>,
+}
+
+/// A region in a census.
+#[derive(Clone, Debug)]
+pub struct RegionCensus {
+    /// What it is.
+    pub region: Region,
+    /// Why KSM cannot take its pages.
+    pub ineligible: Option<Ineligible>,
+    /// Its pages.
+    pub counts: Counts,
+}
+
+/// A run of mergeable pages, gaps of at most [`EXTENT_GAP`] pages included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Position of the process in [`Census::subjects`].
+    pub subject: usize,
+    /// Where.
+    pub range: AddressRange,
+    /// Duplicates in it.
+    pub duplicate: Pages,
+    /// Pages of zeros in it.
+    pub zero: Pages,
+    /// Duplicates beyond the copy their group keeps.
+    pub redundant: Pages,
+}
+
+impl Extent {
+    /// The part of its pages that is mergeable.
+    pub fn density(&self, page_size: PageSize) -> f64 {
+        (self.duplicate + self.zero).0 as f64 / page_size.pages_in(self.range.bytes()).0.max(1) as f64
+    }
+}
+
+/// A content that many pages have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TopContent {
+    /// Its fingerprint in this census.
+    pub fingerprint: Fingerprint,
+    /// What it is, read again from one of its pages; absent if none of those tried had it any more.
+    pub kind: Option<ContentKind>,
+    /// Pages that have it, merged ones included.
+    pub pages: Pages,
+    /// Those that are merged already.
+    pub merged: Pages,
+    /// Processes that have it.
+    pub processes: u32,
+    /// Trust domains that have it.
+    pub domains: u32,
+}
+
+/// Who shares how much with whom; pages of zeros apart.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Matrix {
+    /// Those with the most duplicates first; the last row is everybody else, if there is anybody.
+    pub parties: Vec<String>,
+    /// `shared[a][b]`: pages of `a` whose content `b` has too; for `a == b`, pages with another copy in `a`.
+    pub shared: Vec<Vec<Pages>>,
+}
+
+/// Count everything. Marks the pages that a guided enrolment would cover.
+pub fn tally(survey: Survey, index: &Index, groups: &Groups, plan: &Plan) -> Census {
+    let mut counter = Counter::new(&survey.subjects, index, plan);
+    let mut runs = index.runs().peekable();
+    while let Some(first) = runs.next() {
+        let mut region = vec![first];
+        while let Some(run) = runs.next_if(|run| (run.subject, run.region) == (first.subject, first.region)) {
+            region.push(run);
+        }
+        counter.region(&region);
+    }
+    let Counter { counts, regions, zeros, extents, mut savings, gone, unread, skipped, .. } = counter;
+
+    let total: Counts = counts.iter().copied().fold(Counts::default(), |mut sum, counts| {
+        sum += counts;
+        sum
+    });
+    let zero = |zeros: &Zeros, merged| zeros.freed(plan.sharing, merged);
+    savings.upper_bound.freed = total.zero + total.redundant;
+    savings.whole.freed = groups.freed + zero(&zeros.all, groups.merged_zero);
+    savings.whole.scanned = total.resident().saturating_sub(total.merged);
+    savings.within_domains = Reach {
+        freed: groups.freed_within_domains + zeros.domains.iter().map(|zeros| zero(zeros, 0)).sum(),
+        ..savings.whole
+    };
+    let covered = group::walk(index, &survey, |sum: &mut Pages, _, members| {
+        *sum += group::freed(index, plan.sharing, members, |member| index.mark(member.ordinal).is_covered());
+    });
+    savings.guided.freed = covered.into_iter().sum::<Pages>() + zero(&zeros.covered, groups.merged_zero);
+
+    let matrix = matrix(&survey, index, &counts, plan);
+    let mut ineligible: BTreeMap<Ineligible, Bytes> = BTreeMap::new();
+    let mut swapped = Bytes::ZERO;
+    for (region, reason) in survey.subjects.iter().flat_map(|subject| &subject.regions) {
+        swapped += region.swap;
+        let (bytes, reason) = match reason {
+            Some(reason) => (region.rss + region.hugetlb, *reason),
+            None => (region.rss.saturating_sub(region.anonymous), Ineligible::File),
+        };
+        if bytes.0 > 0 {
+            *ineligible.entry(reason).or_default() += bytes;
+        }
+    }
+    let subjects = survey
+        .subjects
+        .into_iter()
+        .zip(counts)
+        .zip(regions)
+        .map(|((subject, counts), pages)| SubjectCensus {
+            process: subject.process,
+            domain: subject.domain,
+            counts,
+            regions: subject
+                .regions
+                .into_iter()
+                .zip(pages)
+                .filter(|((region, _), _)| region.rss.0 + region.hugetlb.0 + region.swap.0 > 0)
+                .map(|((region, ineligible), counts)| RegionCensus { region, ineligible, counts })
+                .collect(),
+        })
+        .collect();
+    Census {
+        counts: total,
+        gone,
+        unread,
+        skipped,
+        swapped,
+        subjects,
+        unseen: survey.unseen,
+        ineligible,
+        savings,
+        extents,
+        contents: Vec::new(),
+        matrix,
+        distinct: groups.distinct,
+        seen: groups.seen.clone(),
+        sharing: plan.sharing,
+        settle: None,
+        partial: false,
+        sample: None,
+        seconds: 0.0,
+        bytes_read: 0,
+        index_bytes: index.bytes(),
+        implementation: "",
+    }
+}
+
+/// Pages of zeros by NUMA node (all on node 0 where nodes do not matter).
+#[derive(Clone, Default)]
+struct Zeros(BTreeMap<u8, u64>);
+
+impl Zeros {
+    fn freed(&self, sharing: Sharing, merged: u64) -> Pages {
+        // Merged pages of zeros are known in sum; they only decide where in a chain the new ones begin.
+        self.0.values().map(|&copies| sharing.freed_zero(copies, merged)).sum()
+    }
+}
+
+#[derive(Default)]
+struct ZeroSums {
+    all: Zeros,
+    covered: Zeros,
+    domains: Vec<Zeros>,
+}
+
+struct Counter<'a> {
+    index: &'a Index,
+    plan: &'a Plan,
+    page_size: i64,
+    domains: Vec<usize>,
+    counts: Vec<Counts>,
+    regions: Vec<Vec<Counts>>,
+    zeros: ZeroSums,
+    extents: Vec<Extent>,
+    savings: Savings,
+    gone: Pages,
+    unread: Pages,
+    skipped: Pages,
+}
+
+impl<'a> Counter<'a> {
+    fn new(subjects: &[Subject], index: &'a Index, plan: &'a Plan) -> Self {
+        let mut domains = Vec::with_capacity(subjects.len());
+        for (i, subject) in subjects.iter().enumerate() {
+            let new = i > 0 && subjects[i - 1].domain != subject.domain;
+            domains.push(domains.last().copied().unwrap_or(0) + usize::from(new));
+        }
+        let zeros = ZeroSums {
+            domains: vec![Zeros::default(); domains.last().map_or(0, |last| last + 1)],
+            ..Default::default()
+        };
+        Self {
+            index,
+            plan,
+            page_size: index.page_len() as i64,
+            domains,
+            counts: vec![Counts::default(); subjects.len()],
+            regions: subjects.iter().map(|subject| vec![Counts::default(); subject.regions.len()]).collect(),
+            zeros,
+            extents: Vec::new(),
+            savings: Savings::default(),
+            gone: Pages::ZERO,
+            unread: Pages::ZERO,
+            skipped: Pages::ZERO,
+        }
+    }
+
+    /// Count the pages of one region.
+    fn region(&mut self, runs: &[PlacedRun]) {
+        let (subject, region) = (runs[0].subject, runs[0].region);
+        self.choose_ranges(runs);
+        let mut counts = Counts::default();
+        let mut extent: Option<Extent> = None;
+        // The last huge page of which a part would merge, under whole and under guided enrolment.
+        let (mut split, mut split_guided) = (None, None);
+        for (run, ordinal, address) in pages(runs, self.index.page_len()) {
+            let mark = self.index.mark(ordinal);
+            let Some(class) = mark.class() else {
+                match mark {
+                    Mark::GONE => self.gone.0 += 1,
+                    Mark::SKIPPED => self.skipped.0 += 1,
+                    _ => self.unread.0 += 1,
+                }
+                continue;
+            };
+            counts.count(class, mark.is_redundant());
+            self.savings.guided.scanned.0 += u64::from(mark.is_covered() && class != PageClass::Merged);
+            if !class.is_mergeable() {
+                continue;
+            }
+            if class == PageClass::Zero {
+                let node = self.index.node(ordinal);
+                *self.zeros.all.0.entry(node).or_default() += 1;
+                *self.zeros.domains[self.domains[subject]].0.entry(node).or_default() += 1;
+                if mark.is_covered() {
+                    *self.zeros.covered.0.entry(node).or_default() += 1;
+                }
+            }
+            if run.huge {
+                let huge_page = Some(address / self.plan.huge_pages.bytes());
+                if split != huge_page {
+                    split = huge_page;
+                    self.savings.whole.huge_split.0 += 1;
+                }
+                if mark.is_covered() && split_guided != huge_page {
+                    split_guided = huge_page;
+                    self.savings.guided.huge_split.0 += 1;
+                }
+            }
+            self.extend(&mut extent, subject, address, class, mark.is_redundant());
+        }
+        self.extents.extend(extent);
+        self.savings.upper_bound.huge_split = self.savings.whole.huge_split;
+        self.regions[subject][region] = counts;
+        self.counts[subject] += counts;
+    }
+
+    /// Mark the pages of a region that are worth enrolling.
+    fn choose_ranges(&mut self, runs: &[PlacedRun]) {
+        let first = runs[0].first;
+        let count: u32 = runs.iter().map(|placed| placed.run.pages).sum();
+        let gains = (first..first + count).map(|ordinal| {
+            let mark = self.index.mark(ordinal);
+            match mark.class() {
+                // Metadata for merged pages is paid for already, and pages that were not seen say nothing.
+                None | Some(PageClass::Merged) => 0,
+                Some(_) => mark.freed_64ths() * self.page_size / 64 - self.plan.costs.scan,
+            }
+        });
+        for segment in best_segments(gains, self.plan.costs.boundary) {
+            self.savings.guided_ranges += 1;
+            for ordinal in first + segment.start as u32..first + segment.end as u32 {
+                self.index.set_mark(ordinal, self.index.mark(ordinal).covered());
+            }
+        }
+    }
+
+    /// Add a mergeable page to the extent it continues, or begin a new one.
+    fn extend(&mut self, extent: &mut Option<Extent>, subject: usize, address: u64, class: PageClass, redundant: bool) {
+        let page_len = self.index.page_len();
+        if extent.as_ref().is_none_or(|extent| address > extent.range.end + EXTENT_GAP * page_len) {
+            self.extents.extend(extent.take());
+        }
+        let extent = extent.get_or_insert(Extent {
+            subject,
+            range: AddressRange { start: address, end: address },
+            duplicate: Pages::ZERO,
+            zero: Pages::ZERO,
+            redundant: Pages::ZERO,
+        });
+        extent.range.end = address + page_len;
+        let field = if class == PageClass::Zero { &mut extent.zero } else { &mut extent.duplicate };
+        field.0 += 1;
+        extent.redundant.0 += u64::from(redundant);
+    }
+}
+
+/// The pages of runs: the run, the ordinal, the address.
+fn pages(runs: &[PlacedRun], page_len: u64) -> impl Iterator<Item = (Run, u32, u64)> {
+    runs.iter().flat_map(move |placed| {
+        (0..placed.run.pages).map(move |i| (placed.run, placed.first + i, placed.run.address + u64::from(i) * page_len))
+    })
+}
+
+/// Who shares with whom.
+fn matrix(survey: &Survey, index: &Index, counts: &[Counts], plan: &Plan) -> Matrix {
+    let names: Vec<Option<String>> = survey.subjects.iter().map(|subject| plan.matrix.name(&subject.process)).collect();
+    let mut shares: BTreeMap<&str, Pages> = BTreeMap::new();
+    for (name, counts) in names.iter().zip(counts) {
+        if let Some(name) = name {
+            *shares.entry(name).or_default() += counts.duplicate() + counts.merged;
+        }
+    }
+    shares.retain(|_, pages| pages.0 > 0);
+    let mut order: Vec<(&str, Pages)> = shares.into_iter().collect();
+    order.sort_by_key(|&(name, pages)| (std::cmp::Reverse(pages), name));
+    let rest = order.len() > plan.rows;
+    let mut parties: Vec<String> = order.iter().take(plan.rows).map(|&(name, _)| name.to_owned()).collect();
+    let rows: BTreeMap<&str, usize> =
+        order.iter().enumerate().map(|(i, &(name, _))| (name, i.min(parties.len()))).collect();
+    let row: Vec<Option<usize>> =
+        names.iter().map(|name| name.as_deref().and_then(|name| rows.get(name).copied())).collect();
+    if rest {
+        parties.push("others".to_owned());
+    }
+    let size = parties.len();
+    let sums = group::walk(index, survey, |sum: &mut (Vec<u64>, Vec<u64>), start, members| {
+        if index.entries[start].fingerprint() == Fingerprint::ZERO_PAGE {
+            return;
+        }
+        let (shared, have) = sum;
+        shared.resize(size * size, 0);
+        have.clear();
+        have.resize(size, 0);
+        members.iter().filter_map(|member| row[member.subject]).for_each(|party| have[party] += 1);
+        for a in (0..size).filter(|&a| have[a] > 0) {
+            for b in (0..size).filter(|&b| have[b] > u64::from(a == b)) {
+                shared[a * size + b] += have[a];
+            }
+        }
+    });
+    let mut shared = vec![vec![Pages::ZERO; size]; size];
+    for (sum, _) in sums {
+        for (position, pages) in sum.into_iter().enumerate() {
+            shared[position / size][position % size].0 += pages;
+        }
+    }
+    Matrix { parties, shared }
+}
+
+impl Party {
+    fn name(self, process: &Process) -> Option<String> {
+        let vm = process.identity.vm.as_ref().map(|vm| vm.name.clone());
+        match self {
+            Self::Process => Some(match vm {
+                Some(Some(name)) => name,
+                _ => format!("{}[{}]", process.comm, process.id.pid),
+            }),
+            Self::Vm => vm.map(|name| name.unwrap_or_else(|| format!("{}[{}]", process.comm, process.id.pid))),
+            Self::Cgroup => process.cgroup.clone().ok(),
+            Self::User => process.uid.as_ref().ok().map(|uid| format!("user {uid}")),
+        }
+    }
+}
+
+/// Find out what the most frequent contents are by reading one page of each again. A page that has changed meanwhile
+/// does not count; a few others of its group are tried.
+pub fn contents(host: &dyn Host, index: &Index, hasher: &Hasher, groups: &Groups, census: &Census) -> Vec<TopContent> {
+    const TRIES: usize = 8;
+    let kind = |content: &Content| {
+        index.entries[content.start..].iter().take((content.pages as usize).min(TRIES)).find_map(|entry| {
+            let (subject, _, address) = index.place(entry.ordinal)?;
+            let SubjectCensus { process, regions, .. } = &census.subjects[subject];
+            let region = regions.iter().find(|known| known.region.range.contains(address))?;
+            let handle = host.open(process.id.pid).ok().filter(|handle| handle.id() == process.id)?;
+            let mut kind = None;
+            let run = Run { address, pages: 1, huge: false };
+            let outcome = handle.contents(crate::survey::way(&region.region), &[run], &mut |_, page| {
+                kind = match page.content {
+                    PageContent::Bytes(bytes) => {
+                        let same = Fingerprint(hasher.fingerprint(bytes)) == content.fingerprint;
+                        same.then(|| ContentKind::of(bytes))
+                    }
+                    PageContent::Fingerprint(_, kind) => kind,
+                    PageContent::Volatile | PageContent::Gone => None,
+                };
+            });
+            outcome.ok().and(kind)
+        })
+    };
+    groups
+        .top
+        .iter()
+        .map(|content| TopContent {
+            fingerprint: content.fingerprint,
+            kind: kind(content),
+            pages: Pages(content.pages),
+            merged: Pages(content.merged),
+            processes: content.processes,
+            domains: content.domains,
+        })
+        .collect()
+}
+
+/// Note subjects that were not read as unseen. Those that merely went away are not.
+pub fn note_unread(survey: &mut Survey, failures: Vec<(usize, Absent)>) {
+    for (subject, why) in failures {
+        let process = &survey.subjects[subject].process;
+        let unseen = Unseen { pid: process.id.pid, comm: Some(process.comm.clone()), why };
+        if unseen.why != Absent::Vanished && !survey.unseen.contains(&unseen) {
+            survey.unseen.push(unseen);
+        }
+    }
+    survey.unseen.sort_by_key(|unseen| unseen.pid);
+}

@@ -1,0 +1,437 @@
+//! Memory mappings that are owned, isolated and safe to use: the ground on which laboratories, tests and benchmarks
+//! lay out memory with known content.
+//!
+//! Each [`Mapping`] lies between two inaccessible guard pages, so the kernel never merges its VMA with a neighbour and
+//! `/proc/PID/smaps` shows it as a region of its own (`vma_merge` in `mm/vma.c` joins adjacent VMAs of equal flags).
+//! Anonymous memory is mapped with `MAP_NORESERVE`: 20 TiB of untouched memory can be had unless
+//! `vm.overcommit_memory` is 2.
+//!
+//! The constants are those of `include/uapi/asm-generic/mman-common.h` and `include/uapi/linux/prctl.h` of Linux 6.18.
+//! Limits: a mapping is created whole and dropped whole; it neither grows nor moves.
+
+use std::ffi::c_void;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::ptr;
+use std::slice;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
+
+/// The size of a base page of this host, in bytes.
+#[must_use]
+pub fn page_size() -> usize {
+    rustix::param::page_size()
+}
+
+/// What may be done with memory, in ascending order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Access {
+    /// Nothing: an access ends the program.
+    None,
+    /// Reading.
+    Read,
+    /// Reading and writing.
+    ReadWrite,
+}
+
+impl Access {
+    fn at_creation(self) -> ProtFlags {
+        match self {
+            Self::None => ProtFlags::empty(),
+            Self::Read => ProtFlags::READ,
+            Self::ReadWrite => ProtFlags::READ | ProtFlags::WRITE,
+        }
+    }
+
+    fn afterwards(self) -> MprotectFlags {
+        match self {
+            Self::None => MprotectFlags::empty(),
+            Self::Read => MprotectFlags::READ,
+            Self::ReadWrite => MprotectFlags::READ | MprotectFlags::WRITE,
+        }
+    }
+}
+
+/// Advice to the kernel about a range of memory (`madvise(2)`). None of it frees, moves or changes memory that is still
+/// borrowed, which is why the list is closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Advice {
+    /// ksmd may merge it. Fails with `EINVAL` on a kernel without KSM; without effect on shared memory.
+    Mergeable,
+    /// ksmd may not merge it, and what is merged is copied back now.
+    Unmergeable,
+    /// Back it with transparent huge pages. Fails with `EINVAL` on a kernel without them.
+    HugePage,
+    /// Back it with base pages only. Fails with `EINVAL` on a kernel without transparent huge pages.
+    NoHugePage,
+    /// Make huge pages of what is there, now (Linux 6.1).
+    Collapse,
+    /// Drop it: private anonymous memory reads as zeros afterwards, a private file mapping as its file.
+    DontNeed,
+    /// Leave it out of forked children.
+    DontFork,
+    /// Reclaim it now: to swap, or to its file.
+    PageOut,
+}
+
+impl Advice {
+    fn number(self) -> libc::c_int {
+        match self {
+            Self::Mergeable => libc::MADV_MERGEABLE,
+            Self::Unmergeable => libc::MADV_UNMERGEABLE,
+            Self::HugePage => libc::MADV_HUGEPAGE,
+            Self::NoHugePage => libc::MADV_NOHUGEPAGE,
+            Self::Collapse => libc::MADV_COLLAPSE,
+            Self::DontNeed => libc::MADV_DONTNEED,
+            Self::DontFork => libc::MADV_DONTFORK,
+            Self::PageOut => libc::MADV_PAGEOUT,
+        }
+    }
+}
+
+/// A memory mapping between two guard pages. Unmapped when dropped.
+#[derive(Debug)]
+pub struct Mapping {
+    /// Everything that is mapped: the guards, what alignment cost, and the memory itself.
+    span: *mut c_void,
+    span_bytes: usize,
+    start: *mut u8,
+    bytes: usize,
+    /// The least access that any page may have.
+    access: Access,
+}
+
+// SAFETY: the memory belongs to the process, not to a thread, and `Mapping` is its only owner.
+unsafe impl Send for Mapping {}
+// SAFETY: through `&Mapping` memory is only read; every change takes `&mut Mapping`.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Private anonymous memory, untouched: it reads as zeros. `bytes` is rounded up to whole pages.
+    ///
+    /// # Errors
+    /// `InvalidInput` when `bytes` is 0 or not addressable, else that of `mmap(2)`.
+    pub fn anonymous(bytes: usize) -> io::Result<Self> {
+        Self::anonymous_aligned(bytes, page_size())
+    }
+
+    /// As [`Mapping::anonymous`], starting at a multiple of `alignment` bytes, a power of two (2 MiB for huge pages of
+    /// x86-64).
+    ///
+    /// # Errors
+    /// As [`Mapping::anonymous`]; `InvalidInput` also when `alignment` is no power of two.
+    pub fn anonymous_aligned(bytes: usize, alignment: usize) -> io::Result<Self> {
+        Self::place(bytes, alignment, Access::ReadWrite, MapFlags::PRIVATE | MapFlags::NORESERVE, None)
+    }
+
+    /// Shared anonymous memory (`MAP_SHARED`), untouched: KSM never merges it.
+    ///
+    /// # Errors
+    /// As [`Mapping::anonymous`].
+    pub fn shared(bytes: usize) -> io::Result<Self> {
+        Self::place(bytes, page_size(), Access::ReadWrite, MapFlags::SHARED, None)
+    }
+
+    /// Address space only: inaccessible until [`Mapping::protect`] says otherwise.
+    ///
+    /// # Errors
+    /// As [`Mapping::anonymous`].
+    pub fn reserve(bytes: usize) -> io::Result<Self> {
+        Self::place(bytes, page_size(), Access::None, MapFlags::PRIVATE | MapFlags::NORESERVE, None)
+    }
+
+    /// A private mapping of a file without a name in `directory` that holds `contents`. Nobody else can reach the file,
+    /// so what is mapped changes only through this mapping. The rest of the last page is zeros.
+    ///
+    /// # Errors
+    /// As [`Mapping::anonymous`]; that of `open(2)` where the file system has no `O_TMPFILE`; those of writing.
+    pub fn file(directory: &Path, contents: &[u8]) -> io::Result<Self> {
+        let file = rustix::fs::open(directory, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, Mode::RUSR)?;
+        let file = File::from(file);
+        file.write_all_at(contents, 0)?;
+        Self::place(contents.len(), page_size(), Access::ReadWrite, MapFlags::PRIVATE, Some(&file))
+    }
+
+    fn place(bytes: usize, alignment: usize, access: Access, flags: MapFlags, file: Option<&File>) -> io::Result<Self> {
+        let page = page_size();
+        let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
+        if bytes == 0 || !alignment.is_power_of_two() {
+            return Err(invalid());
+        }
+        let bytes = bytes.checked_next_multiple_of(page).ok_or_else(invalid)?;
+        let alignment = alignment.max(page);
+        // One guard before, one after, and room to move the start up to the next multiple of the alignment.
+        let span_bytes = bytes.checked_add(alignment).and_then(|sum| sum.checked_add(page)).ok_or_else(invalid)?;
+        if isize::try_from(span_bytes).is_err() {
+            return Err(invalid());
+        }
+        let reserved = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
+        let span = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), span_bytes, ProtFlags::empty(), reserved) }?;
+        let offset = (span.addr() + page).next_multiple_of(alignment) - span.addr();
+        let start = span.cast::<u8>().wrapping_add(offset);
+        // From here on dropping it unmaps the whole span.
+        let mapping = Self { span, span_bytes, start, bytes, access };
+        let flags = flags | MapFlags::FIXED;
+        let protection = access.at_creation();
+        match file {
+            None => {
+                // SAFETY: `start` and `bytes` lie within the span above, which this mapping owns and nobody has seen.
+                unsafe { rustix::mm::mmap_anonymous(start.cast(), bytes, protection, flags) }?;
+            }
+            Some(file) => {
+                // SAFETY: as above; the file is one that `Mapping::file` created without a name and closes, so nobody
+                // can change or truncate it under the mapping.
+                unsafe { rustix::mm::mmap(start.cast(), bytes, protection, flags, file.as_fd(), 0) }?;
+            }
+        }
+        Ok(mapping)
+    }
+
+    /// Its first address.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.start.addr() as u64
+    }
+
+    /// Its size in bytes, a multiple of the page size.
+    #[must_use]
+    #[expect(clippy::len_without_is_empty, reason = "a mapping is never empty")]
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Its bytes. Reading a page that was never touched maps the shared zero page.
+    ///
+    /// # Panics
+    /// When a part of it is not readable.
+    #[must_use]
+    pub fn as_slice(&self) -> &[u8] {
+        assert!(self.access >= Access::Read, "a part of the mapping is not readable");
+        // SAFETY: `start` and `bytes` are a live mapping until drop, all of it readable by the assertion, initialised
+        // by the kernel, at most isize::MAX long (checked in `place`), and written only through `&mut self`.
+        unsafe { slice::from_raw_parts(self.start, self.bytes) }
+    }
+
+    /// Its bytes, to write.
+    ///
+    /// # Panics
+    /// When a part of it is not writable.
+    #[must_use]
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        assert!(self.access >= Access::ReadWrite, "a part of the mapping is not writable");
+        // SAFETY: as in `as_slice`, all of it writable by the assertion, and `&mut self` makes this the only borrow.
+        unsafe { slice::from_raw_parts_mut(self.start, self.bytes) }
+    }
+
+    /// Advise the kernel about a range: offsets in bytes, multiples of the page size.
+    ///
+    /// # Errors
+    /// `InvalidInput` when the range is not of whole pages of this mapping, else that of `madvise(2)`.
+    pub fn advise(&mut self, range: Range<usize>, advice: Advice) -> io::Result<()> {
+        let (address, bytes) = self.part(range)?;
+        // SAFETY: the range lies in this mapping, borrowed mutably, so no slice of it is alive; no `Advice` makes a
+        // readable page unreadable.
+        let answer = unsafe { libc::madvise(address, bytes, advice.number()) };
+        if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Set what may be done with a range: offsets in bytes, multiples of the page size. A range that differs from its
+    /// neighbours becomes a VMA of its own. Slices can be had again when the whole mapping was given access at once.
+    ///
+    /// # Errors
+    /// `InvalidInput` when the range is not of whole pages of this mapping, else that of `mprotect(2)`: `ENOMEM` when
+    /// the process would have more than `vm.max_map_count` VMAs.
+    pub fn protect(&mut self, range: Range<usize>, access: Access) -> io::Result<()> {
+        let whole = range == (0..self.bytes);
+        let (address, bytes) = self.part(range)?;
+        // Lowered before the call, since a call that fails may have changed a part.
+        self.access = self.access.min(access);
+        // SAFETY: the range lies in this mapping, borrowed mutably, so no slice of it is alive; `access` keeps later
+        // slices from covering what they may not touch.
+        unsafe { rustix::mm::mprotect(address, bytes, access.afterwards()) }?;
+        if whole {
+            self.access = access;
+        }
+        Ok(())
+    }
+
+    fn part(&self, range: Range<usize>) -> io::Result<(*mut c_void, usize)> {
+        let page = page_size();
+        let whole_pages = range.start.is_multiple_of(page) && range.end.is_multiple_of(page);
+        if !whole_pages || range.start > range.end || range.end > self.bytes {
+            return Err(io::Error::from(io::ErrorKind::InvalidInput));
+        }
+        Ok((self.start.wrapping_add(range.start).cast(), range.len()))
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the span is this mapping's own, and no slice of it outlives the mapping.
+        let unmapped = unsafe { rustix::mm::munmap(self.span, self.span_bytes) };
+        debug_assert!(unmapped.is_ok(), "unmapping one's own span: {unmapped:?}");
+    }
+}
+
+/// Make all memory of this process mergeable, now and in the future, and of its children
+/// (`prctl(PR_SET_MEMORY_MERGE)`, Linux 6.4).
+///
+/// # Errors
+/// That of `prctl(2)`: `EINVAL` on a kernel without it, `EPERM` where `CAP_SYS_RESOURCE` is asked for.
+pub fn merge_any() -> io::Result<()> {
+    let zero: libc::c_ulong = 0;
+    let yes: libc::c_ulong = 1;
+    // SAFETY: this option takes numbers only, and changes neither the content nor the access of memory.
+    let answer = unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, yes, zero, zero, zero) };
+    if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The lines of `/proc/self/maps` that begin within an address range, as `(start, end, permissions)`.
+    fn regions(range: Range<u64>) -> Vec<(u64, u64, String)> {
+        std::fs::read_to_string("/proc/self/maps")
+            .unwrap()
+            .lines()
+            .map(|line| {
+                let mut words = line.split_ascii_whitespace();
+                let (start, end) = words.next().unwrap().split_once('-').unwrap();
+                let address = |text| u64::from_str_radix(text, 16).unwrap();
+                (address(start), address(end), words.next().unwrap().to_owned())
+            })
+            .filter(|(start, ..)| range.contains(start))
+            .collect()
+    }
+
+    fn span(mapping: &Mapping) -> Range<u64> {
+        mapping.address()..mapping.address() + mapping.len() as u64
+    }
+
+    #[test]
+    fn anonymous_memory_is_zeros_and_keeps_what_is_written() {
+        let page = page_size();
+        let mut mapping = Mapping::anonymous(3 * page - 1).unwrap();
+        assert_eq!(mapping.len(), 3 * page);
+        assert!(mapping.as_slice().iter().all(|&byte| byte == 0));
+        mapping.as_mut_slice()[page] = 7;
+        assert_eq!(mapping.as_slice()[page], 7);
+        mapping.advise(page..2 * page, Advice::DontNeed).unwrap();
+        assert_eq!(mapping.as_slice()[page], 0);
+    }
+
+    #[test]
+    fn each_mapping_is_one_region_between_guards() {
+        let page = page_size() as u64;
+        let mappings = [Mapping::anonymous(8192).unwrap(), Mapping::anonymous(8192).unwrap()];
+        for mapping in &mappings {
+            let Range { start, end } = span(mapping);
+            assert_eq!(regions(start..end), [(start, end, "rw-p".to_owned())]);
+            // What follows is inaccessible; guards of neighbours may have become one region.
+            let maps = regions(end..end + page);
+            assert_eq!(maps.iter().map(|region| region.2.as_str()).collect::<Vec<_>>(), ["---p"]);
+        }
+    }
+
+    #[test]
+    fn alignment_is_kept() {
+        for alignment in [1, 4096, 1 << 21, 1 << 30] {
+            let mapping = Mapping::anonymous_aligned(page_size(), alignment).unwrap();
+            assert!(mapping.address().is_multiple_of(alignment as u64));
+        }
+        assert_eq!(Mapping::anonymous_aligned(1, 3).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+    }
+
+    #[test]
+    fn sizes_that_cannot_be_are_refused() {
+        for bytes in [0, usize::MAX, isize::MAX as usize] {
+            assert_eq!(Mapping::anonymous(bytes).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        }
+    }
+
+    #[test]
+    fn shared_memory_is_shared() {
+        let mut mapping = Mapping::shared(page_size()).unwrap();
+        mapping.as_mut_slice().fill(1);
+        let range = span(&mapping);
+        assert_eq!(regions(range.clone()), [(range.start, range.end, "rw-s".to_owned())]);
+    }
+
+    #[test]
+    fn twenty_tebibytes_can_be_reserved_and_used_in_part() {
+        let page = page_size();
+        let mut mapping = Mapping::reserve(20 << 40).unwrap();
+        mapping.protect(10 << 40..(10 << 40) + page, Access::ReadWrite).unwrap();
+        let range = span(&mapping);
+        let permissions: Vec<_> = regions(range).into_iter().map(|region| region.2).collect();
+        assert_eq!(permissions, ["rw-p", "---p"]);
+    }
+
+    #[test]
+    fn a_file_is_mapped_privately() {
+        let page = page_size();
+        let mut mapping = Mapping::file(&std::env::temp_dir(), &vec![b'x'; page + 1]).unwrap();
+        assert_eq!(mapping.len(), 2 * page);
+        assert_eq!(mapping.as_slice()[page..page + 2], [b'x', 0]);
+        mapping.as_mut_slice()[0] = b'y';
+        assert_eq!(mapping.as_slice()[..2], *b"yx");
+        mapping.advise(0..page, Advice::DontNeed).unwrap();
+        assert_eq!(mapping.as_slice()[..2], *b"xx");
+    }
+
+    #[test]
+    fn protection_splits_regions_and_joins_them_again() {
+        let page = page_size();
+        let mut mapping = Mapping::anonymous(4 * page).unwrap();
+        mapping.as_mut_slice().fill(9);
+        mapping.protect(page..2 * page, Access::Read).unwrap();
+        assert_eq!(regions(span(&mapping)).len(), 3);
+        assert_eq!(mapping.as_slice()[page], 9);
+        mapping.protect(0..4 * page, Access::ReadWrite).unwrap();
+        assert_eq!(regions(span(&mapping)).len(), 1);
+        mapping.as_mut_slice()[page] = 8;
+    }
+
+    #[test]
+    #[should_panic(expected = "not writable")]
+    fn a_read_only_part_forbids_writing() {
+        let mut mapping = Mapping::anonymous(2 * page_size()).unwrap();
+        mapping.protect(0..page_size(), Access::Read).unwrap();
+        mapping.as_mut_slice()[0] = 1;
+    }
+
+    #[test]
+    #[should_panic(expected = "not readable")]
+    fn reserved_memory_forbids_reading() {
+        let _ = Mapping::reserve(page_size()).unwrap().as_slice();
+    }
+
+    #[test]
+    fn ranges_outside_or_of_part_pages_are_refused() {
+        let page = page_size();
+        let mut mapping = Mapping::anonymous(2 * page).unwrap();
+        for range in [0..1, 1..page, 0..3 * page, page..0] {
+            assert_eq!(
+                mapping.advise(range.clone(), Advice::DontNeed).unwrap_err().kind(),
+                io::ErrorKind::InvalidInput
+            );
+            assert_eq!(mapping.protect(range, Access::Read).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        }
+    }
+
+    #[test]
+    fn memory_is_unmapped_on_drop() {
+        let mapping = Mapping::anonymous(64 * page_size()).unwrap();
+        let range = span(&mapping);
+        drop(mapping);
+        // Another test's thread may have mapped something there since, but not exactly this.
+        assert!(!regions(range.clone()).contains(&(range.start, range.end, "rw-p".to_owned())));
+    }
+}
