@@ -1,6 +1,11 @@
 //! Who a process is beyond its number: a virtual machine, a container's process, a rank of a job.
 //!
-//! Everything is derived from its command line, its environment and its cgroup; nothing is asked of the process.
+//! Everything is derived from its command line, its environment and its cgroup; nothing is asked of the process. A
+//! process writes all of these itself, or had them written by whoever started it: they tell what it says it is.
+
+mod container;
+mod job;
+mod vm;
 
 use std::collections::BTreeMap;
 
@@ -20,17 +25,20 @@ pub enum Monitor {
 pub struct Vm {
     /// Which monitor runs it.
     pub monitor: Monitor,
-    /// The guest's name (`-name guest=`, `--id`), if the command line gives one.
+    /// The guest's name (`-name guest=`, `--id`), if the command line, the control socket of cloud-hypervisor or the
+    /// cgroup of libvirt gives one.
     pub name: Option<String>,
     /// Guest RAM in bytes, if the command line gives it.
     pub memory: Option<u64>,
     /// Memory backends by id, with what keeps or lets KSM merge them.
     pub backends: Vec<Backend>,
-    /// Whether the monitor marks guest RAM for KSM (QEMU's `mem-merge`, on by default).
+    /// Whether the monitor marks guest RAM for KSM: QEMU's `mem-merge`, on by default; cloud-hypervisor's `mergeable`,
+    /// off by default; Firecracker never does.
     pub mem_merge: bool,
     /// Whether a host device is passed through, which pins guest RAM.
     pub vfio: bool,
-    /// The control socket (`-qmp unix:PATH`, `--api-sock`), if the command line gives one.
+    /// The control socket that the monitor listens on (`-qmp unix:PATH`, `--api-sock`), if the command line gives one;
+    /// as given there, so possibly relative to the monitor's directory or root.
     pub control: Option<String>,
 }
 
@@ -41,16 +49,16 @@ pub struct Backend {
     pub id: String,
     /// The object's type, such as `memory-backend-memfd`.
     pub kind: String,
-    /// `share=on`: KSM does not take shared memory.
+    /// `share=on`, given or the default of its type: KSM does not take shared memory.
     pub share: bool,
-    /// `merge=off` was asked for.
+    /// Whether its memory is marked for KSM: as its `merge=` says, otherwise as the machine does.
     pub merge: bool,
 }
 
 /// A job whose processes belong together.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Job {
-    /// The job's name, such as `slurm:1234.0` or `mpi:2882928641`.
+    /// The job's name, such as `slurm:1234.0` or `mpi:2882928641`; `mpi` for a rank that does not tell its job.
     pub name: String,
     /// The process's rank in it.
     pub rank: Option<u32>,
@@ -61,7 +69,8 @@ pub struct Job {
 pub struct Identity {
     /// The virtual machine it runs.
     pub vm: Option<Vm>,
-    /// The container it belongs to: runtime and id from its cgroup.
+    /// The innermost container it belongs to: runtime and the first 12 digits of its id, or its name, from its cgroup;
+    /// `docker:4c01db0b339c`, `lxc:web`.
     pub container: Option<String>,
     /// The job it belongs to.
     pub job: Option<Job>,
@@ -83,7 +92,95 @@ pub const JOB_VARIABLES: &[&str] = &[
 impl Identity {
     /// From the arguments, the [`JOB_VARIABLES`] and the cgroup path of a process.
     pub fn of(arguments: &[String], environment: &BTreeMap<String, String>, cgroup: Option<&str>) -> Self {
-        let _ = (arguments, environment, cgroup);
-        Self { vm: None, container: None, job: None }
+        Self { vm: vm::of(arguments, cgroup), container: cgroup.and_then(container::of), job: job::of(environment) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Text as a process may write it, made of what the readers look for.
+    fn text() -> impl Strategy<Value = String> {
+        let pieces = prop::sample::select(vec![
+            "qemu-system-x86_64",
+            "firecracker",
+            "cloud-hypervisor",
+            "-name",
+            "-m",
+            "-object",
+            "-device",
+            "-machine",
+            "-qmp",
+            "-chardev",
+            "-mon",
+            "-mem-path",
+            "--memory",
+            "--memory-zone",
+            "--api-socket",
+            "--id",
+            "guest=",
+            "size=",
+            "mem-merge=off",
+            "memory-backend-ram",
+            "{\"qom-type\":",
+            "\"memory-backend-memfd\"",
+            "unix:",
+            "server",
+            "path=",
+            "/",
+            ",",
+            ",,",
+            "=",
+            "{",
+            "}",
+            "[",
+            ":",
+            "9",
+            "K",
+            "G",
+            ".",
+            "-",
+            "machine-qemu\\x2d",
+            "\\x",
+            ".scope",
+            "docker",
+            "lxc.payload.",
+            "kubepods",
+            "0123456789abcdef",
+            "\u{fffd}",
+            "\u{e9}",
+            " (deleted)",
+        ]);
+        prop_oneof![prop::collection::vec(pieces, 0..8).prop_map(|pieces| pieces.concat()), any::<String>()]
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_panics(
+            arguments in prop::collection::vec(text(), 0..12),
+            values in prop::collection::vec(text(), JOB_VARIABLES.len()),
+            cgroup in prop::option::of(text()),
+        ) {
+            let environment = JOB_VARIABLES.iter().map(|name| (*name).to_owned()).zip(values).collect();
+            let named = |program: &str| [vec![program.to_owned()], arguments.clone()].concat();
+            for program in ["qemu-kvm", "firecracker", "cloud-hypervisor"] {
+                prop_assert!(Identity::of(&named(program), &environment, cgroup.as_deref()).vm.is_some());
+            }
+            let _ = Identity::of(&arguments, &environment, cgroup.as_deref());
+        }
+    }
+
+    #[test]
+    fn a_process_may_be_several_things() {
+        let arguments = ["/usr/bin/qemu-system-x86_64", "-name", "db"].map(String::from);
+        let environment = BTreeMap::from([("SLURM_JOB_ID".to_owned(), "7".to_owned())]);
+        let cgroup = format!("/docker/{}", "ab".repeat(32));
+        let identity = Identity::of(&arguments, &environment, Some(&cgroup));
+        assert_eq!(identity.vm.and_then(|vm| vm.name).as_deref(), Some("db"));
+        assert_eq!(identity.container.as_deref(), Some("docker:abababababab"));
+        assert_eq!(identity.job.map(|job| job.name).as_deref(), Some("slurm:7"));
+        assert_eq!(Identity::of(&[], &BTreeMap::new(), None), Identity::default());
     }
 }

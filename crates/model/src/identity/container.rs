@@ -1,0 +1,182 @@
+//! Containers and machines by the cgroup that a runtime makes for them.
+//!
+//! Runtimes name the cgroup after the container, by way of systemd (`docker-ID.scope`) or in the file system
+//! (`/docker/ID`). There is no standard; these are the forms of Docker, containerd and nerdctl, CRI-O and Kubernetes,
+//! Podman, LXC and Proxmox, and what registers with systemd-machined: systemd-nspawn and libvirt
+//! (<https://libvirt.org/cgroups.html>).
+
+/// How many digits of a container's id are shown, as the runtimes themselves do.
+const SHOWN: usize = 12;
+
+/// The prefix of a scope, and the runtime that uses it. `-conmon-` scopes hold a runtime's monitor, not a container.
+const SCOPES: [(&str, &str); 6] = [
+    ("docker-", "docker"),
+    ("cri-containerd-", "containerd"),
+    ("nerdctl-", "containerd"),
+    ("crio-", "crio"),
+    ("libpod-payload-", "podman"),
+    ("libpod-", "podman"),
+];
+
+/// The innermost container of a cgroup path.
+pub(super) fn of(cgroup: &str) -> Option<String> {
+    let path: Vec<&str> = cgroup.strip_suffix(" (deleted)").unwrap_or(cgroup).split('/').collect();
+    (0..path.len()).rev().find_map(|depth| container(&path[..depth], path[depth]))
+}
+
+/// The name that libvirt gave the guest whose monitor runs in the cgroup.
+pub(super) fn libvirt_guest(cgroup: &str) -> Option<String> {
+    cgroup.split('/').find_map(|part| libvirt_name(&machine(part)?, "qemu-"))
+}
+
+fn container(ancestors: &[&str], part: &str) -> Option<String> {
+    let unit = part.strip_suffix(".scope").unwrap_or(part);
+    let scope = |&(prefix, runtime): &(&str, &str)| {
+        let id = unit.strip_prefix(prefix).filter(|id| id.len() >= SHOWN && is_hexadecimal(id))?;
+        Some(format!("{runtime}:{}", &id[..SHOWN]))
+    };
+    if let Some(container) = SCOPES.iter().find_map(scope) {
+        return Some(container);
+    }
+    // A runtime that was told of systemd's form while the cgroup file system was in use: SLICE:PREFIX:ID.
+    let (prefix, id) = part.rsplit_once(':').unwrap_or(("", part));
+    if id.len() == 64 && is_hexadecimal(id) {
+        let runtime = match prefix.rsplit(':').next() {
+            Some("docker") => "docker",
+            Some("cri-containerd") => "containerd",
+            Some("crio") => "crio",
+            // Who runs the containers of a kubelet cannot be told from the bare id.
+            _ if ancestors.iter().any(|ancestor| ancestor.starts_with("kubepods")) => "cri",
+            _ if ancestors.contains(&"docker") => "docker",
+            _ => return None,
+        };
+        return Some(format!("{runtime}:{}", &id[..SHOWN]));
+    }
+    let named = |runtime: &str, name: &str| (!name.is_empty()).then(|| format!("{runtime}:{name}"));
+    if let Some(name) = part.strip_prefix("lxc.payload.") {
+        return named("lxc", name);
+    }
+    if ancestors.last() == Some(&"lxc") {
+        return named("lxc", part);
+    }
+    if let Some(name) = part.strip_prefix("systemd-nspawn@").and_then(|unit| unit.strip_suffix(".service")) {
+        return named("nspawn", &unescape(name));
+    }
+    let machine = machine(part)?;
+    match libvirt_name(&machine, "lxc-") {
+        Some(name) => named("lxc", &name),
+        None if libvirt_name(&machine, "qemu-").is_some() => None,
+        None => named("machine", &machine),
+    }
+}
+
+fn is_hexadecimal(text: &str) -> bool {
+    text.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+/// The name under which a machine was registered: of `machine-NAME.scope`, or of libvirt's `NAME.libvirt-qemu` on hosts
+/// without systemd.
+fn machine(part: &str) -> Option<String> {
+    if let Some(name) = part.strip_prefix("machine-").and_then(|unit| unit.strip_suffix(".scope")) {
+        return Some(unescape(name));
+    }
+    part.strip_suffix(".libvirt-qemu").or_else(|| part.strip_suffix(".libvirt-lxc")).map(str::to_owned)
+}
+
+/// `NAME` of `qemu-1-NAME`, the driver and the number before it being libvirt's.
+fn libvirt_name(machine: &str, driver: &str) -> Option<String> {
+    let (number, name) = machine.strip_prefix(driver)?.split_once('-')?;
+    let is_number = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
+    (is_number && !name.is_empty()).then(|| name.to_owned())
+}
+
+/// Undo systemd's `\x2d` (systemd.unit(5), "String escaping for inclusion in unit names").
+fn unescape(name: &str) -> String {
+    let mut bytes = Vec::with_capacity(name.len());
+    let mut rest = name.as_bytes();
+    while let Some((&first, tail)) = rest.split_first() {
+        match rest {
+            [b'\\', b'x', high, low, after @ ..] if high.is_ascii_hexdigit() && low.is_ascii_hexdigit() => {
+                let digit = |byte: u8| (byte as char).to_digit(16).unwrap_or(0) as u8;
+                bytes.push(digit(*high) << 4 | digit(*low));
+                rest = after;
+            }
+            _ => {
+                bytes.push(first);
+                rest = tail;
+            }
+        }
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ID: &str = "4c01db0b339cb2be3c0a8d3bcd7f9f9f2b6a4dfb5b1a0bba1b6f4d2a7d1f8e55";
+
+    #[test]
+    fn runtimes() {
+        let check = |path: &str, expected: Option<&str>| {
+            assert_eq!(of(&path.replace("ID", ID)).as_deref(), expected, "{path}");
+        };
+        let docker = Some("docker:4c01db0b339c");
+        check("/docker/ID", docker);
+        check("/docker/ID/init.scope", docker);
+        check("/system.slice/docker-ID.scope", docker);
+        check("/system.slice/docker-ID.scope (deleted)", docker);
+        check("/../../system.slice/docker-ID.scope", docker);
+        check("/system.slice/docker.service", None);
+        let containerd = Some("containerd:4c01db0b339c");
+        let pod = "kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod2b801b7a_c266.slice";
+        check(&format!("/{pod}/cri-containerd-ID.scope"), containerd);
+        check(&format!("/system.slice/containerd.service/{pod}:cri-containerd:ID"), containerd);
+        check("/system.slice/nerdctl-ID.scope", containerd);
+        check(&format!("/{pod}/crio-ID.scope"), Some("crio:4c01db0b339c"));
+        check(&format!("/{pod}/crio-conmon-ID.scope"), None);
+        check("/kubepods/besteffort/pod5ba42b59-07d1/ID", Some("cri:4c01db0b339c"));
+        check("/docker/ffff/kubepods/besteffort/pod5ba42b59-07d1/ID", Some("cri:4c01db0b339c"));
+        check("/kubepods/besteffort/pod5ba42b59-07d1", None);
+        let podman = Some("podman:4c01db0b339c");
+        check("/machine.slice/libpod-ID.scope/container", podman);
+        check("/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-ID.scope", podman);
+        check("/libpod_parent/libpod-ID", podman);
+        check("/system.slice/web.service/libpod-payload-ID", podman);
+        check("/machine.slice/libpod-conmon-ID.scope", None);
+        check("/lxc.payload.web/system.slice/cron.service", Some("lxc:web"));
+        check("/lxc.payload.web/system.slice/docker-ID.scope", docker);
+        check("/lxc.monitor.web", None);
+        check("/lxc/101/ns/init.scope", Some("lxc:101"));
+        check("/lxc", None);
+        check(r"/machine.slice/machine-lxc\x2d4711\x2dweb.scope", Some("lxc:web"));
+        check(r"/machine.slice/machine-build\x2droot.scope/payload", Some("machine:build-root"));
+        check("/machine.slice/systemd-nspawn@build.service/payload", Some("nspawn:build"));
+        check(r"/machine.slice/machine-qemu\x2d1\x2dvm1.scope/libvirt/emulator", None);
+        check("/ID", None);
+        check("/docker/ID0", None);
+        check("/user.slice/user-1000.slice/session-3.scope", None);
+        check("/", None);
+        check("", None);
+    }
+
+    #[test]
+    fn guests_of_libvirt() {
+        let check = |path: &str, expected: Option<&str>| assert_eq!(libvirt_guest(path).as_deref(), expected, "{path}");
+        check(r"/machine.slice/machine-qemu\x2d1\x2dvm1.scope/libvirt/emulator", Some("vm1"));
+        check(r"/machine.slice/machine-qemu\x2d12\x2dinstance\x2d0000001d.scope/emulator", Some("instance-0000001d"));
+        check("/machine/qemu-3-web.libvirt-qemu/emulator", Some("web"));
+        check(r"/machine.slice/machine-qemu\x2dbox.scope", None);
+        check(r"/machine.slice/machine-lxc\x2d1\x2dweb.scope", None);
+        check("/", None);
+    }
+
+    #[test]
+    fn only_whole_escapes_are_undone() {
+        assert_eq!(unescape(r"a\x2db\x20c"), "a-b c");
+        assert_eq!(unescape(r"\xc3\xa9"), "\u{e9}");
+        assert_eq!(unescape(r"\xff"), "\u{fffd}");
+        assert_eq!(unescape(r"a\x2"), r"a\x2");
+        assert_eq!(unescape(r"\xzz\"), r"\xzz\");
+    }
+}
