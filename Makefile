@@ -1,0 +1,74 @@
+# Everything that is done to this repository, by name. `make` lists it.
+#
+# LOCKED=--locked   refuse to touch Cargo.lock, as continuous integration does
+# ARGS=...          arguments of the program that `bench` and `fuzz` start
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+CARGO ?= cargo
+LOCKED ?=
+ARGS ?=
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: setup ## Take a census of a small fleet of real programs on this machine, and show what was found
+	labs/demo.sh
+
+# Documentation tests come first and integration tests last, so that the last line is a result of tests that ran: the
+# unit tests of a binary and the documentation tests of a crate may well be none.
+.PHONY: test
+test: setup ## Run every test; as root the live ones too (real KSM, other processes, guests)
+	$(CARGO) test $(LOCKED) --workspace --no-fail-fast --doc
+	$(CARGO) test $(LOCKED) --workspace --no-fail-fast --lib --bins
+	$(CARGO) test $(LOCKED) --workspace --no-fail-fast --test '*'
+
+.PHONY: bench
+bench: ## Measure what the documentation claims (minutes; wants a quiet machine)
+	$(CARGO) run $(LOCKED) --release -p pagefold-benchmarks -- $(ARGS)
+
+.PHONY: lint
+lint: style deny ## Check formatting, lints, scripts, licences and duplicate dependencies
+
+.PHONY: style
+style: ## The quick half of lint: formatting, clippy, shell scripts
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy $(LOCKED) --workspace --all-targets --all-features -- -D warnings
+	.ci/shell
+
+.PHONY: deny
+deny: ## The other half: licences, duplicates, sources and, where reachable, advisories
+	.ci/deny
+
+.PHONY: docs
+docs: ## Build the API documentation; a broken link is an error
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(LOCKED) --workspace --no-deps --all-features
+
+.PHONY: fuzz
+fuzz: ## Fuzz the parsers (needs a nightly compiler)
+	fuzz/run.sh $(ARGS)
+
+.PHONY: aarch64
+aarch64: ## Build for 64-bit Arm, and run the tests of the portable crates under emulation
+	LOCKED="$(LOCKED)" .ci/aarch64
+
+# Root installs what is missing, and a failure is a failure. Others use what is there: a test that misses something
+# says `skipped: ` and what it needs.
+.PHONY: setup
+setup: ## Install what the live tests and the demo need (QEMU, a guest kernel) into the system and .cache/
+	@if [ "$$(id -u)" -eq 0 ]; then \
+		labs/setup.sh; \
+	else \
+		labs/setup.sh || echo "setup is incomplete: run 'sudo make setup' once to have it all"; \
+		echo "not root: tests that drive KSM, read others' memory or look at page frames will be skipped"; \
+	fi
+
+.PHONY: clean
+clean: ## Remove everything that was built or downloaded
+	$(CARGO) clean
+	rm -rf .cache fuzz/target

@@ -1,0 +1,316 @@
+//! The architecture, held against the code.
+//!
+//! Three statements of ARCHITECTURE.md are checked here, from `cargo metadata` (what the manifests declare: normal and
+//! build dependencies, optional and platform-specific ones included) and from the tokens of every Rust file:
+//!
+//! 1. crates import in one direction only, and the model imports nothing that could do I/O;
+//! 2. `unsafe` occurs in `sys` and `engine` only, and every other crate forbids it;
+//! 3. the model names no I/O, clock, thread, environment or mutable global of the standard library.
+//!
+//! Development dependencies are free: a test may use any crate. Limits: the external dependencies of the model are an
+//! allow list of direct ones, what those do inside is for the reviewer who extends the list; and a name that a macro
+//! pastes together is not seen.
+
+#![forbid(unsafe_code)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, Package};
+use proc_macro2::{TokenStream, TokenTree};
+
+/// What each room may import of ours. `labs` and `benchmarks` may import everything, and nothing imports them.
+const MAY_IMPORT: &[(&str, &[&str])] = &[
+    ("cli", &["watch", "report", "census", "linux", "sim", "engine", "host", "model"]),
+    ("watch", &["host", "model"]),
+    ("report", &["host", "model"]),
+    ("census", &["host", "model"]),
+    ("sim", &["host", "model"]),
+    ("linux", &["host", "model", "sys"]),
+    ("engine", &["host", "model", "sys"]),
+    ("host", &["model"]),
+    ("model", &[]),
+    ("sys", &[]),
+];
+
+/// The rooms beside the product: they stand on it, and it does not know them.
+const BESIDE: &[&str] = &["labs", "benchmarks"];
+
+/// The rooms that may contain `unsafe`.
+const UNSAFE_ROOMS: &[&str] = &["sys", "engine"];
+
+/// What the model may import from others: arithmetic and derives.
+const MODEL_MAY_USE: &[&str] = &["microlp", "thiserror"];
+
+/// Modules of `std` that the model must not name.
+const IMPURE_MODULES: &[&str] = &["env", "fs", "io", "net", "os", "process", "thread"];
+
+/// Names that bring a clock, a terminal or a mutable global into the model by another way.
+const IMPURE_NAMES: &[&str] =
+    &["Instant", "LazyLock", "OnceLock", "SystemTime", "dbg", "eprint", "eprintln", "print", "println", "thread_local"];
+
+/// One import: the room that imports, and the room (`ours`) or the external crate that it imports.
+#[derive(Clone, Debug)]
+struct Edge {
+    from: String,
+    to: String,
+    ours: bool,
+}
+
+/// What is wrong with an import, if anything is.
+fn fault(edge: &Edge) -> Option<String> {
+    let Edge { from, to, ours } = edge;
+    if !ours {
+        let pure = from != "model" || MODEL_MAY_USE.contains(&to.as_str());
+        return (!pure).then(|| format!("model imports {to}, which is not on its list of pure dependencies"));
+    }
+    if BESIDE.contains(&to.as_str()) && from != to {
+        return Some(format!("{from} imports {to}, which nothing may import"));
+    }
+    if BESIDE.contains(&from.as_str()) {
+        return None;
+    }
+    match MAY_IMPORT.iter().find(|(room, _)| room == from) {
+        None => Some(format!("{from} is a room that this test does not know: give it its place in the direction")),
+        Some((_, allowed)) if allowed.contains(&to.as_str()) => None,
+        Some(_) => Some(format!("{from} imports {to}, against the direction")),
+    }
+}
+
+/// The room of a crate, by the folder of its manifest: `crates/NAME` or the first folder below the root.
+fn room(root: &Path, folder: &Path) -> String {
+    let below = folder.strip_prefix(root).expect("every crate of the workspace lies below its root");
+    let mut parts = below.iter().map(|part| part.to_string_lossy().into_owned());
+    let first = parts.next().unwrap_or_default();
+    if first == "crates" { parts.next().unwrap_or_default() } else { first }
+}
+
+fn metadata() -> Metadata {
+    let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+    MetadataCommand::new().manifest_path(manifest).no_deps().exec().expect("cargo metadata runs in the workspace")
+}
+
+fn room_of(metadata: &Metadata, package: &Package) -> String {
+    let folder = package.manifest_path.parent().expect("a manifest lies in a folder");
+    room(metadata.workspace_root.as_std_path(), folder.as_std_path())
+}
+
+/// The imports that the manifests declare.
+fn edges(metadata: &Metadata) -> Vec<Edge> {
+    let packages = metadata.workspace_packages();
+    let mut edges = Vec::new();
+    for package in &packages {
+        let from = room_of(metadata, package);
+        for dependency in package.dependencies.iter().filter(|d| d.kind != DependencyKind::Development) {
+            let ours = packages.iter().find(|p| p.name.as_str() == dependency.name);
+            let to = ours.map_or_else(|| dependency.name.clone(), |p| room_of(metadata, p));
+            edges.push(Edge { from: from.clone(), to, ours: ours.is_some() });
+        }
+    }
+    edges
+}
+
+/// Every Rust file of the repository with the room it belongs to.
+fn sources(root: &Path) -> Vec<(String, PathBuf)> {
+    let mut found = Vec::new();
+    let mut folders = vec![root.to_path_buf()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).expect("a folder of the repository is readable") {
+            let entry = entry.expect("an entry of the repository is readable");
+            let (path, name) = (entry.path(), entry.file_name());
+            let kind = entry.file_type().expect("an entry has a type");
+            if kind.is_dir() && name != "target" && !name.to_string_lossy().starts_with('.') {
+                folders.push(path);
+            } else if kind.is_file() && path.extension().is_some_and(|e| e == "rs") {
+                found.push((room(root, &path), path));
+            }
+        }
+    }
+    found
+}
+
+fn tokens(text: &str) -> TokenStream {
+    text.parse().expect("a Rust file consists of Rust tokens")
+}
+
+/// Whether a file forbids unsafe code in its inner attributes.
+fn forbids_unsafe(text: &str) -> bool {
+    let trees: Vec<TokenTree> = tokens(text).into_iter().collect();
+    trees.windows(3).any(|w| match w {
+        [TokenTree::Punct(hash), TokenTree::Punct(bang), TokenTree::Group(attribute)] => {
+            let words = words(attribute.stream());
+            hash.as_char() == '#'
+                && bang.as_char() == '!'
+                && words.first().is_some_and(|w| w == "forbid")
+                && words.iter().any(|w| w == "unsafe_code")
+        }
+        _ => false,
+    })
+}
+
+/// The identifiers and punctuation of a token stream in order, groups opened. Comments and literals are not among them.
+fn words(stream: TokenStream) -> Vec<String> {
+    let mut words = Vec::new();
+    for tree in stream {
+        match tree {
+            TokenTree::Group(group) => {
+                words.push("(".to_owned());
+                words.extend(self::words(group.stream()));
+                words.push(")".to_owned());
+            }
+            TokenTree::Ident(word) => words.push(word.to_string()),
+            TokenTree::Punct(mark) => words.push(mark.to_string()),
+            TokenTree::Literal(_) => {}
+        }
+    }
+    words
+}
+
+/// Whether a file contains the keyword `unsafe`.
+fn has_unsafe(text: &str) -> bool {
+    words(tokens(text)).iter().any(|word| word == "unsafe")
+}
+
+/// The impure things that a file of the model names.
+fn impurities(text: &str) -> Vec<String> {
+    let words = words(tokens(text));
+    let mut found: Vec<String> = words.iter().filter(|w| IMPURE_NAMES.contains(&w.as_str())).cloned().collect();
+    for (at, word) in words.iter().enumerate() {
+        let rest = &words[at + 1..];
+        if word == "static" && rest.first().is_some_and(|w| w == "mut") {
+            found.push("static mut".to_owned());
+        }
+        if word == "std" && rest.len() > 2 && rest[0] == ":" && rest[1] == ":" {
+            found.extend(heads(&rest[2..]).filter(|m| IMPURE_MODULES.contains(m)).map(|m| format!("std::{m}")));
+        }
+    }
+    found
+}
+
+/// The first names of a path's continuation: `fs` of `fs::read`, `fs` and `io` of `{fs, io::Read}`.
+fn heads(rest: &[String]) -> impl Iterator<Item = &str> {
+    let mut depth = 0_usize;
+    let mut group = Vec::new();
+    let opens = rest[0] == "(";
+    for (at, word) in rest.iter().enumerate() {
+        match word.as_str() {
+            "(" => depth += 1,
+            ")" => depth = depth.saturating_sub(1),
+            name if at == 0 || (depth == 1 && matches!(rest[at - 1].as_str(), "(" | ",")) => group.push(name),
+            _ => {}
+        }
+        if !opens || depth == 0 {
+            break;
+        }
+    }
+    group.into_iter()
+}
+
+#[test]
+fn crates_import_in_one_direction() {
+    let edges = edges(&metadata());
+    assert!(edges.iter().any(|e| e.from == "host" && e.to == "model" && e.ours), "the edges are not read: {edges:?}");
+    let faults: Vec<String> = edges.iter().filter_map(fault).collect();
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
+#[test]
+fn every_crate_has_a_place_in_the_direction() {
+    let metadata = metadata();
+    for package in metadata.workspace_packages() {
+        let room = room_of(&metadata, package);
+        let known = BESIDE.contains(&room.as_str()) || MAY_IMPORT.iter().any(|(name, _)| *name == room);
+        assert!(known, "{} lies in {room}, which has no place in the direction", package.name);
+    }
+}
+
+#[test]
+fn unsafe_stays_in_its_rooms() {
+    let metadata = metadata();
+    let root = metadata.workspace_root.as_std_path();
+    for package in metadata.workspace_packages() {
+        if UNSAFE_ROOMS.contains(&room_of(&metadata, package).as_str()) {
+            continue;
+        }
+        for target in package.targets.iter().filter(|t| t.is_lib() || t.is_bin() || t.is_proc_macro()) {
+            let text = fs::read_to_string(&target.src_path).expect("a target's source is readable");
+            assert!(forbids_unsafe(&text), "{} lacks #![forbid(unsafe_code)]", target.src_path);
+        }
+    }
+    let sources = sources(root);
+    assert!(sources.iter().any(|(room, _)| room == "model"), "the sources are not found below {}", root.display());
+    for (room, path) in sources {
+        let text = fs::read_to_string(&path).expect("a source file is readable");
+        assert!(UNSAFE_ROOMS.contains(&room.as_str()) || !has_unsafe(&text), "unsafe in {}", path.display());
+    }
+}
+
+#[test]
+fn the_model_is_pure() {
+    let metadata = metadata();
+    let source = metadata.workspace_root.as_std_path().join("crates/model/src");
+    for (_, path) in sources(metadata.workspace_root.as_std_path()).iter().filter(|(_, p)| p.starts_with(&source)) {
+        let found = impurities(&fs::read_to_string(path).expect("a source file is readable"));
+        assert!(found.is_empty(), "{} names {}", path.display(), found.join(", "));
+    }
+}
+
+#[test]
+fn forged_imports_are_caught() {
+    let ours = |from: &str, to: &str| fault(&Edge { from: from.to_owned(), to: to.to_owned(), ours: true });
+    let external = |from: &str, to: &str| fault(&Edge { from: from.to_owned(), to: to.to_owned(), ours: false });
+    for (from, to) in [
+        ("model", "host"),
+        ("host", "linux"),
+        ("host", "sys"),
+        ("census", "linux"),
+        ("report", "census"),
+        ("cli", "sys"),
+        ("sys", "model"),
+        ("linux", "cli"),
+        ("cli", "labs"),
+        ("linux", "benchmarks"),
+        ("benchmarks", "labs"),
+        ("cellar", "model"),
+    ] {
+        assert!(ours(from, to).is_some(), "{from} -> {to} was let through");
+    }
+    for (from, to) in [
+        ("cli", "census"),
+        ("census", "host"),
+        ("census", "model"),
+        ("linux", "sys"),
+        ("labs", "sys"),
+        ("labs", "labs"),
+    ] {
+        assert_eq!(ours(from, to), None, "{from} -> {to} was refused");
+    }
+    assert!(external("model", "rustix").is_some());
+    assert_eq!(external("model", "microlp"), None);
+    assert_eq!(external("linux", "rustix"), None);
+}
+
+#[test]
+fn forged_sources_are_caught() {
+    assert!(has_unsafe("fn f() { m!{ unsafe { g() } } }"));
+    assert!(!has_unsafe("//! unsafe\n/* unsafe */ #![forbid(unsafe_code)] const S: &str = \"unsafe\";"));
+    assert!(forbids_unsafe("//! Doc.\n#![forbid(unsafe_code)]\nfn main() {}"));
+    assert!(forbids_unsafe("#![forbid(missing_docs, unsafe_code)]"));
+    assert!(!forbids_unsafe("#![deny(unsafe_code)]"));
+    assert!(!forbids_unsafe("// #![forbid(unsafe_code)]\nfn main() {}"));
+    assert!(!forbids_unsafe("#[forbid(unsafe_code)] fn f() {}"));
+
+    assert_eq!(impurities("use std::fs;"), ["std::fs"]);
+    assert_eq!(impurities("use std::{fmt, io::{self, Read}, thread};"), ["std::io", "std::thread"]);
+    assert_eq!(impurities("fn f() { let _ = ::std::env::var(\"A\"); }"), ["std::env"]);
+    assert_eq!(impurities("use std::time::Instant; static mut N: u8 = 0;"), ["Instant", "static mut"]);
+    assert!(impurities("use std::{fmt::{self, io}, time::Duration}; fn f(s: &'static str) {}").is_empty());
+}
+
+#[test]
+fn rooms_are_read_from_folders() {
+    let root = Path::new("/r");
+    assert_eq!(room(root, Path::new("/r/crates/sys/src/lib.rs")), "sys");
+    assert_eq!(room(root, Path::new("/r/labs/tenants")), "labs");
+    assert_eq!(room(root, Path::new("/r/fuzz/fuzz_targets/smaps.rs")), "fuzz");
+}
