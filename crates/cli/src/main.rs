@@ -1,2 +1,46 @@
-//! x
-fn main() {}
+//! The command line. Each command is a module of `command`; what they share is here.
+//!
+//! Exit status: 0 done, 1 the verdict is no, 2 usage or failure, 3 partial: something was not seen, and the output says
+//! what.
+
+#![forbid(unsafe_code)]
+
+mod arguments;
+mod command;
+mod output;
+mod progress;
+mod source;
+
+use arguments::{Arguments, Command};
+use clap::Parser;
+use std::process::ExitCode;
+
+/// How a command ended, short of failing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Outcome {
+    Done,
+    VerdictNo,
+    Partial,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    match run(&arguments) {
+        Ok(Outcome::Done) => ExitCode::SUCCESS,
+        Ok(Outcome::VerdictNo) => ExitCode::from(1),
+        Ok(Outcome::Partial) => ExitCode::from(3),
+        Err(error) if output::is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("pagefold: {error:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
+    match &arguments.command {
+        Command::Census(options) => command::census::run(options, &arguments.global),
+        Command::Schema(options) => command::schema::run(options),
+        Command::Completions(options) => command::completions::run(options),
+    }
+}

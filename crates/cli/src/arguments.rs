@@ -1,0 +1,173 @@
+//! What can be said on the command line, as text. What the text means on a host is found out by the commands.
+
+use crate::command;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use pagefold_census::tally::Party;
+use pagefold_model::domain::DomainRule;
+use std::time::Duration;
+
+const EXAMPLES: &str = "\
+Examples:
+  pagefold census                       what the memory of this host holds twice
+  pagefold census --vm web1 --vm web2   the same for two virtual machines
+  pagefold account --by vm              the true footprint, where RSS is blind to merging
+  pagefold doctor                       KSM is on and merges nothing: why?
+  pagefold record /tmp/host             a folder to attach to a bug report
+  pagefold --host recording:/tmp/host census
+
+Exit status: 0 done, 1 the verdict is no, 2 usage or failure, 3 something was not seen.";
+
+/// Find the identical memory pages of a Linux host, and tell what merging them is worth.
+#[derive(Debug, Parser)]
+#[command(name = "pagefold", version, after_help = EXAMPLES, max_term_width = 100)]
+pub struct Arguments {
+    #[command(flatten)]
+    pub global: Global,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Args, Debug)]
+pub struct Global {
+    /// What to look at: `live` or `recording:DIR`
+    #[arg(long, global = true, default_value = "live", value_name = "HOST")]
+    pub host: String,
+    /// When to use colour
+    #[arg(long, global = true, value_enum, default_value_t = When::Auto)]
+    pub color: When,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum When {
+    Auto,
+    Always,
+    Never,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Count identical pages, and what merging them would give back
+    Census(command::census::Options),
+    /// Print the JSON schema of a report
+    Schema(command::schema::Options),
+    /// Print a completion script for a shell
+    Completions(command::completions::Options),
+}
+
+/// Which processes. Kinds of conditions narrow each other down; within a kind any one is enough.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Which processes")]
+pub struct Targets {
+    /// A process by its number
+    #[arg(long, value_name = "N")]
+    pub pid: Vec<u32>,
+    /// Processes by the kernel's name of their program, with * and ?
+    #[arg(long, value_name = "GLOB")]
+    pub name: Vec<String>,
+    /// Processes of a cgroup and of those below it
+    #[arg(long, value_name = "PATH")]
+    pub cgroup: Vec<String>,
+    /// Processes of a user, by name or number
+    #[arg(long, value_name = "USER")]
+    pub user: Vec<String>,
+    /// A virtual machine by its name
+    #[arg(long, value_name = "NAME")]
+    pub vm: Vec<String>,
+    /// Everything that may be read; the default
+    #[arg(long, conflicts_with_all = ["pid", "name", "cgroup", "user", "vm"])]
+    pub all: bool,
+}
+
+/// How processes are sorted into trust domains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DomainBy {
+    /// A domain for each user, and one for each virtual machine of root
+    User,
+    /// A domain for each cgroup
+    Cgroup,
+    /// A domain for each process
+    Process,
+    /// One domain
+    Host,
+}
+
+impl From<DomainBy> for DomainRule {
+    fn from(by: DomainBy) -> Self {
+        match by {
+            DomainBy::User => Self::User,
+            DomainBy::Cgroup => Self::Cgroup,
+            DomainBy::Process => Self::Process,
+            DomainBy::Host => Self::Host,
+        }
+    }
+}
+
+/// Who the rows of the sharing matrix are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum MatrixBy {
+    /// Processes, virtual machines by their names
+    Process,
+    /// Virtual machines alone
+    Vm,
+    /// Cgroups
+    Cgroup,
+    /// Users
+    User,
+}
+
+impl From<MatrixBy> for Party {
+    fn from(by: MatrixBy) -> Self {
+        match by {
+            MatrixBy::Process => Self::Process,
+            MatrixBy::Vm => Self::Vm,
+            MatrixBy::Cgroup => Self::Cgroup,
+            MatrixBy::User => Self::User,
+        }
+    }
+}
+
+/// A duration with a unit, such as `500ms` or `2s`; `0` needs none.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    if text == "0" {
+        return Ok(Duration::ZERO);
+    }
+    humantime::parse_duration(text).map_err(|error| format!("{error}; write for example 500ms or 2s"))
+}
+
+/// A probability above 0 and at most 1, as `0.05` or `5%`.
+pub fn probability(text: &str) -> Result<f64, String> {
+    let (number, scale) = text.strip_suffix('%').map_or((text, 1.0), |number| (number, 100.0));
+    match number.trim().parse::<f64>() {
+        Ok(value) if value / scale > 0.0 && value / scale <= 1.0 => Ok(value / scale),
+        _ => Err("a share above 0 and at most 1 is needed, such as 0.05 or 5%".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Arguments::command().debug_assert();
+    }
+
+    #[test]
+    fn durations_need_a_unit() {
+        assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
+        assert_eq!(duration("0"), Ok(Duration::ZERO));
+        assert!(duration("5").is_err());
+        assert!(duration("soon").is_err());
+    }
+
+    #[test]
+    fn shares_lie_between_nothing_and_all() {
+        assert_eq!(probability("0.05"), Ok(0.05));
+        assert_eq!(probability("5%"), Ok(0.05));
+        assert_eq!(probability("1"), Ok(1.0));
+        for bad in ["0", "-1", "1.1", "101%", "nan", "inf", "half"] {
+            assert!(probability(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! `pagefold census`: what the memory of a host holds twice, before anything is changed.
+
+use crate::arguments::{DomainBy, Global, MatrixBy, Targets, duration, probability};
+use crate::{Outcome, output, progress, source};
+use anyhow::{Context, bail};
+use clap::Args;
+use pagefold_report::census::{CensusReport, Context as ReportContext, text};
+use pagefold_report::wire;
+use std::time::Duration;
+
+const EXAMPLES: &str = "\
+Examples:
+  pagefold census                          everything that may be read
+  pagefold census --name 'qemu-*' --top 20 the 20 largest QEMU processes
+  pagefold census --pid 1234 --regions     one process, region by region
+  pagefold census --cgroup /machine.slice --json > census.json
+  pagefold census --sample 5%              a big host, estimated from a twentieth of its pages
+
+Nothing is changed: no page is faulted in, no sharing is broken, no process is stopped.
+Ctrl-C prints what was seen so far.";
+
+/// Arguments of `census`.
+#[derive(Args, Debug)]
+#[command(after_help = EXAMPLES)]
+pub struct Options {
+    #[command(flatten)]
+    targets: Targets,
+    /// Pause between the two passes that tell volatile pages; 0 for one pass
+    #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = duration)]
+    settle: Duration,
+    /// Look at each page with this probability only, and estimate the whole
+    #[arg(long, value_name = "SHARE", value_parser = probability)]
+    sample: Option<f64>,
+    /// Seed of the sample [default: by the clock]
+    #[arg(long, value_name = "N", requires = "sample")]
+    seed: Option<u64>,
+    /// Threads that read [default: one for each CPU]
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+    /// How processes are sorted into trust domains
+    #[arg(long, value_enum, value_name = "RULE", default_value_t = DomainBy::User)]
+    domains: DomainBy,
+    /// Who the rows of the sharing matrix are
+    #[arg(long, value_enum, value_name = "WHO", default_value_t = MatrixBy::Process)]
+    matrix: MatrixBy,
+    /// Rows of each table, and extents in JSON
+    #[arg(long, value_name = "N", default_value_t = 12)]
+    top: usize,
+    /// Show every region too
+    #[arg(long)]
+    regions: bool,
+    /// Show the largest extents of mergeable pages too
+    #[arg(long)]
+    extents: bool,
+    /// Print JSON (see `pagefold schema census`)
+    #[arg(long)]
+    json: bool,
+    /// Write every extent of mergeable pages to a Parquet file
+    #[cfg(feature = "parquet")]
+    #[arg(long, value_name = "FILE")]
+    parquet: Option<std::path::PathBuf>,
+}
+
+/// Take the census and print it.
+pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
+    let host = source::open(global)?;
+    let stop = progress::stop_on_signal().context("cannot handle signals")?;
+    let threads = options.threads.or_else(|| std::thread::available_parallelism().ok().map(Into::into)).unwrap_or(1);
+    if threads == 0 {
+        bail!("--threads 0: at least one thread is needed");
+    }
+    let census_options = pagefold_census::Options {
+        selection: source::selection(&options.targets)?,
+        domains: options.domains.into(),
+        settle: options.settle,
+        threads,
+        sample: options.sample,
+        seed: options.seed.unwrap_or_else(by_the_clock),
+        top: options.top,
+        rows: options.top,
+        matrix: options.matrix.into(),
+    };
+    let (census, _) = progress::show(host.page_size(), &stop, |progress| {
+        pagefold_census::take(&*host, &census_options, progress, &stop)
+    })?;
+    if census.subjects.is_empty() && census.unseen.is_empty() {
+        bail!("no process fits: `pagefold census` without conditions shows who there is");
+    }
+    let context =
+        ReportContext { host: host.describe(), page_size: host.page_size(), top: options.top, estimate: None };
+    #[cfg(feature = "parquet")]
+    if let Some(path) = &options.parquet {
+        pagefold_report::census::parquet::write(&census, host.page_size(), path)
+            .with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    let report = CensusReport::of(&census, &context);
+    if options.json {
+        output::print(&wire::json(&report))?;
+    } else {
+        let view = text::View { top: options.top, regions: options.regions, extents: options.extents };
+        output::print(&text::render(&report, view, output::style(global)))?;
+    }
+    Ok(if report.is_incomplete() { Outcome::Partial } else { Outcome::Done })
+}
+
+fn by_the_clock() -> u64 {
+    std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos() as u64)
+}

@@ -1,0 +1,5 @@
+//! The commands.
+
+pub mod census;
+pub mod completions;
+pub mod schema;

@@ -1,0 +1,29 @@
+//! `pagefold schema`: the JSON schema of a report.
+
+use crate::{Outcome, output};
+use clap::{Args, ValueEnum};
+use pagefold_report::census::CensusReport;
+use pagefold_report::wire;
+
+/// Arguments of `schema`.
+#[derive(Args, Debug)]
+#[command(after_help = "Example:\n  pagefold schema census > census.schema.json")]
+pub struct Options {
+    /// Which report
+    #[arg(value_enum)]
+    report: Report,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Report {
+    /// `pagefold census --json`
+    Census,
+}
+
+/// Print the schema.
+pub fn run(options: &Options) -> anyhow::Result<Outcome> {
+    output::print(&match options.report {
+        Report::Census => wire::schema::<CensusReport>(),
+    })?;
+    Ok(Outcome::Done)
+}

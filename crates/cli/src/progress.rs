@@ -1,0 +1,61 @@
+//! Progress on a terminal, and stopping on request.
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use pagefold_census::Progress;
+use pagefold_model::PageSize;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use std::io::IsTerminal;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// A flag that the first SIGINT or SIGTERM sets; a second one ends the process as it would without a handler.
+pub fn stop_on_signal() -> std::io::Result<Arc<AtomicBool>> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        // The order matters: the conditional handler sees the flag as the signal before left it.
+        signal_hook::flag::register_conditional_default(signal, Arc::clone(&stop))?;
+        signal_hook::flag::register(signal, Arc::clone(&stop))?;
+    }
+    Ok(stop)
+}
+
+/// Run `work` with its progress shown on standard error, if that is a terminal.
+pub fn show<T: Send>(page_size: PageSize, stop: &AtomicBool, work: impl FnOnce(&Progress) -> T + Send) -> T {
+    let progress = Progress::default();
+    if !std::io::stderr().is_terminal() {
+        return work(&progress);
+    }
+    let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+    bar.set_message("listing pages");
+    bar.set_style(ProgressStyle::with_template("{spinner} {msg}").unwrap_or_else(|_| ProgressStyle::default_spinner()));
+    let finished = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !finished.load(Ordering::Relaxed) {
+                draw(&bar, &progress, page_size, stop);
+                std::thread::sleep(Duration::from_millis(100));
+            }
+        });
+        let result = work(&progress);
+        finished.store(true, Ordering::Relaxed);
+        bar.finish_and_clear();
+        result
+    })
+}
+
+fn draw(bar: &ProgressBar, progress: &Progress, page_size: PageSize, stop: &AtomicBool) {
+    let expected = progress.expected() * page_size.bytes();
+    if expected > 0 && bar.length().is_none() {
+        bar.set_length(expected);
+        bar.reset_eta();
+        let template = "{msg} {bar:30} {binary_bytes} of {binary_total_bytes}, {binary_bytes_per_sec}, {eta} left";
+        bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
+        bar.set_message("reading");
+    }
+    if stop.load(Ordering::Relaxed) {
+        bar.set_message("stopping");
+    }
+    bar.set_position(progress.done() * page_size.bytes());
+    bar.tick();
+}

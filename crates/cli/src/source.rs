@@ -1,0 +1,45 @@
+//! Which host, and which of its processes.
+
+use crate::arguments::{Global, Targets};
+use anyhow::{Context, bail};
+use pagefold_census::Selection;
+use pagefold_host::Host;
+use pagefold_host::recording::Recording;
+use pagefold_linux::LiveHost;
+use pagefold_model::Pid;
+use std::path::Path;
+
+/// Open the host that `--host` names.
+pub fn open(global: &Global) -> anyhow::Result<Box<dyn Host>> {
+    match global.host.split_once(':') {
+        None if global.host == "live" => Ok(Box::new(LiveHost::new())),
+        Some(("recording", path)) => {
+            let recording = Recording::open(Path::new(path))
+                .with_context(|| format!("cannot read the recording {path}: make one with `pagefold record DIR`"))?;
+            Ok(Box::new(recording))
+        }
+        _ => bail!("--host {}: expected `live` or `recording:DIR`", global.host),
+    }
+}
+
+/// What the options for targets mean.
+pub fn selection(targets: &Targets) -> anyhow::Result<Selection> {
+    let users = targets.user.iter().map(|user| uid(user)).collect::<anyhow::Result<_>>()?;
+    Ok(Selection {
+        pids: targets.pid.iter().copied().map(Pid).collect(),
+        names: targets.name.clone(),
+        cgroups: targets.cgroup.clone(),
+        users,
+        vms: targets.vm.clone(),
+    })
+}
+
+fn uid(user: &str) -> anyhow::Result<u32> {
+    if let Ok(uid) = user.parse() {
+        return Ok(uid);
+    }
+    nix::unistd::User::from_name(user)
+        .with_context(|| format!("cannot look up the user {user:?}"))?
+        .map(|user| user.uid.as_raw())
+        .with_context(|| format!("there is no user {user:?}: see `getent passwd`, or give a number"))
+}
