@@ -95,7 +95,7 @@ pub fn take(
     let sharing = observe::ksm(host).map(|ksm| Sharing::of(&ksm)).unwrap_or_default();
     let nodes = if sharing.across_nodes { None } else { observe::Nodes::observe(host).ok() };
     let nodes = nodes.filter(|nodes| nodes.count() > 1);
-    let hasher = pagefold_sys::fingerprint::Hasher::random(host.page_size().len()).map_err(Error::Key)?;
+    let hasher = pagefold_sys::fingerprint::Hasher::random(host.page_size().as_len()).map_err(Error::Key)?;
     let threads = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build()?;
 
     let mut index = threads.install(|| Index::list(host, &survey, nodes.is_some()))?;

@@ -1,1 +1,138 @@
-//! A host that fails where it is told to.
+//! A host that fails where it is told to, for tests of everything that reads one.
+
+use crate::{FrameFlags, Host, Mapping, PageView, Process, Run, Way};
+use pagefold_model::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
+
+/// What goes wrong with an answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// There is none, for this reason.
+    Absent(Absent),
+    /// The file ends after so many bytes.
+    Truncated(usize),
+    /// The file holds these bytes.
+    Replaced(Vec<u8>),
+    /// Half of the pages are gone.
+    HalfGone,
+}
+
+/// Wraps a host. `faults` is asked before every answer, with the path of the file or, for what is no file, of the
+/// process and `#resident`, `#mappings`, `#contents`, or `#frame_flags`, `#frame_mappings`.
+pub struct Faulty<'a, F> {
+    host: &'a dyn Host,
+    faults: F,
+}
+
+impl<'a, F: Fn(&str) -> Option<Fault> + Sync> Faulty<'a, F> {
+    /// Wrap.
+    pub fn new(host: &'a dyn Host, faults: F) -> Self {
+        Self { host, faults }
+    }
+
+    fn bytes(&self, path: &str, answer: impl FnOnce() -> Reading<Vec<u8>>) -> Reading<Vec<u8>> {
+        match (self.faults)(path) {
+            Some(Fault::Absent(why)) => Err(why),
+            Some(Fault::Truncated(length)) => answer().map(|mut bytes| {
+                bytes.truncate(length);
+                bytes
+            }),
+            Some(Fault::Replaced(bytes)) => Ok(bytes),
+            Some(Fault::HalfGone) | None => answer(),
+        }
+    }
+
+    fn check(&self, path: &str) -> Reading<()> {
+        match (self.faults)(path) {
+            Some(Fault::Absent(why)) => Err(why),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl<F: Fn(&str) -> Option<Fault> + Sync> Host for Faulty<'_, F> {
+    fn describe(&self) -> String {
+        format!("faulty {}", self.host.describe())
+    }
+
+    fn page_size(&self) -> PageSize {
+        self.host.page_size()
+    }
+
+    fn read(&self, path: &str) -> Reading<Vec<u8>> {
+        self.bytes(path, || self.host.read(path))
+    }
+
+    fn list(&self, path: &str) -> Reading<Vec<String>> {
+        self.check(path)?;
+        self.host.list(path)
+    }
+
+    fn pids(&self) -> Reading<Vec<Pid>> {
+        self.check("proc")?;
+        self.host.pids()
+    }
+
+    fn open(&self, pid: Pid) -> Reading<Box<dyn Process + '_>> {
+        let directory = format!("proc/{pid}");
+        self.check(&directory)?;
+        Ok(Box::new(FaultyProcess { host: self, process: self.host.open(pid)?, directory }))
+    }
+
+    fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
+        self.check("#frame_flags")?;
+        self.host.frame_flags(frames)
+    }
+
+    fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
+        self.check("#frame_mappings")?;
+        self.host.frame_mappings(frames)
+    }
+}
+
+struct FaultyProcess<'a, F> {
+    host: &'a Faulty<'a, F>,
+    process: Box<dyn Process + 'a>,
+    directory: String,
+}
+
+impl<F: Fn(&str) -> Option<Fault> + Sync> FaultyProcess<'_, F> {
+    fn path(&self, rest: &str) -> String {
+        format!("{}{rest}", self.directory)
+    }
+}
+
+impl<F: Fn(&str) -> Option<Fault> + Sync> Process for FaultyProcess<'_, F> {
+    fn id(&self) -> ProcessId {
+        self.process.id()
+    }
+
+    fn read(&self, file: &str) -> Reading<Vec<u8>> {
+        self.host.bytes(&self.path(&format!("/{file}")), || self.process.read(file))
+    }
+
+    fn links(&self, directory: &str) -> Reading<Vec<String>> {
+        self.host.check(&self.path(&format!("/{directory}")))?;
+        self.process.links(directory)
+    }
+
+    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<Run>> {
+        self.host.check(&self.path("#resident"))?;
+        self.process.resident(ranges)
+    }
+
+    fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>> {
+        self.host.check(&self.path("#mappings"))?;
+        self.process.mappings(range)
+    }
+
+    fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
+        match (self.host.faults)(&self.path("#contents")) {
+            Some(Fault::Absent(why)) => Err(why),
+            Some(Fault::HalfGone) => self.process.contents(way, runs, &mut |position, page| {
+                let content = if position % 2 == 0 { crate::PageContent::Gone } else { page.content };
+                sink(position, PageView { content, ..page });
+            }),
+            _ => self.process.contents(way, runs, sink),
+        }
+    }
+}

@@ -53,7 +53,7 @@ pub fn read(
     runs: &[Run],
     sink: &mut dyn FnMut(usize, PageView<'_>),
 ) -> Reading<()> {
-    let page_len = process.host.page_size().len();
+    let page_len = process.host.page_size().as_len();
     let mut batch = Batch::new(process, way, page_len);
     let mut position = 0;
     for run in runs {

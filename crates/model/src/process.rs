@@ -54,7 +54,7 @@ pub struct Rollup {
     pub anonymous: Reading<Bytes>,
     /// Anonymous pages mapped as huge pages.
     pub anon_huge: Reading<Bytes>,
-    /// Pages that are KSM pages, zero pages placed by KSM included (6.6).
+    /// Pages that are KSM pages; zero pages placed by KSM are not among them (6.6).
     pub ksm: Reading<Bytes>,
     /// Swapped-out anonymous bytes.
     pub swap: Reading<Bytes>,

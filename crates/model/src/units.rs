@@ -120,7 +120,7 @@ impl PageSize {
     }
 
     /// In bytes, as an index type.
-    pub fn len(self) -> usize {
+    pub fn as_len(self) -> usize {
         self.0 as usize
     }
 

@@ -1,0 +1,328 @@
+//! A host read back from a folder, and how such a folder is made.
+//!
+//! A recording is for bug reports: a folder of readable files in which page contents are replaced by fingerprints under
+//! a key that is thrown away, so that it tells which pages are equal and nothing of what is in them.
+//!
+//! ```text
+//! recording.toml        what it is: schema, page size, what was left out
+//! files/                /proc and /sys files, byte for byte, below their own paths
+//!   proc/PID/cmdline    of recognised monitors and tuners; of other programs the first word alone
+//!   proc/PID/environ    only the variables that name a job
+//!   proc/PID/fd.links   where the links of a directory point
+//!   DIRECTORY/.names    the names in a directory that was listed
+//! absent.txt            files that could not be read, with the reason
+//! pages/PID.txt         the pages of a process: see `pages`
+//! frames.txt            the frames, numbered anew: see `pages`
+//! contents.txt          kinds of the most frequent contents, by fingerprint
+//! ```
+//!
+//! [`Tap`] makes one: it is a host that passes every question on to another and keeps the answers, so a recording holds
+//! exactly what the commands read that were run through it.
+
+pub mod pages;
+mod tap;
+
+pub use tap::Tap;
+
+use crate::{FrameFlags, Host, Mapping, PageContent, PageView, Process, Run, Way};
+use pagefold_model::content::ContentKind;
+use pagefold_model::{Absent, AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
+use pages::{FrameLine, PageLine};
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// What `recording.toml` must say first.
+pub const SCHEMA: &str = "pagefold.recording/1";
+
+/// Why a recording cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A file cannot be read.
+    #[error("{path}")]
+    Io {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A file is not as it should be.
+    #[error("{path}: {what}")]
+    Malformed {
+        /// Which.
+        path: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
+}
+
+/// A host read back from a folder.
+#[derive(Debug)]
+pub struct Recording {
+    root: PathBuf,
+    page_size: PageSize,
+    absent: BTreeMap<String, Absent>,
+    frames: BTreeMap<u64, FrameLine>,
+    kinds: BTreeMap<Fingerprint, ContentKind>,
+}
+
+impl Recording {
+    /// Open the recording in a folder.
+    pub fn open(root: &Path) -> Result<Self, Error> {
+        let about = read_text(&root.join("recording.toml"))?;
+        let field = |name: &str| {
+            about.lines().find_map(|line| Some(line.strip_prefix(name)?.trim_start().strip_prefix('=')?.trim()))
+        };
+        let malformed = |what: String| Error::Malformed { path: root.join("recording.toml"), what };
+        if field("schema") != Some(&format!("\"{SCHEMA}\"")) {
+            return Err(malformed(format!("expected schema = \"{SCHEMA}\"")));
+        }
+        let page_size = field("page_size")
+            .and_then(|bytes| PageSize::new(bytes.parse().ok()?))
+            .ok_or_else(|| malformed("page_size is no power of two".to_owned()))?;
+        let lines = |name: &str| optional_text(&root.join(name));
+        let mut absent = BTreeMap::new();
+        for line in lines("absent.txt")?.lines() {
+            if let Some((path, reason)) = line.split_once('\t') {
+                absent.insert(path.to_owned(), reason_from_text(reason));
+            }
+        }
+        let frames = parse_lines(&root.join("frames.txt"), pages::parse_frame)?;
+        let kinds = parse_lines(&root.join("contents.txt"), pages::parse_kind)?;
+        Ok(Self {
+            root: root.to_owned(),
+            page_size,
+            absent,
+            frames: frames.into_iter().map(|line| (line.frame.0, line)).collect(),
+            kinds: kinds.into_iter().collect(),
+        })
+    }
+
+    fn file(&self, path: &str) -> Reading<Vec<u8>> {
+        fs::read(self.root.join("files").join(path)).map_err(|_| self.why(path))
+    }
+
+    /// Why something is not in the recording: for its own reason, or for that of what it lies in.
+    fn why(&self, path: &str) -> Absent {
+        let mut path = path;
+        loop {
+            if let Some(why) = self.absent.get(path) {
+                return why.clone();
+            }
+            match path.rsplit_once('/') {
+                Some((above, _)) => path = above,
+                None => return Absent::NotOnThisKernel,
+            }
+        }
+    }
+
+    fn names(&self, path: &str) -> Reading<Vec<String>> {
+        let names = self.file(&format!("{path}/.names")).map_err(|_| self.why(path))?;
+        Ok(String::from_utf8_lossy(&names).lines().map(str::to_owned).collect())
+    }
+
+    /// Of a frame, if the recording has it.
+    fn frame(&self, frame: Pfn) -> Option<&FrameLine> {
+        let (_, line) = self.frames.range(..=frame.0).next_back()?;
+        (frame.0 < line.frame.0 + line.frames).then_some(line)
+    }
+
+    fn content(&self, content: pages::Content) -> PageContent<'_> {
+        match content {
+            pages::Content::Unknown => PageContent::Gone,
+            pages::Content::Volatile => PageContent::Volatile,
+            pages::Content::Known(fingerprint) => {
+                PageContent::Fingerprint(fingerprint, self.kinds.get(&fingerprint).copied())
+            }
+        }
+    }
+
+    fn each_frame<T>(&self, frames: &[Pfn], value: impl Fn(&FrameLine) -> T) -> Reading<Vec<T>> {
+        if self.frames.is_empty() {
+            return Err(self.why("proc/kpageflags"));
+        }
+        frames.iter().map(|&frame| self.frame(frame).map(&value).ok_or(Absent::Vanished)).collect()
+    }
+}
+
+impl Host for Recording {
+    fn describe(&self) -> String {
+        format!("recording {}", self.root.display())
+    }
+
+    fn page_size(&self) -> PageSize {
+        self.page_size
+    }
+
+    fn read(&self, path: &str) -> Reading<Vec<u8>> {
+        self.file(path)
+    }
+
+    fn list(&self, path: &str) -> Reading<Vec<String>> {
+        self.names(path)
+    }
+
+    fn pids(&self) -> Reading<Vec<Pid>> {
+        let mut pids: Vec<_> = self.names("proc")?.iter().filter_map(|name| name.parse().ok().map(Pid)).collect();
+        pids.sort();
+        Ok(pids)
+    }
+
+    fn open(&self, pid: Pid) -> Reading<Box<dyn Process + '_>> {
+        let directory = format!("proc/{pid}");
+        let start_time = crate::parse::stat(&self.file(&format!("{directory}/stat"))?)?.start_time;
+        let path = self.root.join("pages").join(format!("{pid}.txt"));
+        let mut pages = parse_lines(&path, pages::parse_page).map_err(|error| Absent::Malformed(error.to_string()))?;
+        pages.sort_by_key(|line| line.address);
+        Ok(Box::new(RecordedProcess { recording: self, id: ProcessId { pid, start_time }, directory, pages }))
+    }
+
+    fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
+        self.each_frame(frames, |line| line.flags)
+    }
+
+    fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
+        self.each_frame(frames, |line| line.mappings)
+    }
+}
+
+/// A process of a recording.
+struct RecordedProcess<'a> {
+    recording: &'a Recording,
+    id: ProcessId,
+    directory: String,
+    pages: Vec<PageLine>,
+}
+
+impl RecordedProcess<'_> {
+    /// The lines that touch a range, each cut to it.
+    fn within(&self, range: AddressRange) -> impl Iterator<Item = PageLine> + '_ {
+        let page_len = self.recording.page_size.bytes();
+        let first = self.pages.partition_point(|line| line.end(page_len) <= range.start);
+        self.pages[first..]
+            .iter()
+            .take_while(move |line| line.address < range.end)
+            .map(move |line| line.cut(range, page_len))
+    }
+}
+
+impl Process for RecordedProcess<'_> {
+    fn id(&self) -> ProcessId {
+        self.id
+    }
+
+    fn read(&self, file: &str) -> Reading<Vec<u8>> {
+        self.recording.file(&format!("{}/{file}", self.directory))
+    }
+
+    fn links(&self, directory: &str) -> Reading<Vec<String>> {
+        let path = format!("{}/{directory}", self.directory);
+        let links = self.recording.file(&format!("{path}.links")).map_err(|_| self.recording.why(&path))?;
+        Ok(String::from_utf8_lossy(&links).lines().map(str::to_owned).collect())
+    }
+
+    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<Run>> {
+        let page_len = self.recording.page_size.bytes();
+        let mut runs: Vec<Run> = Vec::new();
+        for &range in ranges {
+            let first = runs.len();
+            for line in self.within(range).filter(|line| line.is_resident_anonymous()) {
+                match runs[first..].last_mut() {
+                    Some(run)
+                        if run.huge == line.huge && run.address + u64::from(run.pages) * page_len == line.address =>
+                    {
+                        run.pages += line.pages as u32;
+                    }
+                    _ => runs.push(Run { address: line.address, pages: line.pages as u32, huge: line.huge }),
+                }
+            }
+        }
+        Ok(runs)
+    }
+
+    fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>> {
+        let page_len = self.recording.page_size.bytes();
+        let count = self.recording.page_size.pages_in(range.bytes()).0 as usize;
+        let mut mappings = vec![Mapping::default(); count];
+        for line in self.within(range) {
+            let first = ((line.address - range.start) / page_len) as usize;
+            for (i, mapping) in mappings[first..].iter_mut().take(line.pages as usize).enumerate() {
+                *mapping = line.mapping(i as u64);
+            }
+        }
+        Ok(mappings)
+    }
+
+    fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
+        let page_len = self.recording.page_size.bytes();
+        let wants_merged = way == Way::Memory { merged: true };
+        let gone = PageView { content: PageContent::Gone, merged: false, frame: None };
+        let mut position = 0;
+        for run in runs {
+            let end = run.address + u64::from(run.pages) * page_len;
+            let mut address = run.address;
+            for line in self.within(AddressRange { start: address, end }).filter(PageLine::is_resident_anonymous) {
+                while address < line.address {
+                    sink(position, gone);
+                    address += page_len;
+                    position += 1;
+                }
+                for page in 0..line.pages {
+                    let content = self.recording.content(line.content);
+                    let merged = wants_merged && line.merged;
+                    sink(position, PageView { content, merged, frame: line.mapping(page).frame });
+                    address += page_len;
+                    position += 1;
+                }
+            }
+            while address < end {
+                sink(position, gone);
+                address += page_len;
+                position += 1;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn read_text(path: &Path) -> Result<String, Error> {
+    fs::read_to_string(path).map_err(|source| Error::Io { path: path.to_owned(), source })
+}
+
+/// A file that a recording need not have.
+fn optional_text(path: &Path) -> Result<String, Error> {
+    match read_text(path) {
+        Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(String::new()),
+        text => text,
+    }
+}
+
+fn parse_lines<T>(path: &Path, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<T>, Error> {
+    let text = optional_text(path)?;
+    let lines = text.lines().enumerate().filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
+    lines
+        .map(|(i, line)| {
+            parse(line)
+                .ok_or_else(|| Error::Malformed { path: path.to_owned(), what: format!("line {}: {line:?}", i + 1) })
+        })
+        .collect()
+}
+
+fn reason_to_text(why: &Absent) -> String {
+    match why {
+        Absent::NotOnThisKernel => "not_on_this_kernel".to_owned(),
+        Absent::Denied => "denied".to_owned(),
+        Absent::Vanished => "vanished".to_owned(),
+        Absent::Malformed(what) => format!("malformed {}", what.replace('\n', " ")),
+    }
+}
+
+fn reason_from_text(text: &str) -> Absent {
+    match text {
+        "not_on_this_kernel" => Absent::NotOnThisKernel,
+        "denied" => Absent::Denied,
+        "vanished" => Absent::Vanished,
+        other => Absent::Malformed(other.strip_prefix("malformed ").unwrap_or(other).to_owned()),
+    }
+}

@@ -1,0 +1,209 @@
+//! A host that passes every question on to another and keeps the answers in a folder.
+
+use super::{SCHEMA, reason_to_text};
+use crate::parse;
+use crate::{FrameFlags, Host, Mapping, PageView, Process, Run, Way};
+use pagefold_model::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+/// Keeps what is read through it. Files are written as they are read; [`Tap::finish`] writes the rest. Pages and frames
+/// are passed on and not kept: whoever records writes them.
+pub struct Tap<'a> {
+    host: &'a dyn Host,
+    root: PathBuf,
+    keep_arguments: fn(comm: &str, arguments: &[String]) -> bool,
+    absent: Mutex<BTreeMap<String, Absent>>,
+    failure: Mutex<Option<io::Error>>,
+}
+
+impl<'a> Tap<'a> {
+    /// Record `host` into a new or empty folder. Command lines are kept whole where `keep_arguments` says so, and cut to
+    /// their first word elsewhere.
+    pub fn new(
+        host: &'a dyn Host,
+        root: &Path,
+        keep_arguments: fn(comm: &str, arguments: &[String]) -> bool,
+    ) -> io::Result<Self> {
+        fs::create_dir_all(root)?;
+        if fs::read_dir(root)?.next().is_some() {
+            return Err(io::Error::new(io::ErrorKind::AlreadyExists, "the folder is not empty"));
+        }
+        fs::create_dir(root.join("files"))?;
+        fs::create_dir(root.join("pages"))?;
+        let absent = Mutex::default();
+        Ok(Self { host, root: root.to_owned(), keep_arguments, absent, failure: Mutex::default() })
+    }
+
+    /// Write what remains. `about` are further lines of `recording.toml`.
+    ///
+    /// Errors are the first that occurred at any time while recording.
+    ///
+    /// # Panics
+    /// If a thread panicked while it recorded.
+    pub fn finish(self, about: &str) -> io::Result<()> {
+        if let Some(error) = self.failure.into_inner().expect("no thread panicked") {
+            return Err(error);
+        }
+        let mut absent = String::new();
+        for (path, why) in self.absent.into_inner().expect("no thread panicked") {
+            absent.push_str(&format!("{path}\t{}\n", reason_to_text(&why)));
+        }
+        fs::write(self.root.join("absent.txt"), absent)?;
+        let page_size = self.host.page_size().bytes();
+        fs::write(self.root.join("recording.toml"), format!("schema = \"{SCHEMA}\"\npage_size = {page_size}\n{about}"))
+    }
+
+    /// Keep an answer below its path.
+    fn keep(&self, path: &str, answer: Reading<&[u8]>) {
+        match answer {
+            Ok(bytes) => {
+                let file = self.root.join("files").join(path);
+                let written = file.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(&file, bytes));
+                if let (Err(error), Ok(mut failure)) = (written, self.failure.lock()) {
+                    failure.get_or_insert(error);
+                }
+            }
+            Err(why) => {
+                if let Ok(mut absent) = self.absent.lock() {
+                    absent.insert(path.to_owned(), why);
+                }
+            }
+        }
+    }
+
+    fn keep_lines(&self, path: &str, directory: &str, answer: &Reading<Vec<String>>) {
+        match answer {
+            Ok(names) => self.keep(path, Ok(names.iter().flat_map(|name| [name, "\n"]).collect::<String>().as_bytes())),
+            Err(why) => self.keep(directory, Err(why.clone())),
+        }
+    }
+}
+
+impl Host for Tap<'_> {
+    fn describe(&self) -> String {
+        self.host.describe()
+    }
+
+    fn page_size(&self) -> PageSize {
+        self.host.page_size()
+    }
+
+    fn read(&self, path: &str) -> Reading<Vec<u8>> {
+        let answer = self.host.read(path);
+        self.keep(path, answer.as_deref().map_err(Absent::clone));
+        answer
+    }
+
+    fn list(&self, path: &str) -> Reading<Vec<String>> {
+        let answer = self.host.list(path);
+        self.keep_lines(&format!("{path}/.names"), path, &answer);
+        answer
+    }
+
+    fn pids(&self) -> Reading<Vec<Pid>> {
+        let answer = self.host.pids();
+        let names = answer.clone().map(|pids| pids.iter().map(Pid::to_string).collect());
+        self.keep_lines("proc/.names", "proc", &names);
+        answer
+    }
+
+    fn open(&self, pid: Pid) -> Reading<Box<dyn Process + '_>> {
+        let directory = format!("proc/{pid}");
+        match self.host.open(pid) {
+            Ok(process) => {
+                let process = TappedProcess { tap: self, process, directory };
+                // Without it a process cannot be opened again.
+                process.read("stat")?;
+                Ok(Box::new(process))
+            }
+            Err(why) => {
+                self.keep(&directory, Err(why.clone()));
+                Err(why)
+            }
+        }
+    }
+
+    fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
+        let answer = self.host.frame_flags(frames);
+        if let Err(why) = &answer {
+            self.keep("proc/kpageflags", Err(why.clone()));
+        }
+        answer
+    }
+
+    fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
+        self.host.frame_mappings(frames)
+    }
+}
+
+struct TappedProcess<'a> {
+    tap: &'a Tap<'a>,
+    process: Box<dyn Process + 'a>,
+    directory: String,
+}
+
+impl TappedProcess<'_> {
+    /// What may be kept of a file.
+    fn cleaned(&self, file: &str, bytes: &[u8]) -> Vec<u8> {
+        match file {
+            "environ" => parse::job_environment(bytes)
+                .into_iter()
+                .flat_map(|(name, value)| format!("{name}={value}\0").into_bytes())
+                .collect(),
+            "cmdline" => {
+                let comm = self
+                    .process
+                    .read("stat")
+                    .and_then(|stat| parse::stat(&stat))
+                    .map(|stat| stat.comm)
+                    .unwrap_or_default();
+                let arguments = parse::arguments(bytes);
+                if (self.tap.keep_arguments)(&comm, &arguments) {
+                    bytes.to_vec()
+                } else {
+                    arguments.first().map(|first| format!("{first}\0").into_bytes()).unwrap_or_default()
+                }
+            }
+            _ => bytes.to_vec(),
+        }
+    }
+}
+
+impl Process for TappedProcess<'_> {
+    fn id(&self) -> ProcessId {
+        self.process.id()
+    }
+
+    fn read(&self, file: &str) -> Reading<Vec<u8>> {
+        let answer = self.process.read(file);
+        let path = format!("{}/{file}", self.directory);
+        match &answer {
+            Ok(bytes) => self.tap.keep(&path, Ok(&self.cleaned(file, bytes))),
+            Err(why) => self.tap.keep(&path, Err(why.clone())),
+        }
+        answer
+    }
+
+    fn links(&self, directory: &str) -> Reading<Vec<String>> {
+        let answer = self.process.links(directory);
+        let path = format!("{}/{directory}", self.directory);
+        self.tap.keep_lines(&format!("{path}.links"), &path, &answer);
+        answer
+    }
+
+    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<Run>> {
+        self.process.resident(ranges)
+    }
+
+    fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>> {
+        self.process.mappings(range)
+    }
+
+    fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
+        self.process.contents(way, runs, sink)
+    }
+}
