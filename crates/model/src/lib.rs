@@ -9,6 +9,7 @@
 
 pub mod class;
 pub mod content;
+pub mod doctor;
 pub mod domain;
 pub mod identity;
 pub mod ksm;
