@@ -96,24 +96,26 @@ impl<'h> Ledger<'h> {
 
     /// Count a frame that a process maps in so many places.
     fn frame(&mut self, pfn: Pfn, mappings: NonZeroU64, flags: FrameFlags, places: u64) {
-        let before = self.table.cell(pfn);
         let frames = &mut self.frames;
-        if before.mappings == 0 {
-            frames.distinct += Pages(1);
-            frames.anonymous += Pages(u64::from(flags.is_anonymous() && !flags.is_hugetlb()));
-            frames.hugetlb += Pages(u64::from(flags.is_hugetlb()));
-            frames.ksm += Pages(u64::from(flags.is_ksm()));
-        } else if before.mappings != mappings.get() {
-            frames.moved += Pages(places);
-        }
-        if flags.is_ksm() {
-            // The newest count holds.
-            frames.ksm_mappings = frames.ksm_mappings.saturating_sub(Pages(before.mappings)) + Pages(mappings.get());
-        }
-        let seen = before.seen + places;
-        // What an older, larger count allowed is no excess but has moved.
-        frames.excess.add(mappings, places.min(seen.saturating_sub(mappings.get())));
-        self.table.set(pfn, Cell { mappings: mappings.get(), seen: seen.min(mappings.get()) });
+        self.table.update(pfn, |before| {
+            if before.mappings == 0 {
+                frames.distinct += Pages(1);
+                frames.anonymous += Pages(u64::from(flags.is_anonymous() && !flags.is_hugetlb()));
+                frames.hugetlb += Pages(u64::from(flags.is_hugetlb()));
+                frames.ksm += Pages(u64::from(flags.is_ksm()));
+            } else if before.mappings != mappings.get() {
+                frames.moved += Pages(places);
+            }
+            if flags.is_ksm() {
+                // The newest count holds.
+                frames.ksm_mappings =
+                    frames.ksm_mappings.saturating_sub(Pages(before.mappings)) + Pages(mappings.get());
+            }
+            let seen = before.seen + places;
+            // What an older, larger count allowed is no excess but has moved.
+            frames.excess.add(mappings, places.min(seen.saturating_sub(mappings.get())));
+            Cell { mappings: mappings.get(), seen: seen.min(mappings.get()) }
+        });
     }
 }
 
@@ -238,30 +240,21 @@ const BLOCK: u64 = 1 << 15;
 const LARGE: u8 = u8::MAX;
 
 impl FrameTable {
-    fn cell(&self, pfn: Pfn) -> Cell {
-        let [mappings, seen] =
-            self.blocks.get(&(pfn.0 / BLOCK)).map_or([0, 0], |block| block[(pfn.0 % BLOCK) as usize]);
-        match mappings {
-            LARGE => self.large.get(&pfn).copied().unwrap_or_default(),
-            _ => Cell { mappings: mappings.into(), seen: seen.into() },
-        }
-    }
-
-    fn set(&mut self, pfn: Pfn, cell: Cell) {
+    fn update(&mut self, pfn: Pfn, change: impl FnOnce(Cell) -> Cell) {
         let block = self.blocks.entry(pfn.0 / BLOCK).or_insert_with(|| vec![[0, 0]; BLOCK as usize].into());
         let small = &mut block[(pfn.0 % BLOCK) as usize];
-        match (u8::try_from(cell.mappings), u8::try_from(cell.seen)) {
-            (Ok(mappings), Ok(seen)) if mappings != LARGE => {
-                if small[0] == LARGE {
-                    self.large.remove(&pfn);
-                }
-                *small = [mappings, seen];
-            }
+        let before = match *small {
+            [LARGE, _] => self.large.remove(&pfn).unwrap_or_default(),
+            [mappings, seen] => Cell { mappings: mappings.into(), seen: seen.into() },
+        };
+        let after = change(before);
+        *small = match (u8::try_from(after.mappings), u8::try_from(after.seen)) {
+            (Ok(mappings), Ok(seen)) if mappings != LARGE => [mappings, seen],
             _ => {
-                *small = [LARGE, 0];
-                self.large.insert(pfn, cell);
+                self.large.insert(pfn, after);
+                [LARGE, 0]
             }
-        }
+        };
     }
 
     fn cells(&self) -> impl Iterator<Item = Cell> {

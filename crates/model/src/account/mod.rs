@@ -265,10 +265,10 @@ impl Footprint {
     /// they are counted by `ksm_merging_pages`, stale as it may be. An error is the first sum that is missing.
     pub fn estimated(page: PageSize, rollup: &Rollup, process: &ProcessKsm, host: &Ksm, why: Absent) -> Reading<Self> {
         let counters = Self::counters(process);
-        // `KSM:` holds the zero pages that KSM placed too (fs/proc/task_mmu.c, `smaps_pte_entry`).
-        let ksm = match (&rollup.ksm, &counters.ksm_zero) {
-            (Ok(bytes), zero) => page.pages_in(*bytes).saturating_sub(zero.clone()?),
-            (Err(_), _) => Pages(counters.merging_pages.clone()?),
+        // `KSM:` counts no zero pages, though they are KSM's doing (fs/proc/task_mmu.c, `smaps_account`; seen on 6.18).
+        let ksm = match &rollup.ksm {
+            Ok(bytes) => page.pages_in(*bytes),
+            Err(_) => Pages(counters.merging_pages.clone()?),
         };
         let ksm_fair = if ksm == Pages::ZERO {
             Bytes::ZERO

@@ -285,12 +285,15 @@ fn copies_in_chains(ksm: &Ksm) -> Reading<i64> {
 /// Why the figures of a line differ, by the direction of the difference, and what the counter means besides.
 fn explain(counter: Counter, difference: Option<i64>, page: PageSize, frames: &Frames) -> String {
     let (less, more) = counter.reasons();
-    let reason = match difference {
+    // What is not stale nor forked but always so.
+    let kept = if counter == Counter::ProcessProfit { signed(page.of(frames.ksm).0) } else { 0 };
+    let reason = match difference.map(|difference| difference.saturating_add(kept)) {
         _ if counter == Counter::HugeZeroPage => {
             "mapped wherever memory for huge pages was read and never written; no process's memory, in neither RSS nor \
              PSS"
         }
         None => "the kernel gives no such figure here",
+        Some(0) if kept > 0 => "nothing else differs",
         Some(0) => "agrees",
         Some(..0) => less,
         Some(_) => more,

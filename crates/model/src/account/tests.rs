@@ -137,16 +137,16 @@ fn an_estimate_says_so_and_why() {
         |rollup: &Rollup, ksm: &ProcessKsm, host: &Ksm| Footprint::estimated(page(), rollup, ksm, host, Absent::Denied);
     let footprint = estimate(&rollup(), &process_ksm(100, 45, 10), &host(10, 30)).unwrap();
     assert_eq!(footprint.basis.to_string(), "estimated (frames: permission denied)");
-    assert_eq!(footprint.ksm, Pages(40), "KSM: less the zero pages that KSM placed");
+    assert_eq!(footprint.ksm, Pages(50), "KSM: leaves the zero pages out");
     assert_eq!(footprint.private, Bytes(80 * PAGE));
     assert_eq!(footprint.hugetlb, Err(Absent::Denied));
     assert_eq!(footprint.fair.bytes(page()), Bytes(120 * PAGE));
-    assert_eq!(footprint.saved(page()), Ok(Bytes(40 * PAGE)), "40 pages less a quarter of them, and 10 zero pages");
+    assert_eq!(footprint.saved(page()), Ok(Bytes(95 * PAGE / 2)), "50 pages less a quarter of them, and 10 zero pages");
 
     let before_6_6 = Rollup { ksm: Err(Absent::NotOnThisKernel), ..rollup() };
     assert_eq!(estimate(&before_6_6, &process_ksm(100, 45, 0), &host(1, 1)).unwrap().ksm, Pages(45));
     let fresh = estimate(&rollup(), &process_ksm(100, 0, 10), &host(0, 0)).unwrap();
-    assert_eq!(fresh.saved(page()), Ok(Bytes(30 * PAGE)), "two share at least");
+    assert_eq!(fresh.saved(page()), Ok(Bytes(35 * PAGE)), "two share at least");
     let unreadable = Rollup { pss: Err(Absent::Vanished), ..rollup() };
     assert_eq!(estimate(&unreadable, &process_ksm(0, 0, 0), &host(1, 1)), Err(Absent::Vanished));
 }

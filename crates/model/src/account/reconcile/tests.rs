@@ -146,6 +146,7 @@ fn settled_memory_agrees_line_by_line() {
     check(Counter::GeneralProfit, 73_379_840, Ok(0));
     check(Counter::ProcessProfit, 73_379_840, Ok(-4010 * PAGE as i64));
     assert!(line(&result, Counter::MergingPages).explanation.contains("overstates by pages_shared, 4010 pages"));
+    assert!(line(&result, Counter::ProcessProfit).explanation.starts_with("nothing else differs"));
     assert!(line(&result, Counter::PagesShared).explanation.starts_with("agrees"));
     assert!(line(&result, Counter::ZeroPages).explanation.contains("read and never written"));
 }
