@@ -16,7 +16,7 @@
 //! - A KSM frame counts in `AnonPages` once, a zero page not at all.
 
 use super::{Account, Basis, Footprint, Frames, Shares, signed};
-use crate::ksm::{Ksm, RMAP_ITEM_BYTES};
+use crate::ksm::{DEFAULT_MAX_PAGE_SHARING, Ksm, RMAP_ITEM_BYTES};
 use crate::memory::Memory;
 use crate::reading::{Absent, Reading};
 use crate::units::{Bytes, NetBytes, PageSize, Pages};
@@ -194,6 +194,66 @@ impl Line {
     }
 }
 
+/// The difference between the pages that KSM frames save and `pages_sharing`, in the parts that make it up: pages.
+///
+/// The kernel counts `pages_shared + pages_sharing` as the sum of `ksm_merging_pages` over all processes, those that
+/// ended since ksmd's last visit included (mm/ksm.c, `stable_tree_append`, `remove_rmap_item_from_tree`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Drift {
+    /// Mapped to KSM frames by processes seen and not in their `ksm_merging_pages`: forked, or merged since.
+    pub unvisited: i64,
+    /// In the `ksm_merging_pages` of processes seen and no longer merged: written or unmapped since.
+    pub stale: i64,
+    /// Counted by the kernel for processes that ended or were not seen.
+    pub elsewhere: i64,
+    /// Mapped to the KSM frames seen by processes that were not seen.
+    pub unseen: i64,
+    /// `pages_shared` less the KSM frames seen: each is one page more that is counted as saved.
+    pub frames: i64,
+}
+
+impl Drift {
+    fn of<'a>(footprints: impl Iterator<Item = &'a Footprint>, frames: &Frames, ksm: &Ksm) -> Reading<Self> {
+        let shared = signed(ksm.pages_shared.clone()?);
+        let mut drift = Self {
+            unvisited: 0,
+            stale: 0,
+            elsewhere: shared.saturating_add(signed(ksm.pages_sharing.clone()?)),
+            unseen: signed(frames.ksm_mappings.0),
+            frames: shared - signed(frames.ksm.0),
+        };
+        for footprint in footprints {
+            let (mapped, counted) = (signed(footprint.ksm.0), signed(footprint.merging_pages.clone()?));
+            drift.unvisited += (mapped - counted).max(0);
+            drift.stale += (counted - mapped).max(0);
+            drift.elsewhere -= counted;
+            drift.unseen -= mapped;
+        }
+        Ok(drift)
+    }
+
+    /// The saved pages less `pages_sharing`.
+    pub fn total(self) -> i64 {
+        self.unvisited - self.stale - self.elsewhere + self.unseen + self.frames
+    }
+
+    /// The parts that are not zero, for people.
+    fn describe(self) -> String {
+        [
+            (self.unvisited, "forked or newly merged pages that ksmd has not visited"),
+            (-self.stale, "pages written or unmapped since ksmd's last visit"),
+            (-self.elsewhere, "pages still counted for processes that ended, or of processes that were not seen"),
+            (self.unseen, "pages on the same frames in processes that were not seen"),
+            (self.frames, "frames counted as shared that are not mapped any more, or not by the processes seen"),
+        ]
+        .into_iter()
+        .filter(|(pages, _)| *pages != 0)
+        .map(|(pages, what)| format!("{pages:+} {what}"))
+        .collect::<Vec<_>>()
+        .join("; ")
+    }
+}
+
 /// The account against the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reconciliation {
@@ -201,6 +261,8 @@ pub struct Reconciliation {
     pub balance: Balance,
     /// The kernel's counters.
     pub lines: Vec<Line>,
+    /// What `pages_sharing` differs by, in parts.
+    pub drift: Reading<Drift>,
     /// Processes in the account whose figures are estimates; they are in no line and not in the balance.
     pub estimated: u64,
 }
@@ -208,46 +270,44 @@ pub struct Reconciliation {
 /// Hold an account against the kernel's counters, which should be read right after the frames.
 pub fn reconcile(page: PageSize, accounts: &[Account], frames: &Frames, ksm: &Ksm, memory: &Memory) -> Reconciliation {
     let exact = || accounts.iter().map(|account| &account.footprint).filter(|f| f.basis == Basis::Exact);
-    let mut fair = Shares::default();
-    exact().for_each(|footprint| fair += &footprint.fair.exact);
-    let balance = balance(page, &fair, frames);
-
-    let total = |figure: &dyn Fn(&Footprint) -> Reading<i64>| exact().map(figure).sum::<Reading<i64>>();
-    let merged = signed(exact().map(|footprint| footprint.ksm.0).sum());
-    let full = frames_at_limit(exact().map(|footprint| &footprint.ksm_fair.exact), ksm);
-    let profit = total(&|footprint| Ok(footprint.profit(page)?.0));
+    // Summed before anything is rounded to bytes.
+    let mut all = Footprint::empty();
+    exact().for_each(|footprint| all += footprint);
+    let balance = balance(page, &all.fair.exact, frames);
+    let drift = Drift::of(exact(), frames, ksm);
     let saved = signed(frames.ksm_mappings.saturating_sub(frames.ksm).0);
     let bytes = |pages: Pages| signed(page.of(pages).0);
 
     let figures = [
-        (
-            Counter::Pss,
-            signed(balance.fair.0) - bytes(frames.hugetlb),
-            total(&|footprint| Ok(signed(footprint.pss.clone()?.0))),
-        ),
+        (Counter::Pss, signed(balance.fair.0) - bytes(frames.hugetlb), all.pss.clone().map(|pss| signed(pss.0))),
         (Counter::AnonPages, bytes(frames.anonymous), memory.anon.clone().map(|anon| signed(anon.0))),
         (Counter::PagesShared, signed(frames.ksm.0), ksm.pages_shared.clone().map(signed)),
         (Counter::PagesSharing, saved, ksm.pages_sharing.clone().map(signed)),
-        (Counter::MergingPages, merged, total(&|footprint| footprint.merging_pages.clone().map(signed))),
+        (Counter::MergingPages, signed(all.ksm.0), all.merging_pages.clone().map(signed)),
         (Counter::ZeroPages, signed(frames.zero.0), ksm.ksm_zero_pages.clone()),
-        (Counter::Chains, full, copies_in_chains(ksm)),
+        (Counter::Chains, frames_at_limit(&all.ksm_fair.exact, ksm), copies_in_chains(ksm)),
         (Counter::Hugetlb, bytes(frames.hugetlb), memory.hugetlb.clone().map(|hugetlb| signed(hugetlb.0))),
         (Counter::HugeZeroPage, signed(frames.huge_zero.0), Err(Absent::NotOnThisKernel)),
     ];
-    let profits = profit.into_iter().flat_map(|profit| {
-        let processes = total(&|footprint| footprint.kernel_profit.clone().map(|profit| profit.0));
-        [(Counter::GeneralProfit, profit, ksm.general_profit.clone()), (Counter::ProcessProfit, profit, processes)]
+    let profits = all.profit(page).into_iter().flat_map(|NetBytes(profit)| {
+        [
+            (Counter::GeneralProfit, profit, ksm.general_profit.clone()),
+            (Counter::ProcessProfit, profit, all.kernel_profit.clone().map(|profit| profit.0)),
+        ]
     });
     let lines = figures
         .into_iter()
         .chain(profits)
         .map(|(counter, ours, kernel)| {
-            let explanation =
-                explain(counter, kernel.as_ref().ok().map(|kernel| ours.saturating_sub(*kernel)), page, frames);
+            let difference = kernel.as_ref().ok().map(|kernel| ours.saturating_sub(*kernel));
+            let explanation = match &drift {
+                Ok(drift) if counter == Counter::PagesSharing && difference != Some(0) => drift.describe(),
+                _ => explain(counter, difference, page, frames),
+            };
             Line { counter, ours, kernel, explanation }
         })
         .collect();
-    Reconciliation { balance, lines, estimated: (accounts.len() - exact().count()) as u64 }
+    Reconciliation { balance, lines, drift, estimated: (accounts.len() - exact().count()) as u64 }
 }
 
 fn balance(page: PageSize, fair: &Shares, frames: &Frames) -> Balance {
@@ -270,11 +330,9 @@ fn balance(page: PageSize, fair: &Shares, frames: &Frames) -> Balance {
 }
 
 /// KSM frames with as many mappings as `max_page_sharing` allows or, after forks, more.
-fn frames_at_limit<'a>(merged: impl Iterator<Item = &'a Shares>, ksm: &Ksm) -> i64 {
-    let limit = ksm.max_page_sharing.clone().unwrap_or(crate::ksm::DEFAULT_MAX_PAGE_SHARING);
-    let mut all = Shares::default();
-    merged.for_each(|shares| all += shares);
-    signed(all.iter().filter(|(n, _)| n.get() >= limit).map(|(n, pages)| pages.0.div_ceil(n.get())).sum())
+fn frames_at_limit(merged: &Shares, ksm: &Ksm) -> i64 {
+    let limit = ksm.max_page_sharing.clone().unwrap_or(DEFAULT_MAX_PAGE_SHARING);
+    signed(merged.iter().filter(|(n, _)| n.get() >= limit).map(|(n, pages)| pages.0.div_ceil(n.get())).sum())
 }
 
 /// Copies that contents keep beyond the first because one frame takes `max_page_sharing` mappings.
