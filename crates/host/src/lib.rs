@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 pub mod faulty;
+pub mod footprint;
 pub mod observe;
 pub mod parse;
 pub mod recording;

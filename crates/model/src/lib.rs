@@ -7,6 +7,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod account;
 pub mod class;
 pub mod content;
 pub mod doctor;
