@@ -10,6 +10,7 @@
 pub mod class;
 pub mod content;
 pub mod domain;
+pub mod estimate;
 pub mod identity;
 pub mod ksm;
 pub mod memory;
