@@ -13,8 +13,8 @@
 //!
 //! - Given `m`, every set of `m` pages is equally likely, so `m / N` stands for the probability of drawing: it is known
 //!   exactly and already contains the luck of the draw. A content with `n` copies is seen `Binomial(n, m / N)` times.
-//! - Contents seen more than [`FEW`] times are set apart. Their number is known, only their pages are estimated.
-//!   Given which contents these are, the others are independent and follow the binomial cut off above [`FEW`].
+//! - Contents seen more than 16 times (`FEW`) are set apart. Their number is known, only their pages are estimated.
+//!   Given which contents these are, the others are independent and follow the binomial cut off above that.
 //! - Each `f_j` is a sum of independent indicators, whose tails beyond its mean are thinner than Poisson's (Hoeffding
 //!   1956; Anderson and Samuels 1967), so a Poisson interval around `f_j` is a valid band for its mean. All bands hold
 //!   at once by Bonferroni.
@@ -25,7 +25,7 @@
 //! Limits: pages must be drawn independently of their content and of each other; drawing whole regions is not that.
 //! Binomial for hypergeometric is an approximation that matters only for samples of a few dozen pages, where the bands
 //! are wider than what there is to know. Poisson's variance is generous when most pages are drawn. Group sizes lie on
-//! a grid that is [`GRID_STEP`] apart beyond small ones, for which the bands make allowance.
+//! a grid whose steps are 5 % beyond small ones, for which the bands make allowance.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
