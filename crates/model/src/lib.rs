@@ -12,6 +12,7 @@ pub mod class;
 pub mod content;
 pub mod doctor;
 pub mod domain;
+pub mod estimate;
 pub mod identity;
 pub mod ksm;
 pub mod memory;
