@@ -21,11 +21,13 @@ fn skipped() -> bool {
     missing.is_some()
 }
 
-/// When a process started, in clock ticks after boot: with its number, who it is. `None` when it is gone.
+/// When a process started, in clock ticks after boot: with its number, who it is. `None` when it has ended, be it that
+/// nobody has waited for it yet.
 fn started(pid: u32) -> Option<String> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The 22nd field; the second is in parentheses and may contain anything.
-    stat.rsplit_once(')')?.1.split_whitespace().nth(19).map(str::to_owned)
+    // The second field is in parentheses and may contain anything; the third is the state, the 22nd the time.
+    let fields: Vec<_> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+    if fields[0] == "Z" { None } else { Some(fields[19].to_owned()) }
 }
 
 fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
