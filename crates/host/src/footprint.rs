@@ -138,7 +138,7 @@ impl Entry<'_, '_> {
         }
         let page = self.ledger.host.page_size();
         let mut window: Option<AddressRange> = None;
-        for run in process.resident(region.range)? {
+        for run in process.resident(&[region.range])? {
             let run = AddressRange { start: run.address, end: run.address + page.of(Pages(run.pages.into())).0 };
             window = match window {
                 Some(open) if run.end.saturating_sub(open.start) <= self.batch_bytes() => {

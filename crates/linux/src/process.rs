@@ -229,8 +229,8 @@ mod tests {
 
     #[test]
     fn resident_parts_are_clipped_to_ranges() {
-        let part = |start, end, huge| ResidentRange { start: start * 4096, end: end * 4096, huge };
-        let range = |start, end| AddressRange { start: start * 4096, end: end * 4096 };
+        let part = |start: u64, end: u64, huge| ResidentRange { start: start * 4096, end: end * 4096, huge };
+        let range = |start: u64, end: u64| AddressRange { start: start * 4096, end: end * 4096 };
         let found = [part(0, 10, false), part(10, 30, true), part(40, 41, false)];
         let ranges = [range(2, 4), range(4, 12), range(20, 21), range(28, 50), range(60, 70)];
         let runs: Vec<_> =

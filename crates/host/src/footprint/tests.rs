@@ -1,7 +1,6 @@
 use super::*;
 use crate::{PageView, Run, Way};
 use pagefold_model::account::Shares;
-use pagefold_model::content::ContentKind;
 use pagefold_model::{PageSize, Pid, ProcessId};
 use proptest::prelude::*;
 use std::sync::Mutex;
@@ -101,8 +100,8 @@ impl Process for FakeProcess {
     fn links(&self, _: &str) -> Reading<Vec<String>> {
         Err(Absent::NotOnThisKernel)
     }
-    fn resident(&self, range: AddressRange) -> Reading<Vec<Run>> {
-        let pages = self.pages.range(range.start / PAGE..range.end / PAGE);
+    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<Run>> {
+        let pages = ranges.iter().flat_map(|range| self.pages.range(range.start / PAGE..range.end / PAGE));
         Ok(pages.map(|(number, _)| Run { address: number * PAGE, pages: 1, huge: false }).collect())
     }
     fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>> {
@@ -115,9 +114,6 @@ impl Process for FakeProcess {
         })
     }
     fn contents(&self, _: Way, _: &[Run], _: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
-        Err(Absent::NotOnThisKernel)
-    }
-    fn content_kind(&self, _: Way, _: u64) -> Reading<ContentKind> {
         Err(Absent::NotOnThisKernel)
     }
 }

@@ -1,0 +1,56 @@
+#!/bin/sh
+# Prepares what `pagefold-lab fleet` boots: QEMU, and in .cache/fleet a kernel (Debian's cloud kernel, unpacked and never
+# installed) and an initramfs (busybox and guest/init). Does only what is still to be done, so it may run each time.
+# Needs Debian on amd64 after `apt-get update`, and root only where packages are missing.
+set -eu
+
+labs=$(cd "$(dirname "$0")" && pwd)
+cache=${labs%/*}/.cache/fleet
+
+say() { echo "setup: $*" >&2; }
+fail() { say "$*"; exit 1; }
+
+command -v apt-get > /dev/null && command -v dpkg > /dev/null || fail "this needs Debian's apt-get and dpkg"
+[ "$(dpkg --print-architecture)" = amd64 ] || fail "the guests are amd64, and so must this machine be"
+
+missing=
+command -v qemu-system-x86_64 > /dev/null || missing="$missing qemu-system-x86"
+command -v cpio > /dev/null || missing="$missing cpio"
+dpkg-query -W -f '${db:Status-Status}' busybox-static 2> /dev/null | grep -qx installed ||
+    missing="$missing busybox-static"
+if [ -n "$missing" ]; then
+    [ "$(id -u)" -eq 0 ] || fail "as root: apt-get install --no-install-recommends$missing"
+    say "installing$missing"
+    # Unquoted: one word for each package.
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $missing >&2
+fi
+
+mkdir -p "$cache"
+work=$(mktemp -d "$cache/work.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+trap 'exit 1' HUP INT TERM
+
+if [ ! -s "$cache/vmlinuz" ]; then
+    # The meta package depends on the current versioned one.
+    package=$(apt-cache depends linux-image-cloud-amd64 | awk '$1 == "Depends:" && $2 ~ /^linux-image-/ { print $2; exit }')
+    [ -n "$package" ] || fail "apt knows no linux-image-cloud-amd64: run apt-get update"
+    say "downloading $package"
+    # Without the sandbox's user, who may not write here.
+    (cd "$work" && apt-get -q -o APT::Sandbox::User=root download "$package" >&2)
+    dpkg -x "$work"/*.deb "$work/kernel"
+    mv "$work"/kernel/boot/vmlinuz-* "$work/vmlinuz"
+    mv "$work/vmlinuz" "$cache/vmlinuz"
+fi
+
+if [ ! -s "$cache/initramfs.cpio" ] || [ "$labs/guest/init" -nt "$cache/initramfs.cpio" ]; then
+    say "building the initramfs"
+    root=$work/root
+    for directory in bin dev proc sys; do mkdir -p "$root/$directory"; done
+    cp "$(command -v busybox)" "$root/bin/busybox"
+    cp "$labs/guest/init" "$root/init"
+    chmod 755 "$root/init" "$root/bin/busybox"
+    # Not compressed: the guest would spend longer unpacking it than QEMU loading it.
+    (cd "$root" && find . | cpio --quiet -o -H newc -R 0:0) > "$work/initramfs.cpio"
+    mv "$work/initramfs.cpio" "$cache/initramfs.cpio"
+fi
+say "ready: $cache"

@@ -1,0 +1,114 @@
+//! Starting `pagefold-lab` from a test: it is ready when [`Lab::start`] returns, and gone when the [`Lab`] is dropped.
+
+use std::io::{self, BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+
+use serde::de::DeserializeOwned;
+
+use crate::lines::{Guest, READY, Region};
+
+/// A running lab that holds until it is dropped.
+#[derive(Debug)]
+pub struct Lab<Line> {
+    child: Child,
+    lines: Vec<Line>,
+}
+
+impl Lab<Region> {
+    /// Start `pagefold-lab layout` with these arguments.
+    ///
+    /// # Errors
+    /// As [`Lab::start`].
+    pub fn layout(arguments: &[&str]) -> io::Result<Self> {
+        Self::start("layout", arguments)
+    }
+
+    /// The first region of a kind.
+    ///
+    /// # Panics
+    /// When the layout has none.
+    #[must_use]
+    pub fn region(&self, kind: &str) -> &Region {
+        self.lines.iter().find(|region| region.kind == kind).expect("a region of a kind that was asked for")
+    }
+}
+
+impl Lab<Guest> {
+    /// Start `pagefold-lab fleet` with these arguments, without a COMMAND.
+    ///
+    /// # Errors
+    /// As [`Lab::start`].
+    pub fn fleet(arguments: &[&str]) -> io::Result<Self> {
+        Self::start("fleet", arguments)
+    }
+}
+
+impl<Line: DeserializeOwned> Lab<Line> {
+    /// Start a subcommand and wait until it is ready.
+    ///
+    /// # Errors
+    /// When the binary cannot be started, ends before it is ready (it has said why on standard error), or prints what
+    /// is not understood.
+    pub fn start(subcommand: &str, arguments: &[&str]) -> io::Result<Self> {
+        let binary = binary()?;
+        let child = Command::new(&binary)
+            .arg(subcommand)
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|error| io::Error::new(error.kind(), format!("starting {}: {error}", binary.display())))?;
+        let mut lab = Self { child, lines: Vec::new() };
+        let output = lab.child.stdout.take().expect("standard output was piped");
+        for line in BufReader::new(output).lines() {
+            let line = line?;
+            if line.starts_with(READY) {
+                return Ok(lab);
+            }
+            lab.lines.push(serde_json::from_str(&line)?);
+        }
+        let status = lab.child.wait()?;
+        Err(io::Error::other(format!("pagefold-lab {subcommand} {arguments:?} ended before it was ready: {status}")))
+    }
+}
+
+impl<Line> Lab<Line> {
+    /// The lab's own process.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What it printed before it was ready: its regions or guests, in the order in which they were asked for.
+    #[must_use]
+    pub fn lines(&self) -> &[Line] {
+        &self.lines
+    }
+}
+
+impl<Line> Drop for Lab<Line> {
+    fn drop(&mut self) {
+        // It ends by itself, and tidies up, when its standard input closes.
+        drop(self.child.stdin.take());
+        let _ = self.child.wait();
+    }
+}
+
+/// The binary: `PAGEFOLD_LAB` when that is set, else the one that cargo built beside the running test.
+///
+/// # Errors
+/// `NotFound` when it is not there: `cargo build -p pagefold-labs` makes it.
+pub fn binary() -> io::Result<PathBuf> {
+    if let Some(path) = std::env::var_os("PAGEFOLD_LAB") {
+        return Ok(path.into());
+    }
+    let test = std::env::current_exe()?;
+    // A test is in target/PROFILE/deps, a benchmark or example may be elsewhere below target/PROFILE.
+    test.ancestors().map(|directory| directory.join("pagefold-lab")).find(|path| path.is_file()).ok_or_else(|| {
+        io::Error::new(
+            io::ErrorKind::NotFound,
+            format!("no pagefold-lab above {}: run `cargo build -p pagefold-labs`", test.display()),
+        )
+    })
+}
