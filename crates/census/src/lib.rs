@@ -19,6 +19,7 @@
 
 pub mod group;
 pub mod index;
+pub mod pages;
 pub mod scan;
 pub mod survey;
 pub mod tally;

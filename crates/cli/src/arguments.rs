@@ -48,6 +48,8 @@ pub enum When {
 pub enum Command {
     /// Count identical pages, and what merging them would give back
     Census(command::census::Options),
+    /// Keep what the read-only commands read in a folder, for a bug report
+    Record(command::record::Options),
     /// Print the JSON schema of a report
     Schema(command::schema::Options),
     /// Print a completion script for a shell

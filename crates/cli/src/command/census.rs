@@ -86,8 +86,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     if census.subjects.is_empty() && census.unseen.is_empty() {
         bail!("no process fits: `pagefold census` without conditions shows who there is");
     }
-    let context =
-        ReportContext { host: host.describe(), page_size: host.page_size(), top: options.top, estimate: None };
+    let context = ReportContext { host: host.describe(), page_size: host.page_size(), top: options.top };
     #[cfg(feature = "parquet")]
     if let Some(path) = &options.parquet {
         pagefold_report::census::parquet::write(&census, host.page_size(), path)

@@ -2,4 +2,5 @@
 
 pub mod census;
 pub mod completions;
+pub mod record;
 pub mod schema;

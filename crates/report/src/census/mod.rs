@@ -1,10 +1,13 @@
 //! The census on the wire.
 
+#[cfg(feature = "parquet")]
+pub mod parquet;
 pub mod text;
 
 use crate::wire::{Classes, NotSeen, Who};
 use pagefold_census::{Census, SubjectCensus};
 use pagefold_model::content::{ContentKind, collision_probability};
+use pagefold_model::estimate::{self, Interval, Sample};
 use pagefold_model::savings::Reach;
 use pagefold_model::{Counts, PageSize};
 use schemars::JsonSchema;
@@ -302,9 +305,10 @@ pub struct Context {
     pub page_size: PageSize,
     /// How many extents to tell.
     pub top: usize,
-    /// With a sample: what it says of the whole.
-    pub estimate: Option<EstimateReport>,
 }
+
+/// The confidence of the intervals that a sample gives.
+const CONFIDENCE: f64 = 0.95;
 
 impl CensusReport {
     /// From a census.
@@ -334,7 +338,7 @@ impl CensusReport {
             settle_seconds: census.settle.map(|settle| settle.as_secs_f64()),
             partial: census.partial,
             sample: census.sample,
-            estimate: context.estimate,
+            estimate: census.sample.map(|_| EstimateReport::of(census)),
             exactness: Exactness {
                 fingerprint_bits: 64,
                 distinct_contents: census.distinct,
@@ -384,6 +388,33 @@ impl CensusReport {
     /// Whether something that was asked for was not seen.
     pub fn is_incomplete(&self) -> bool {
         self.partial || self.not_counted.pages_unread > 0 || !self.not_counted.processes.is_empty()
+    }
+}
+
+impl EstimateReport {
+    fn of(census: &Census) -> Self {
+        let Counts { zero, merged, volatile, .. } = census.counts;
+        let resident = (census.counts.resident() + census.skipped).0;
+        let sample = Sample {
+            population: resident,
+            zero: zero.0,
+            merged: merged.0,
+            volatile: volatile.0,
+            seen: census.seen.clone(),
+        };
+        let estimate = estimate::estimate(&sample, CONFIDENCE);
+        let interval =
+            |interval: Interval| IntervalReport { low: interval.low, estimate: interval.estimate, high: interval.high };
+        Self {
+            resident,
+            confidence: CONFIDENCE,
+            zero: interval(estimate.zero),
+            merged: interval(estimate.merged),
+            volatile: interval(estimate.volatile),
+            duplicate: interval(estimate.duplicate),
+            redundant: interval(estimate.redundant),
+            unique: interval(estimate.unique),
+        }
     }
 }
 
