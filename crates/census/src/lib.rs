@@ -26,10 +26,10 @@ pub mod tally;
 
 pub use index::Index;
 pub use scan::Progress;
-pub use survey::{Selection, Survey, Unseen};
-pub use tally::{Census, SubjectCensus};
+pub use survey::{Selection, Survey};
 
 use pagefold_host::{Host, observe};
+use pagefold_model::census::Census;
 use pagefold_model::domain::DomainRule;
 use pagefold_model::savings::{Costs, Sharing};
 use pagefold_model::{Absent, PageSize};

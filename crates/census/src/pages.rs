@@ -1,9 +1,9 @@
 //! The pages of a process line by line, as a recording keeps them: where each is, which frame it has, what it holds.
 
 use crate::index::{Index, Mark};
-use crate::tally::{Census, SubjectCensus};
 use pagefold_host::recording::pages::{Content, FrameLine, PageLine};
 use pagefold_host::{FrameFlags, Host, Mapping};
+use pagefold_model::census::{Census, SubjectCensus};
 use pagefold_model::{Absent, AddressRange, Fingerprint, PageClass, Pfn, Reading};
 use std::collections::BTreeMap;
 

@@ -22,8 +22,8 @@ pub fn open(global: &Global) -> anyhow::Result<Box<dyn Host>> {
     }
 }
 
-/// What the options for targets mean.
-pub fn selection(targets: &Targets) -> anyhow::Result<Selection> {
+/// What the options for targets mean. On the live host, this process is left out.
+pub fn selection(targets: &Targets, global: &Global) -> anyhow::Result<Selection> {
     let users = targets.user.iter().map(|user| uid(user)).collect::<anyhow::Result<_>>()?;
     Ok(Selection {
         pids: targets.pid.iter().copied().map(Pid).collect(),
@@ -31,6 +31,7 @@ pub fn selection(targets: &Targets) -> anyhow::Result<Selection> {
         cgroups: targets.cgroup.clone(),
         users,
         vms: targets.vm.clone(),
+        except: (global.host == "live").then(|| Pid(std::process::id())),
     })
 }
 

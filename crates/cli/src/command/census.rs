@@ -70,7 +70,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         bail!("--threads 0: at least one thread is needed");
     }
     let census_options = pagefold_census::Options {
-        selection: source::selection(&options.targets)?,
+        selection: source::selection(&options.targets, global)?,
         domains: options.domains.into(),
         settle: options.settle,
         threads,

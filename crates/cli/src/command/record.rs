@@ -4,10 +4,11 @@ use crate::arguments::{Global, Targets, duration};
 use crate::{Outcome, output, progress, source};
 use anyhow::{Context, bail};
 use clap::Args;
+use pagefold_census::Index;
 use pagefold_census::pages::Pages;
-use pagefold_census::{Census, Index};
 use pagefold_host::recording::{Tap, pages::kind_line};
 use pagefold_host::{Host, observe};
+use pagefold_model::census::Census;
 use pagefold_model::doctor::tuner;
 use pagefold_model::domain::DomainRule;
 use pagefold_model::identity::Identity;
@@ -52,7 +53,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         .with_context(|| format!("cannot record into {}: name a new folder", root.display()))?;
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
     let census_options = pagefold_census::Options {
-        selection: source::selection(&options.targets)?,
+        selection: source::selection(&options.targets, global)?,
         domains: DomainRule::default(),
         settle: options.settle,
         threads: std::thread::available_parallelism().map_or(1, Into::into),
@@ -83,11 +84,10 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     );
     tap.finish(&about).with_context(|| format!("cannot write to {}", root.display()))?;
     output::print(&format!(
-        "Recorded {} processes with {} lines of pages in {}.\n\
-         Look it through, then attach it: `tar czf recording.tar.gz -C {0} .`\n",
+        "Recorded {} processes with {lines} lines of pages in {path}.\n\
+         Look it through, then attach it: tar czf recording.tar.gz -C {path} .\n",
         census.subjects.len(),
-        lines,
-        root.display(),
+        path = root.display(),
     ))?;
     Ok(if census.partial || !census.unseen.is_empty() { Outcome::Partial } else { Outcome::Done })
 }

@@ -5,7 +5,7 @@ pub mod parquet;
 pub mod text;
 
 use crate::wire::{Classes, NotSeen, Who};
-use pagefold_census::{Census, SubjectCensus};
+use pagefold_model::census::{Census, Extent, SubjectCensus};
 use pagefold_model::content::{ContentKind, collision_probability};
 use pagefold_model::estimate::{self, Interval, Sample};
 use pagefold_model::savings::Reach;
@@ -486,7 +486,7 @@ fn extents(census: &Census, page_size: PageSize, top: usize) -> Vec<ExtentReport
 }
 
 /// An extent with the process it lies in.
-pub fn extent_report(census: &Census, page_size: PageSize, extent: &pagefold_census::tally::Extent) -> ExtentReport {
+pub fn extent_report(census: &Census, page_size: PageSize, extent: &Extent) -> ExtentReport {
     let id = census.subjects[extent.subject].process.id;
     ExtentReport {
         pid: id.pid.0,

@@ -1,7 +1,7 @@
 //! Every extent of mergeable pages as a row of a Parquet file, for data frames.
 
-use pagefold_census::Census;
 use pagefold_model::PageSize;
+use pagefold_model::census::Census;
 use parquet::basic::Compression;
 use parquet::data_type::{ByteArray, ByteArrayType, DataType, DoubleType, Int64Type};
 use parquet::errors::Result;
