@@ -257,7 +257,10 @@ impl<'a> Counter<'a> {
         for segment in best_segments(gains, self.plan.costs.boundary) {
             self.savings.guided_ranges += 1;
             for ordinal in first + segment.start as u32..first + segment.end as u32 {
-                self.index.set_mark(ordinal, self.index.mark(ordinal).covered());
+                let mark = self.index.mark(ordinal);
+                if mark.was_read() {
+                    self.index.set_mark(ordinal, mark.covered());
+                }
             }
         }
     }

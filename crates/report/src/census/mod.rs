@@ -204,8 +204,7 @@ pub struct RegionReport {
     pub start: String,
     /// First address after it, hexadecimal.
     pub end: String,
-    /// Its name or file, if it has one.
-    #[serde(skip_serializing_if = "String::is_empty")]
+    /// Its name or file; empty for anonymous memory without a name.
     pub name: String,
     /// Resident bytes of any kind.
     pub rss: u64,
