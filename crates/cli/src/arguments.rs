@@ -48,6 +48,8 @@ pub enum When {
 pub enum Command {
     /// Count identical pages, and what merging them would give back
     Census(command::census::Options),
+    /// Say why nothing merges, and what is wrong with how this host merges
+    Doctor(command::doctor::Options),
     /// Print the JSON schema of a report
     Schema(command::schema::Options),
     /// Print a completion script for a shell

@@ -2,4 +2,5 @@
 
 pub mod census;
 pub mod completions;
+pub mod doctor;
 pub mod schema;

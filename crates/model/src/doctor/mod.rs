@@ -33,7 +33,7 @@ pub use tuner::{Tuner, tuner};
 use crate::domain::Domain;
 use crate::ksm::Ksm;
 use crate::memory::{Memory, Pressure};
-use crate::process::{Process, Rollup};
+use crate::process::Process;
 use crate::reading::{Absent, Reading};
 use crate::region::Region;
 use crate::units::{PageSize, ProcessId};
@@ -84,8 +84,6 @@ pub struct ProcessFacts {
     pub process: Process,
     /// `/proc/PID/smaps`.
     pub regions: Reading<Vec<Region>>,
-    /// `/proc/PID/smaps_rollup`.
-    pub rollup: Reading<Rollup>,
     /// The trust domain it belongs to.
     pub domain: Domain,
     /// `ksm_merge_any` of its parent (`/proc/PPID/ksm_stat`): what it should have inherited.

@@ -53,7 +53,6 @@ fn healthy_process(pid: u32) -> ProcessFacts {
             pinned: Ok(Bytes::ZERO),
         },
         regions: Ok(vec![region(GIB, VmFlags::MERGEABLE)]),
-        rollup: Err(Absent::NotOnThisKernel),
         domain: Domain::User(1000),
         parent_merge_any: Ok(false),
     }
