@@ -55,6 +55,10 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     } else {
         DoctorReport::of_processes(host.describe(), &facts, &processes)
     };
+    let report = match instead_of_sudo(global) {
+        Some(instead) => report.without_more_privilege(instead),
+        None => report,
+    };
     output::print(&if options.json {
         wire::json(&report)
     } else {
@@ -62,7 +66,18 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     })?;
     Ok(match report.verdict {
         VerdictName::Fail => Outcome::VerdictNo,
-        _ if report.counts.unknown > 0 => Outcome::Partial,
+        _ if report.counts.unknown > 0 || !report.not_seen.is_empty() => Outcome::Partial,
         _ => Outcome::Done,
     })
+}
+
+/// What to say where asking again as root would change nothing.
+fn instead_of_sudo(global: &Global) -> Option<&'static str> {
+    if global.host != "live" {
+        Some("# it is not in the recording: make one as root with pagefold record")
+    } else if rustix::process::geteuid().is_root() {
+        Some("# refused even to root: CAP_SYS_PTRACE is missing (a container?), or a security module forbids it")
+    } else {
+        None
+    }
 }

@@ -240,7 +240,7 @@ impl Rule {
     /// The finding for want of a reading; `again` is the command that asks anew, for more privilege.
     fn unknown(&self, missing: &Missing, again: &str) -> Finding {
         let Missing { what, absent } = missing;
-        let finding = self.finding(Verdict::Unknown, format!("cannot tell: {what}"), absent.to_string());
+        let finding = self.finding(Verdict::Unknown, format!("cannot tell: {what}"), format!("{what}: {absent}"));
         if *absent == Absent::Denied { finding.remedy([format!("sudo {again}")]) } else { finding }
     }
 }

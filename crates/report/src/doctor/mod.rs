@@ -2,7 +2,7 @@
 
 pub mod text;
 
-use crate::wire::Who;
+use crate::wire::{NotSeen, Who};
 use pagefold_model::doctor::{Finding, HostFacts, ProcessFacts, Scope, Verdict, examine_host, examine_process};
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -24,6 +24,9 @@ pub struct DoctorReport {
     pub processes: Vec<Who>,
     /// The findings, worst first.
     pub findings: Vec<FindingReport>,
+    /// Processes whose memory could not be looked at; number 0 stands for processes that are not even listed. Findings
+    /// that need them are `unknown`.
+    pub not_seen: Vec<NotSeen>,
 }
 
 /// How a rule judges.
@@ -122,17 +125,28 @@ impl From<Finding> for FindingReport {
 impl DoctorReport {
     /// Examine the host.
     pub fn of_host(host: String, facts: &HostFacts) -> Self {
-        Self::new(host, Vec::new(), examine_host(facts))
+        Self::new(host, Vec::new(), examine_host(facts), not_seen(facts.processes.iter()))
     }
 
     /// Examine some of its processes.
     pub fn of_processes(host: String, facts: &HostFacts, processes: &[&ProcessFacts]) -> Self {
         let who = processes.iter().map(|process| Who::of(&process.process, Some(&process.domain))).collect();
         let findings = processes.iter().flat_map(|process| examine_process(facts, process)).collect();
-        Self::new(host, who, findings)
+        Self::new(host, who, findings, not_seen(processes.iter().copied()))
     }
 
-    fn new(host: String, processes: Vec<Who>, findings: Vec<Finding>) -> Self {
+    /// Where more privilege is not to be had: say `instead` what can be done about what was refused.
+    #[must_use]
+    pub fn without_more_privilege(mut self, instead: &str) -> Self {
+        for finding in &mut self.findings {
+            if finding.verdict == VerdictName::Unknown && finding.remedy.iter().all(|line| line.starts_with("sudo ")) {
+                finding.remedy = finding.remedy.iter().map(|_| instead.to_owned()).collect();
+            }
+        }
+        self
+    }
+
+    fn new(host: String, processes: Vec<Who>, findings: Vec<Finding>, not_seen: Vec<NotSeen>) -> Self {
         let mut findings: Vec<FindingReport> = findings.into_iter().map(Into::into).collect();
         findings.sort_by_key(|finding| Reverse(finding.verdict));
         let mut counts = VerdictCounts::default();
@@ -146,6 +160,16 @@ impl DoctorReport {
             } += 1;
         }
         let verdict = findings.first().map_or(VerdictName::NotApplicable, |finding| finding.verdict);
-        Self { schema: "pagefold.doctor/1", host, verdict, counts, processes, findings }
+        Self { schema: "pagefold.doctor/1", host, verdict, counts, processes, findings, not_seen }
     }
+}
+
+fn not_seen<'a>(processes: impl Iterator<Item = &'a ProcessFacts>) -> Vec<NotSeen> {
+    processes
+        .filter_map(|facts| {
+            let why = facts.regions.as_ref().err()?;
+            let comm = Some(&facts.process.comm).filter(|_| facts.process.uid.is_ok());
+            Some(NotSeen::of(facts.process.id.pid.0, comm.cloned(), why))
+        })
+        .collect()
 }
