@@ -50,6 +50,8 @@ pub enum Command {
     Census(command::census::Options),
     /// Keep what the read-only commands read in a folder, for a bug report
     Record(command::record::Options),
+    /// Say why nothing merges, and what is wrong with how this host merges
+    Doctor(command::doctor::Options),
     /// Print the JSON schema of a report
     Schema(command::schema::Options),
     /// Print a completion script for a shell

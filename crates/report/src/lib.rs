@@ -6,5 +6,6 @@
 #![forbid(unsafe_code)]
 
 pub mod census;
+pub mod doctor;
 pub mod text;
 pub mod wire;

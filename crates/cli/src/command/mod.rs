@@ -3,4 +3,5 @@
 pub mod census;
 pub mod completions;
 pub mod record;
+pub mod doctor;
 pub mod schema;

@@ -3,6 +3,7 @@
 use crate::{Outcome, output};
 use clap::{Args, ValueEnum};
 use pagefold_report::census::CensusReport;
+use pagefold_report::doctor::DoctorReport;
 use pagefold_report::wire;
 
 /// Arguments of `schema`.
@@ -18,12 +19,15 @@ pub struct Options {
 enum Report {
     /// `pagefold census --json`
     Census,
+    /// `pagefold doctor --json`
+    Doctor,
 }
 
 /// Print the schema.
 pub fn run(options: &Options) -> anyhow::Result<Outcome> {
     output::print(&match options.report {
         Report::Census => wire::schema::<CensusReport>(),
+        Report::Doctor => wire::schema::<DoctorReport>(),
     })?;
     Ok(Outcome::Done)
 }
