@@ -32,6 +32,11 @@ test: setup ## Run every test; as root the live ones too (real KSM, other proces
 bench: ## Measure what the documentation claims (minutes; wants a quiet machine)
 	$(CARGO) run $(LOCKED) --release -p pagefold-benchmarks -- $(ARGS)
 
+# gxhash, one of the hashes that are compared, compiles only where AES instructions may be used everywhere.
+ifeq ($(shell grep -m1 -cw aes /proc/cpuinfo),1)
+bench: export RUSTFLAGS := $(strip $(RUSTFLAGS) -C target-feature=+aes)
+endif
+
 .PHONY: lint
 lint: style deny ## Check formatting, lints, scripts, licences and duplicate dependencies
 
