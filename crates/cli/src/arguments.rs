@@ -48,6 +48,8 @@ pub enum When {
 pub enum Command {
     /// Count identical pages, and what merging them would give back
     Census(command::census::Options),
+    /// Tell the true footprint of processes, where RSS is blind to merging
+    Account(command::account::Options),
     /// Print the JSON schema of a report
     Schema(command::schema::Options),
     /// Print a completion script for a shell

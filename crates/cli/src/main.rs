@@ -40,6 +40,7 @@ fn main() -> ExitCode {
 fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
     match &arguments.command {
         Command::Census(options) => command::census::run(options, &arguments.global),
+        Command::Account(options) => command::account::run(options, &arguments.global),
         Command::Schema(options) => command::schema::run(options),
         Command::Completions(options) => command::completions::run(options),
     }

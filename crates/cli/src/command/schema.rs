@@ -2,6 +2,7 @@
 
 use crate::{Outcome, output};
 use clap::{Args, ValueEnum};
+use pagefold_report::account::AccountReport;
 use pagefold_report::census::CensusReport;
 use pagefold_report::wire;
 
@@ -18,12 +19,15 @@ pub struct Options {
 enum Report {
     /// `pagefold census --json`
     Census,
+    /// `pagefold account --json`
+    Account,
 }
 
 /// Print the schema.
 pub fn run(options: &Options) -> anyhow::Result<Outcome> {
     output::print(&match options.report {
         Report::Census => wire::schema::<CensusReport>(),
+        Report::Account => wire::schema::<AccountReport>(),
     })?;
     Ok(Outcome::Done)
 }
