@@ -76,35 +76,58 @@ pub struct Survey {
 
 /// Choose processes and read their regions.
 pub fn survey(host: &dyn Host, selection: &Selection, rule: DomainRule) -> Result<Survey, Error> {
+    let (mut subjects, unseen) = choose(host, selection, |handle, process| {
+        let regions = judge(handle, &process, observe::regions(handle)?);
+        Ok(Subject { domain: rule.domain(&process), process, regions })
+    })?;
+    subjects.sort_by(|a, b| (&a.domain, a.process.id).cmp(&(&b.domain, b.process.id)));
+    Ok(Survey { subjects, unseen })
+}
+
+/// Take hold of each chosen process that has memory of its own, which kernel threads and zombies have not, and look at
+/// it. Several are looked at at once; what was seen and what was not is in the order of their numbers.
+///
+/// Processes that went away on their own are in neither list, unless they were asked for by number.
+pub fn choose<T: Send>(
+    host: &dyn Host,
+    selection: &Selection,
+    look: impl Fn(&dyn Handle, Process) -> Reading<T> + Sync,
+) -> Result<(Vec<T>, Vec<Unseen>), Error> {
     let names: Result<Vec<_>, _> = selection.names.iter().map(|name| Ok(Glob::new(name)?.compile_matcher())).collect();
     let chooser = Chooser { selection, names: names.map_err(Error::Pattern)? };
     let pids = if selection.pids.is_empty() {
         let mut pids = host.pids().map_err(|source| Error::Processes { host: host.describe(), source })?;
         pids.retain(|&pid| selection.except != Some(pid));
         pids
+    let mut pids = if selection.pids.is_empty() {
+        host.pids().map_err(|source| Error::Processes { host: host.describe(), source })?
     } else {
         selection.pids.clone()
     };
-    let looked_at: Vec<Result<Option<Subject>, Unseen>> =
-        pids.par_iter().map(|&pid| subject(host, pid, &chooser, rule)).collect();
+    pids.sort_unstable();
+    pids.dedup();
+    let looked_at: Vec<Result<Option<T>, Unseen>> =
+        pids.par_iter().map(|&pid| one(host, pid, &chooser, &look)).collect();
     let asked_for = |unseen: &Unseen| unseen.why != Absent::Vanished || !selection.pids.is_empty();
-    let mut survey = Survey::default();
+    let (mut seen, mut unseen) = (Vec::new(), Vec::new());
     for result in looked_at {
         match result {
-            Ok(subject) => survey.subjects.extend(subject),
-            Err(unseen) => survey.unseen.extend(Some(unseen).filter(asked_for)),
+            Ok(found) => seen.extend(found),
+            Err(missed) => unseen.extend(Some(missed).filter(asked_for)),
         }
     }
-    survey.subjects.sort_by(|a, b| (&a.domain, a.process.id).cmp(&(&b.domain, b.process.id)));
-    survey.subjects.dedup_by_key(|subject| subject.process.id);
-    survey.unseen.sort_by_key(|unseen| unseen.pid);
-    Ok(survey)
+    Ok((seen, unseen))
 }
 
 /// One process: `None` if it is not chosen or has no memory of its own.
-fn subject(host: &dyn Host, pid: Pid, chooser: &Chooser<'_>, rule: DomainRule) -> Result<Option<Subject>, Unseen> {
+fn one<T>(
+    host: &dyn Host,
+    pid: Pid,
+    chooser: &Chooser<'_>,
+    look: impl Fn(&dyn Handle, Process) -> Reading<T>,
+) -> Result<Option<T>, Unseen> {
     let mut comm = None;
-    let mut look = || -> Reading<Option<Subject>> {
+    let mut open = || -> Reading<Option<T>> {
         let handle = host.open(pid)?;
         let process = observe::process(&*handle)?;
         if !chooser.fits(&process) || process.kernel_thread {
@@ -114,10 +137,9 @@ fn subject(host: &dyn Host, pid: Pid, chooser: &Chooser<'_>, rule: DomainRule) -
         if process.is_zombie() {
             return Ok(None);
         }
-        let regions = judge(&*handle, &process, observe::regions(&*handle)?);
-        Ok(Some(Subject { domain: rule.domain(&process), process, regions }))
+        look(&*handle, process).map(Some)
     };
-    look().map_err(|why| Unseen { pid, comm, why })
+    open().map_err(|why| Unseen { pid, comm, why })
 }
 
 /// Why KSM cannot take the pages of each region.

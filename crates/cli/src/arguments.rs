@@ -52,6 +52,8 @@ pub enum Command {
     Record(command::record::Options),
     /// Say why nothing merges, and what is wrong with how this host merges
     Doctor(command::doctor::Options),
+    /// Tell the true footprint of processes, where RSS is blind to merging
+    Account(command::account::Options),
     /// Print the JSON schema of a report
     Schema(command::schema::Options),
     /// Print a completion script for a shell

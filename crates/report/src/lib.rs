@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod account;
 pub mod census;
 pub mod doctor;
 pub mod text;

@@ -2,6 +2,7 @@
 
 use crate::{Outcome, output};
 use clap::{Args, ValueEnum};
+use pagefold_report::account::AccountReport;
 use pagefold_report::census::CensusReport;
 use pagefold_report::doctor::DoctorReport;
 use pagefold_report::wire;
@@ -21,6 +22,8 @@ enum Report {
     Census,
     /// `pagefold doctor --json`
     Doctor,
+    /// `pagefold account --json`
+    Account,
 }
 
 /// Print the schema.
@@ -28,6 +31,7 @@ pub fn run(options: &Options) -> anyhow::Result<Outcome> {
     output::print(&match options.report {
         Report::Census => wire::schema::<CensusReport>(),
         Report::Doctor => wire::schema::<DoctorReport>(),
+        Report::Account => wire::schema::<AccountReport>(),
     })?;
     Ok(Outcome::Done)
 }

@@ -327,7 +327,7 @@ fn notes(report: &CensusReport) -> String {
 }
 
 /// Who was not seen, by reason, with the remedy.
-fn unseen(processes: &[crate::wire::NotSeen]) -> String {
+pub(crate) fn unseen(processes: &[crate::wire::NotSeen]) -> String {
     let mut text = String::new();
     let denied: Vec<_> = processes.iter().filter(|process| process.reason == "denied").collect();
     if !denied.is_empty() {

@@ -1,0 +1,197 @@
+//! `pagefold account`: what processes cost in truth, where RSS is blind to merging.
+//!
+//! Every figure of a process is known from its own page tables and the counts of the frames they name, so only the
+//! chosen processes are read. The balance of `--explain` is one of the whole host: fair shares add up to the frames in
+//! use, and the kernel's counters compare, only when everybody's page tables were read. So with it the others are
+//! entered too, and shown in no row.
+
+use crate::arguments::{Global, Targets};
+use crate::{Outcome, output, progress, source};
+use anyhow::bail;
+use clap::{Args, ValueEnum};
+use pagefold_census::{Selection, Unseen, survey};
+use pagefold_host::footprint::Ledger;
+use pagefold_host::{Host, Process as Handle, observe, parse};
+use pagefold_model::account::reconcile::{Reconciliation, reconcile};
+use pagefold_model::account::{Account, Footprint, GroupBy, Mapped};
+use pagefold_model::ksm::Ksm;
+use pagefold_model::process::Process;
+use pagefold_model::{Absent, Bytes, Pages, Reading};
+use pagefold_report::account::{AccountReport, Input, Whole, text};
+use pagefold_report::wire;
+use std::collections::BTreeSet;
+use std::sync::Mutex;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+const EXAMPLES: &str = "\
+Examples:
+  pagefold account                       what each process costs, exactly if run by root
+  pagefold account --by vm --top 50      the same by virtual machine
+  pagefold account --by job --user alice by Slurm or MPI job
+  pagefold account --cgroup /machine.slice --json > account.json
+  pagefold account --explain             held against the kernel's own counters
+
+Reads page tables and counters only; nothing is changed or stopped.
+Without root the figures of one's own processes are estimates from the kernel's sums.";
+
+/// Arguments of `account`.
+#[derive(Args, Debug)]
+#[command(after_help = EXAMPLES)]
+pub struct Options {
+    #[command(flatten)]
+    targets: Targets,
+    /// What to sum over
+    #[arg(long, value_enum, value_name = "WHAT", default_value_t = By::Process)]
+    by: By,
+    /// Hold the account of the whole host against the kernel's counters, and explain each difference
+    #[arg(long)]
+    explain: bool,
+    /// Rows of the table
+    #[arg(long, value_name = "N", default_value_t = 12)]
+    top: usize,
+    /// Print JSON (see `pagefold schema account`)
+    #[arg(long)]
+    json: bool,
+}
+
+/// What to sum over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum By {
+    /// Each process by itself
+    Process,
+    /// Virtual machines
+    Vm,
+    /// Cgroups
+    Cgroup,
+    /// Jobs: of Slurm with all their steps, of MPI
+    Job,
+    /// Steps of Slurm jobs; other jobs have one
+    Step,
+    /// Users
+    User,
+}
+
+impl From<By> for GroupBy {
+    fn from(by: By) -> Self {
+        match by {
+            By::Process => Self::Process,
+            By::Vm => Self::Vm,
+            By::Cgroup => Self::Cgroup,
+            By::Job => Self::Job,
+            By::Step => Self::Step,
+            By::User => Self::User,
+        }
+    }
+}
+
+/// Take the account and print it.
+pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
+    let host = source::open(global)?;
+    let selection = source::selection(&options.targets)?;
+    let started = Instant::now();
+    let never = AtomicBool::new(false);
+    let (accounts, unseen, whole) =
+        progress::show(host.page_size(), &never, |_| take(&*host, &selection, options.explain))?;
+    if accounts.is_empty() && unseen.is_empty() {
+        bail!(
+            "no process with memory of its own fits (kernel threads and zombies have none): `pagefold account` without \
+             conditions shows who there is"
+        );
+    }
+    let report = AccountReport::of(&Input {
+        host: host.describe(),
+        page_size: host.page_size(),
+        by: options.by.into(),
+        accounts: &accounts,
+        unseen: &unseen,
+        reconciliation: whole.as_ref().map(|(reconciliation, processes, unseen)| Whole {
+            reconciliation,
+            processes: *processes,
+            unseen,
+        }),
+        seconds: started.elapsed().as_secs_f64(),
+    });
+    if options.json {
+        output::print(&wire::json(&report))?;
+    } else {
+        output::print(&text::render(&report, options.top, output::style(global)))?;
+    }
+    Ok(if report.is_incomplete() { Outcome::Partial } else { Outcome::Done })
+}
+
+/// The accounts of the chosen processes, those that were not seen, and with `explain` the comparison for the whole host
+/// with the number of its processes and those not seen of them.
+type Taken = (Vec<Account>, Vec<Unseen>, Option<(Reconciliation, u64, Vec<Unseen>)>);
+
+fn take(host: &dyn Host, selection: &Selection, explain: bool) -> Result<Taken, pagefold_census::Error> {
+    let books = Books {
+        host,
+        frames: host.frame_mappings(&[]).and_then(|_| host.frame_flags(&[])).map(|_| ()),
+        ledger: Mutex::new(Ledger::new(host)),
+        ksm: ksm(host),
+    };
+    let (accounts, unseen) = survey::choose(host, selection, |handle, process| books.enter(handle, process))?;
+    if !explain {
+        return Ok((accounts, unseen, None));
+    }
+    let entered: BTreeSet<_> = accounts.iter().map(|account| account.process.id).collect();
+    let (rest, missed) = survey::choose(host, &Selection::default(), |handle, process| {
+        let new = !entered.contains(&process.id);
+        new.then(|| books.enter(handle, process)).transpose()
+    })?;
+    let frames = books.ledger.into_inner().expect("no thread panicked").close();
+    let everybody: Vec<Account> = accounts.iter().cloned().chain(rest.into_iter().flatten()).collect();
+    // The counters as they are now, right after the frames.
+    let memory = observe::memory(host).unwrap_or_else(|_| parse::meminfo(b""));
+    let reconciliation = reconcile(host.page_size(), &everybody, &frames, &ksm(host), &memory);
+    Ok((accounts, unseen, Some((reconciliation, everybody.len() as u64, missed))))
+}
+
+/// KSM's counters, each absent where the kernel has no KSM.
+fn ksm(host: &dyn Host) -> Ksm {
+    observe::ksm(host).unwrap_or_else(|why| parse::ksm(|_| Err(why.clone())))
+}
+
+/// Where the processes are entered.
+struct Books<'h> {
+    host: &'h dyn Host,
+    /// Whether frames may be looked at.
+    frames: Reading<()>,
+    ledger: Mutex<Ledger<'h>>,
+    /// For the estimates.
+    ksm: Ksm,
+}
+
+impl Books<'_> {
+    /// Exactly where frames may be looked at, otherwise from the kernel's sums.
+    fn enter(&self, handle: &dyn Handle, process: Process) -> Reading<Account> {
+        let page = self.host.page_size();
+        // First, so that who is gone by then is in no part of the balance.
+        let rollup = observe::rollup(handle);
+        if rollup == Err(Absent::Vanished) {
+            return Err(Absent::Vanished);
+        }
+        let footprint = match (self.mapped(handle), rollup) {
+            (Err(Absent::Vanished), _) => return Err(Absent::Vanished),
+            (Ok(mapped), Ok(rollup)) => Footprint::exact(page, mapped, rollup.pss, rollup.swap, &process.ksm),
+            (Ok(mapped), Err(why)) => Footprint::exact(page, mapped, Err(why.clone()), Err(why), &process.ksm),
+            (Err(why), rollup) => Footprint::estimated(page, &rollup?, &process.ksm, &self.ksm, why)?,
+        };
+        Ok(Account { process, footprint })
+    }
+
+    /// What the page tables of a process map.
+    fn mapped(&self, handle: &dyn Handle) -> Reading<Mapped> {
+        self.frames.clone()?;
+        let regions = observe::regions(handle)?;
+        let mapped = self.ledger.lock().expect("no thread panicked").enter(handle, &regions)?;
+        let resident: Bytes = regions.iter().map(|region| region.rss).sum();
+        let found = mapped.shares.pages() + mapped.zero + mapped.huge_zero + mapped.gone;
+        if resident > Bytes::ZERO && found == Pages::ZERO {
+            // A recording need not hold the pages of every process.
+            return Err(Absent::Malformed("no page tables, though memory is resident".to_owned()));
+        }
+        Ok(mapped)
+    }
+}
