@@ -268,6 +268,22 @@ fn a_tuner_is_found_by_its_command_line() {
 }
 
 #[test]
+fn an_unknown_writer_is_caught_in_the_act() {
+    let folder = Host::healthy().recorded();
+    let recording = Recording::open(folder.path()).unwrap();
+    let asked = Mutex::new(0);
+    let faulty = Faulty::new(&recording, |path| {
+        let mut asked = asked.lock().unwrap();
+        *asked += u32::from(path == "sys/kernel/mm/ksm/pages_to_scan");
+        (path == "sys/kernel/mm/ksm/pages_to_scan" && *asked > 1).then(|| Fault::Replaced(b"64\n".to_vec()))
+    });
+    let facts = examine::facts(&faulty, &[]);
+    assert_eq!(facts.rewritten, ["pages_to_scan: 5000, then 64"]);
+    let tuners = examine_host(&facts).into_iter().find(|finding| finding.rule == "ksm-tuners").unwrap();
+    assert_eq!(tuners.verdict, Verdict::Warn, "{tuners:#?}");
+}
+
+#[test]
 fn a_flag_lost_at_exec_is_found_by_the_parent() {
     let change = |host: &mut Host| {
         let path = "proc/1/ksm_stat";

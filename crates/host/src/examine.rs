@@ -11,10 +11,10 @@
 //! Limits: the facts are not of one instant.
 
 use crate::{Host, Process as Handle, observe, parse};
-use pagefold_model::doctor::{HostFacts, Ksmd, ProcessFacts, tuner};
+use pagefold_model::doctor::{HostFacts, Ksmd, ProcessFacts, Tuner, tuner};
 use pagefold_model::domain::DomainRule;
 use pagefold_model::identity::Identity;
-use pagefold_model::ksm::ProcessKsm;
+use pagefold_model::ksm::{Ksm, ProcessKsm};
 use pagefold_model::memory::Memory;
 use pagefold_model::process::Process;
 use pagefold_model::region::Region;
@@ -61,6 +61,7 @@ pub fn facts(host: &dyn Host, wanted: &[Pid]) -> HostFacts {
             (ksmd, _) => ksmd,
         },
         tuners: tuners(&processes),
+        rewritten: rewritten(ksm.as_ref().ok(), observe::ksm(host).as_ref().ok()),
         processes,
         ksm,
     }
@@ -162,7 +163,7 @@ fn ksmd(host: &dyn Host, seen: &[Seen]) -> Reading<Ksmd> {
 }
 
 /// The tuners among the processes. That there are none is known only if every command line could be read.
-fn tuners(processes: &[ProcessFacts]) -> Reading<Vec<pagefold_model::doctor::Tuner>> {
+fn tuners(processes: &[ProcessFacts]) -> Reading<Vec<Tuner>> {
     let mut found = Vec::new();
     let mut unread = None;
     for process in processes.iter().map(|facts| &facts.process).filter(|process| !process.kernel_thread) {
@@ -178,6 +179,21 @@ fn tuners(processes: &[ProcessFacts]) -> Reading<Vec<pagefold_model::doctor::Tun
         Some(why) if found.is_empty() => Err(why),
         _ => Ok(found),
     }
+}
+
+/// The settings that differ between two looks at KSM. Looking twice costs nothing, since the processes are read between.
+fn rewritten(before: Option<&Ksm>, after: Option<&Ksm>) -> Vec<String> {
+    let (Some(before), Some(after)) = (before, after) else { return Vec::new() };
+    let advised = [before, after].iter().any(|ksm| ksm.advisor_mode.as_deref() == Ok("scan-time"));
+    let rate = (!advised).then_some(("pages_to_scan", &before.pages_to_scan, &after.pages_to_scan));
+    [("run", &before.run, &after.run), ("sleep_millisecs", &before.sleep_millisecs, &after.sleep_millisecs)]
+        .into_iter()
+        .chain(rate)
+        .filter_map(|setting| match setting {
+            (name, Ok(before), Ok(after)) if before != after => Some(format!("{name}: {before}, then {after}")),
+            _ => None,
+        })
+        .collect()
 }
 
 /// NUMA nodes with memory; a kernel built without NUMA has one.

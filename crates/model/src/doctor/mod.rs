@@ -64,6 +64,9 @@ pub struct HostFacts {
     pub ksmd: Reading<Ksmd>,
     /// Programs that write KSM's settings, as [`tuner`] finds them among the processes.
     pub tuners: Reading<Vec<Tuner>>,
+    /// Settings of KSM that somebody changed while the facts were gathered, each with its values: `run: 1, then 0`.
+    /// What the advisor sets is not among them while it is on.
+    pub rewritten: Vec<String>,
     /// All processes, in any order.
     pub processes: Vec<ProcessFacts>,
 }

@@ -109,6 +109,7 @@ fn healthy() -> HostFacts {
         nodes: Ok(1),
         ksmd: Ok(Ksmd { cpu_seconds: 30.0, uptime_seconds: 3600.0 }),
         tuners: Ok(vec![]),
+        rewritten: vec![],
         processes: vec![healthy_process(100), healthy_process(200)],
     }
 }
@@ -397,6 +398,8 @@ fn writers() {
     check("ksm-tuners", Warn, |f| f.tuners = Ok(vec![Tuner::Ksmtuned, Tuner::Ksmtuned]));
     check("ksm-tuners", Fail, |f| f.tuners = Ok(vec![Tuner::Mom, Tuner::Ksmtuned]));
     check("ksm-tuners", Unknown, |f| f.tuners = Err(Absent::Denied));
+    check("ksm-tuners", Warn, |f| f.rewritten = vec!["run: 1, then 0".into()]);
+    check("ksm-tuners", Warn, |f| (f.tuners, f.rewritten) = (Err(Absent::Denied), vec!["run: 1, then 0".into()]));
 
     check("ksm-advisor-writer", NotApplicable, |f| f.tuners = Ok(vec![Tuner::Ksmtuned]));
     check("ksm-advisor-writer", Fine, |f| ksm(f).advisor_mode = Ok("scan-time".into()));
