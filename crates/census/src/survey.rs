@@ -95,15 +95,11 @@ pub fn choose<T: Send>(
 ) -> Result<(Vec<T>, Vec<Unseen>), Error> {
     let names: Result<Vec<_>, _> = selection.names.iter().map(|name| Ok(Glob::new(name)?.compile_matcher())).collect();
     let chooser = Chooser { selection, names: names.map_err(Error::Pattern)? };
-    let pids = if selection.pids.is_empty() {
-        let mut pids = host.pids().map_err(|source| Error::Processes { host: host.describe(), source })?;
+    let mut pids = selection.pids.clone();
+    if pids.is_empty() {
+        pids = host.pids().map_err(|source| Error::Processes { host: host.describe(), source })?;
         pids.retain(|&pid| selection.except != Some(pid));
-        pids
-    let mut pids = if selection.pids.is_empty() {
-        host.pids().map_err(|source| Error::Processes { host: host.describe(), source })?
-    } else {
-        selection.pids.clone()
-    };
+    }
     pids.sort_unstable();
     pids.dedup();
     let looked_at: Vec<Result<Option<T>, Unseen>> =

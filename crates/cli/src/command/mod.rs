@@ -3,6 +3,6 @@
 pub mod account;
 pub mod census;
 pub mod completions;
-pub mod record;
 pub mod doctor;
+pub mod record;
 pub mod schema;
