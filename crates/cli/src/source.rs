@@ -35,6 +35,17 @@ pub fn selection(targets: &Targets, global: &Global) -> anyhow::Result<Selection
     })
 }
 
+/// What to do about processes that could not be seen for lack of permission.
+pub fn remedy(global: &Global) -> &'static str {
+    if global.host != "live" {
+        "It is not in the recording: record as root to have it."
+    } else if rustix::process::geteuid().is_root() {
+        "Refused even to root: CAP_SYS_PTRACE is missing (a container?), or a security module forbids it."
+    } else {
+        "Run as root to see all."
+    }
+}
+
 fn uid(user: &str) -> anyhow::Result<u32> {
     if let Ok(uid) = user.parse() {
         return Ok(uid);

@@ -116,7 +116,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     if options.json {
         output::print(&wire::json(&report))?;
     } else {
-        output::print(&text::render(&report, options.top, output::style(global)))?;
+        output::print(&text::render(&report, options.top, source::remedy(global), output::style(global)))?;
     }
     Ok(if report.is_incomplete() { Outcome::Partial } else { Outcome::Done })
 }

@@ -96,7 +96,12 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     if options.json {
         output::print(&wire::json(&report))?;
     } else {
-        let view = text::View { top: options.top, regions: options.regions, extents: options.extents };
+        let view = text::View {
+            top: options.top,
+            regions: options.regions,
+            extents: options.extents,
+            remedy: source::remedy(global),
+        };
         output::print(&text::render(&report, view, output::style(global)))?;
     }
     Ok(if report.is_incomplete() { Outcome::Partial } else { Outcome::Done })

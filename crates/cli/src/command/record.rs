@@ -6,12 +6,15 @@ use anyhow::{Context, bail};
 use clap::Args;
 use pagefold_census::Index;
 use pagefold_census::pages::Pages;
+use pagefold_host::observe::{self, Nodes};
 use pagefold_host::recording::{Tap, pages::kind_line};
-use pagefold_host::{Host, observe};
+use pagefold_host::{Host, examine, parse};
+use pagefold_model::Pid;
 use pagefold_model::census::Census;
 use pagefold_model::doctor::tuner;
 use pagefold_model::domain::DomainRule;
 use pagefold_model::identity::Identity;
+use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -69,6 +72,15 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     if census.subjects.is_empty() && census.unseen.is_empty() {
         bail!("no process fits: `pagefold census` without conditions shows who there is");
     }
+    tap.show_only(shown(&*host, &census));
+    // What the doctor and the account read beside; the tap keeps it.
+    let facts = examine::facts(&tap, &[]);
+    for process in &facts.processes {
+        let handle = tap.open(process.process.id.pid);
+        // Absence is kept too.
+        let _ = handle.map(|handle| observe::rollup(&*handle));
+    }
+    let _ = (observe::huge_page_bytes(&tap), Nodes::observe(&tap));
     let lines = write_pages(&tap, &census, &index, root)?;
     write_lines(
         &root.join("contents.txt"),
@@ -90,6 +102,17 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         path = root.display(),
     ))?;
     Ok(if census.partial || !census.unseen.is_empty() { Outcome::Partial } else { Outcome::Done })
+}
+
+/// The processes of the census, and ksmd, of which the doctor wants to know the CPU.
+fn shown(host: &dyn Host, census: &Census) -> BTreeSet<Pid> {
+    let is_ksmd = |pid: &Pid| {
+        let stat = host.open(*pid).and_then(|handle| handle.read("stat")).and_then(|stat| parse::stat(&stat));
+        stat.is_ok_and(|stat| stat.comm == "ksmd" && stat.flags & parse::PF_KTHREAD != 0)
+    };
+    let ksmd = host.pids().unwrap_or_default().into_iter().find(is_ksmd);
+    let seen = census.subjects.iter().map(|subject| subject.process.id.pid);
+    seen.chain(census.unseen.iter().map(|unseen| unseen.pid)).chain(ksmd).collect()
 }
 
 /// Whether a command line is kept whole.
