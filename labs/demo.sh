@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Takes a census of a small fleet of real programs on this machine, shows what was found, and cleans up. Nothing on the
+# host is changed: ksmd is left as it is.
+#
+# As root, where `labs/setup.sh` has made ready: four QEMU guests that share most of what they hold. Otherwise: four
+# perl interpreters, each with the same book of words in memory.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
+# pagefold tells with its exit status that a verdict is no (1) or that something was not seen (3): both are results.
+pagefold() {
+    say "pagefold $*"
+    target/release/pagefold "$@" || case $? in 1 | 3) ;; *) return 1 ;; esac
+}
+
+look() {
+    pagefold census "$@"
+    pagefold account "$@"
+    pagefold doctor
+    if [ "$(id -u)" -ne 0 ]; then
+        say "This was one's own processes alone. As root, 'make demo' starts virtual machines and sees everything."
+    fi
+}
+
+if [ "${1-}" = look ]; then
+    shift
+    look "$@"
+    exit
+fi
+
+say "Building (release)"
+cargo build --release -p pagefold -p pagefold-labs
+
+if [ "$(id -u)" -eq 0 ] && command -v qemu-system-x86_64 >/dev/null && [ -e .cache/fleet ]; then
+    say "Starting four QEMU guests of 128 MiB: 16 MiB of data the same in all, 16 MiB of its own in each"
+    target/release/pagefold-lab fleet --guests 4 --memory 128 --same 16 --own 16 --names web \
+        -- labs/demo.sh look --vm web-0 --vm web-1 --vm web-2 --vm web-3
+else
+    say "Starting four perl interpreters with the same book of words in each (no root or no QEMU here)"
+    pids=()
+    # shellcheck disable=SC2317 # called by the trap
+    cleanup() { kill "${pids[@]}" 2>/dev/null || true; }
+    trap cleanup EXIT
+    arguments=()
+    for _ in 1 2 3 4; do
+        BOOK=LICENSE-APACHE perl -e '$| = 1; my %book; open my $text, "<", $ENV{BOOK} or die; my @lines = <$text>;
+            for my $round (1 .. 40) { $book{"$round: $_"} = $_ x 4 for @lines } print "ready\n"; sleep 600' \
+            >/dev/null &
+        pids+=("$!")
+        arguments+=(--pid "$!")
+    done
+    sleep 3
+    look "${arguments[@]}"
+fi
