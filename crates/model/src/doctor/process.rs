@@ -350,7 +350,7 @@ fn pinned(rule: &Rule, _: &HostFacts, facts: &ProcessFacts) -> Outcome {
 /// it is enrolled by madvise.
 fn prctl_exec(rule: &Rule, host: &HostFacts, facts: &ProcessFacts) -> Outcome {
     if !*need("ksm_merge_any of the process or its parent", &lost_flag(facts))? {
-        return Ok(rule.ok("it has the flag of its parent", flag(facts)));
+        return Ok(rule.ok("it has lost no merge flag of its parent", flag(facts)));
     }
     let verdict = if is_enrolled(facts)? { Verdict::Warn } else { Verdict::Fail };
     let release = host.kernel.as_deref().unwrap_or("unknown release");
@@ -396,6 +396,9 @@ fn scanned(rule: &Rule, host: &HostFacts, facts: &ProcessFacts) -> Outcome {
     let value = format!("ksm_rmap_items = {items} ({bytes})");
     if items > 0 {
         return Ok(rule.ok("ksmd has looked at it", value));
+    }
+    if *need("run", &ksm(host)?.run)? != 1 {
+        return Ok(rule.not_applicable("ksmd is off", value));
     }
     Ok(rule
         .warn("ksmd has not looked at it", value)

@@ -574,6 +574,7 @@ fn processes() {
     check_process("process-scanned", Fine, |_, _| ());
     check_process("process-scanned", NotApplicable, |_, p| unenrol(p));
     check_process("process-scanned", Warn, |_, p| p.process.ksm.rmap_items = Ok(0));
+    check_process("process-scanned", NotApplicable, |h, p| (ksm(h).run, p.process.ksm.rmap_items) = (Ok(0), Ok(0)));
     check_process("process-scanned", Unknown, |_, p| p.process.ksm.rmap_items = Err(Absent::Denied));
 
     check_process("process-merging", Fine, |_, _| ());
