@@ -11,7 +11,7 @@
 //! Limits: the facts are not of one instant.
 
 use crate::{Host, Process as Handle, observe, parse};
-use pagefold_model::doctor::{HostFacts, Ksmd, ProcessFacts, Tuner, tuner};
+use pagefold_model::doctor::{HostFacts, Ksmd, ProcessFacts, Tuner, USER_HZ, tuner};
 use pagefold_model::domain::DomainRule;
 use pagefold_model::identity::Identity;
 use pagefold_model::ksm::{Ksm, ProcessKsm};
@@ -21,10 +21,6 @@ use pagefold_model::region::Region;
 use pagefold_model::{Absent, Pid, ProcessId, Reading};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
-
-/// Clock ticks a second in `/proc/PID/stat`: `USER_HZ` (include/asm-generic/param.h), part of the user interface of
-/// every architecture but alpha.
-const USER_HZ: f64 = 100.0;
 
 /// All facts of a host, and of every process that is listed or named in `wanted`. One of `wanted` that is not among the
 /// processes afterwards does not exist.

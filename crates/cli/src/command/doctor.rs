@@ -18,8 +18,8 @@ Examples:
 
 Nothing is changed: remedies are printed, not applied.
 
-Exit status: 0 nothing fails, 1 something fails, 2 no such process or another error, 3 nothing fails but something
-could not be told, for want of privilege or because ksmd has not come so far.";
+Exit status: 0 nothing fails, 1 something fails, 2 no such process or another error, 3 nothing
+fails but something could not be told, for want of privilege or because ksmd has not come so far.";
 
 /// Arguments of `doctor`.
 #[derive(Args, Debug)]
@@ -32,7 +32,7 @@ pub struct Options {
     #[arg(long, short)]
     verbose: bool,
     /// Print JSON (see `pagefold schema doctor`)
-    #[arg(long, conflicts_with = "verbose")]
+    #[arg(long)]
     json: bool,
 }
 

@@ -1,8 +1,10 @@
 //! What merging costs: metadata, copies, huge pages, CPU; and whether the host has the memory to undo it.
 
-use super::fleet::{Fleet, is_share, tracked};
+use super::fleet::{Fleet, bytes_of, is_share, total, tracked, workload};
 use super::settings::{LEFT_OVER, anything_enrolled, ksm, saved};
-use super::{HostFacts, HostRule, Missing, Outcome, Rule, Verdict, is_set, need, set};
+use super::{
+    HostFacts, HostRule, Missing, Outcome, ProcessFacts, Rule, USER_HZ, Verdict, is_set, need, pass_seconds, set,
+};
 use crate::ksm::RMAP_ITEM_BYTES;
 use crate::reading::Absent;
 use crate::units::{Bytes, NetBytes, Pages};
@@ -82,6 +84,35 @@ pub(super) const RULES: &[HostRule] = &[
 /// Passes after which a loss is one: pages merge in the second pass at the earliest.
 const SETTLED_PASSES: u64 = 3;
 
+/// Whether ksmd has had the passes over the memory of these processes, of which it has metadata for `tracked` pages, that
+/// merging takes: it runs, it knows most of the pages, and most of them belong to processes that are older than
+/// [`SETTLED_PASSES`]. `full_scans` alone does not tell, since it counts from boot.
+///
+/// Limits: of a process that was enrolled, or of a ksmd that was started, long after the process, it is believed after
+/// one pass instead of three.
+pub(super) fn settled(
+    facts: &HostFacts,
+    fleet: &Fleet,
+    processes: &[&ProcessFacts],
+    tracked: Pages,
+) -> Result<bool, Missing> {
+    let ksm = ksm(facts)?;
+    if *need("run", &ksm.run)? != 1 || *need("full_scans", &ksm.full_scans)? < SETTLED_PASSES {
+        return Ok(false);
+    }
+    let to_scan = *need("pages_to_scan", &ksm.pages_to_scan)?;
+    let sleep = *need("sleep_millisecs", &ksm.sleep_millisecs)?;
+    let Some(pass) = pass_seconds(workload(facts, fleet)?.pages, to_scan, sleep) else { return Ok(false) };
+    let uptime = facts.ksmd.as_ref().map_or(f64::INFINITY, |ksmd| ksmd.uptime_seconds);
+    let is_old = |process: &ProcessFacts| {
+        uptime - process.process.id.start_time as f64 / USER_HZ >= pass * SETTLED_PASSES as f64
+    };
+    let mergeable = total(processes.iter().map(|process| process.mergeable()));
+    let old = total(processes.iter().filter(|process| is_old(process)).map(|process| process.mergeable()));
+    let known = bytes_of(facts.page_size, tracked);
+    Ok(mergeable == Bytes::ZERO || (is_share(known.0, mergeable.0, 90) && is_share(old.0, mergeable.0, 50)))
+}
+
 /// A loss while ksmd runs and has had its passes is a failure: the host has less memory for it. Before that, or
 /// stopped, it is a warning: metadata stays, and may yet pay.
 ///
@@ -108,7 +139,7 @@ fn profit(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
     if !anything_enrolled(facts, fleet)? {
         return Ok(rule.not_applicable(LEFT_OVER, value));
     }
-    let settled = *need("run", &ksm.run)? == 1 && *need("full_scans", &ksm.full_scans)? >= SETTLED_PASSES;
+    let settled = settled(facts, fleet, &fleet.enrolled().collect::<Vec<_>>(), tracked)?;
     let verdict = if settled { Verdict::Fail } else { Verdict::Warn };
     Ok(rule
         .finding(verdict, "merging costs more memory than it saves", value)

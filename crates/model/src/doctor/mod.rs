@@ -41,6 +41,10 @@ use fleet::Fleet;
 use std::collections::BTreeMap;
 use std::fmt;
 
+/// Clock ticks a second in `/proc/PID/stat`: `USER_HZ` (include/asm-generic/param.h), part of the user interface of
+/// every architecture but alpha.
+pub const USER_HZ: f64 = 100.0;
+
 /// What the rules read of a host.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HostFacts {

@@ -3,6 +3,7 @@
 //! Asking for one process says that it should merge; what would be a warning for the host is therefore a failure here
 //! where nothing of the process can merge for it.
 
+use super::cost::settled;
 use super::enrolment::{PRCTL_EXEC, SECCOMP, START_ENROLLED, blocked_by_reason, lost_flag};
 use super::fleet::{Fleet, blocked, bytes_of, is_share, total, workload};
 use super::security::{KEYS, is_confidential};
@@ -350,7 +351,7 @@ fn pinned(rule: &Rule, _: &HostFacts, facts: &ProcessFacts) -> Outcome {
 /// it is enrolled by madvise.
 fn prctl_exec(rule: &Rule, host: &HostFacts, facts: &ProcessFacts) -> Outcome {
     if !*need("ksm_merge_any of the process or its parent", &lost_flag(facts))? {
-        return Ok(rule.ok("it has the flag of its parent", flag(facts)));
+        return Ok(rule.ok("it has lost no merge flag of its parent", flag(facts)));
     }
     let verdict = if is_enrolled(facts)? { Verdict::Warn } else { Verdict::Fail };
     let release = host.kernel.as_deref().unwrap_or("unknown release");
@@ -397,6 +398,9 @@ fn scanned(rule: &Rule, host: &HostFacts, facts: &ProcessFacts) -> Outcome {
     if items > 0 {
         return Ok(rule.ok("ksmd has looked at it", value));
     }
+    if *need("run", &ksm(host)?.run)? != 1 {
+        return Ok(rule.not_applicable("ksmd is off", value));
+    }
     Ok(rule
         .warn("ksmd has not looked at it", value)
         .remedy(["# wait for the time that process-pace gives; if it stays so, start it anew, enrolled"])
@@ -422,13 +426,21 @@ fn merging(rule: &Rule, host: &HostFacts, facts: &ProcessFacts) -> Outcome {
     if !is_enrolled(facts)? {
         return Ok(rule.not_applicable("not enrolled", value));
     }
-    if *need("ksm_rmap_items", &facts.process.ksm.rmap_items)? == 0 {
+    let tracked = Pages(*need("ksm_rmap_items", &facts.process.ksm.rmap_items)?);
+    if tracked == Pages::ZERO {
         return Ok(rule.not_applicable("ksmd has not looked at it", value));
+    }
+    let verify = format!("grep -v '^ksm_merging_pages 0$' /proc/{pid}/ksm_stat | grep merging_pages");
+    if *need("run", &ksm(host)?.run)? == 1 && !settled(host, &Fleet::of(host), &[facts], tracked)? {
+        return Ok(rule
+            .finding(Verdict::Unknown, "cannot tell: ksmd has not come round often enough", value)
+            .remedy(["# wait for the time that process-pace gives, then ask again"])
+            .verify(verify));
     }
     Ok(rule
         .warn("ksmd has looked and merged nothing", value)
         .remedy([format!("pagefold census --pid {pid}")])
-        .verify(format!("grep -v '^ksm_merging_pages 0$' /proc/{pid}/ksm_stat | grep merging_pages")))
+        .verify(verify))
 }
 
 /// A loss is a failure once ksmd has had its passes, as for the host; until then a warning.
@@ -441,7 +453,8 @@ fn profit(rule: &Rule, host: &HostFacts, facts: &ProcessFacts) -> Outcome {
     if profit >= 0 {
         return Ok(rule.ok("it costs no memory to merge it", value));
     }
-    let settled = *need("full_scans", &ksm(host)?.full_scans)? >= 3;
+    let tracked = Pages(*need("ksm_rmap_items", &facts.process.ksm.rmap_items)?);
+    let settled = settled(host, &Fleet::of(host), &[facts], tracked)?;
     let pid = facts.process.id.pid;
     let mut remedy = vec![
         "# see where its duplicates are:".to_owned(),

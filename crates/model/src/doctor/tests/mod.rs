@@ -421,6 +421,15 @@ fn cost() {
         ksm(f).general_profit = Ok(-1);
         ksm(f).full_scans = Ok(1);
     });
+    // ksmd has counted passes, but has not come round since these processes were started or enrolled.
+    check("ksm-profit", Warn, |f| {
+        ksm(f).general_profit = Ok(-1);
+        ksm(f).pages_volatile = Ok(0);
+    });
+    check("ksm-profit", Warn, |f| {
+        ksm(f).general_profit = Ok(-1);
+        f.processes.iter_mut().for_each(|p| p.process.id.start_time = 359_900);
+    });
     check("ksm-profit", Unknown, |f| ksm(f).general_profit = Err(Absent::Denied));
     check("ksm-profit", NotApplicable, nothing_enrolled);
     // Before 6.4 it is computed: one page saved for 1,000,000 with metadata.
@@ -574,10 +583,14 @@ fn processes() {
     check_process("process-scanned", Fine, |_, _| ());
     check_process("process-scanned", NotApplicable, |_, p| unenrol(p));
     check_process("process-scanned", Warn, |_, p| p.process.ksm.rmap_items = Ok(0));
+    check_process("process-scanned", NotApplicable, |h, p| (ksm(h).run, p.process.ksm.rmap_items) = (Ok(0), Ok(0)));
     check_process("process-scanned", Unknown, |_, p| p.process.ksm.rmap_items = Err(Absent::Denied));
 
     check_process("process-merging", Fine, |_, _| ());
     check_process("process-merging", Warn, |_, p| p.process.ksm.merging_pages = Ok(0));
+    check_process("process-merging", Unknown, |_, p| {
+        (p.process.ksm.merging_pages, p.process.ksm.rmap_items) = (Ok(0), Ok(9))
+    });
     check_process("process-merging", NotApplicable, |_, p| unenrol(p));
     check_process("process-merging", Unknown, |_, p| p.process.ksm.merging_pages = Err(Absent::Denied));
 
