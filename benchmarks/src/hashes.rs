@@ -18,8 +18,10 @@ struct Candidate {
     name: &'static str,
     /// What it promises, and with which instructions it was built.
     note: String,
-    hash: Box<dyn Fn(&[u8]) -> u64>,
+    hash: Hash,
 }
+
+type Hash = Box<dyn Fn(&[u8]) -> u64>;
 
 const NO_GXHASH: &str = "gxhash is not in this table: it compiles only where the compiler may use AES instructions \
                          everywhere (`RUSTFLAGS=\"-C target-feature=+aes\"`, which `make bench` sets where the CPU has \

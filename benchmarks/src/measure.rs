@@ -45,6 +45,9 @@ pub struct Outcome {
     pub phases: Vec<(String, f64)>,
 }
 
+/// Pages, bytes of the index, and seconds of the steps.
+type Counted = (usize, usize, Vec<(String, f64)>);
+
 impl Order {
     /// Have it done by a child, and wait.
     pub fn run(&self) -> Result<Outcome> {
@@ -80,7 +83,7 @@ impl Order {
         Selection { pids: self.pids.iter().map(|&pid| Pid(pid)).collect(), ..Selection::default() }
     }
 
-    fn whole(&self, host: &LiveHost) -> Result<(usize, usize, Vec<(String, f64)>)> {
+    fn whole(&self, host: &LiveHost) -> Result<Counted> {
         let options = Options {
             selection: self.selection(),
             domains: DomainRule::User,
@@ -98,7 +101,7 @@ impl Order {
     }
 
     /// The steps of [`pagefold_census::take`] on a host that merges across nodes.
-    fn steps(&self, host: &LiveHost) -> Result<(usize, usize, Vec<(String, f64)>)> {
+    fn steps(&self, host: &LiveHost) -> Result<Counted> {
         let mut phases = Vec::new();
         let mut last = Instant::now();
         let mut lap = |name: &str| {
@@ -107,7 +110,7 @@ impl Order {
             last = now;
         };
         let threads = rayon::ThreadPoolBuilder::new().num_threads(self.threads).build()?;
-        let survey = survey::survey(host, &self.selection(), DomainRule::User)?;
+        let survey = threads.install(|| survey::survey(host, &self.selection(), DomainRule::User))?;
         lap("survey");
         let mut index = threads.install(|| Index::list(host, &survey, false))?;
         lap("list");

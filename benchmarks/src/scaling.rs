@@ -50,7 +50,7 @@ pub fn measure(effort: Effort) -> Result<Findings> {
     for &size in &sizes {
         let seconds = [1, 2].map(|threads| median(size, threads, &|o| o.seconds));
         table.rows.push(vec![
-            format!("{}", size * unit >> 20),
+            format!("{}", (size * unit) >> 20),
             format!("{:.3}", seconds[0]),
             format!("{:.3}", seconds[1]),
             format!("{:.1}", (size * unit) as f64 / seconds[1] / 1e9),

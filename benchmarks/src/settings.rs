@@ -29,6 +29,8 @@ pub struct Settings {
     optimised: bool,
     /// What the process was reniced to, if it was permitted.
     nice: i32,
+    /// Between sessions the priority of the session counts instead, where the scheduler groups by it (sched(7)).
+    autogroup: String,
     /// Of the last minute before the run: others' work slows this.
     load_before: String,
     quick: bool,
@@ -58,6 +60,7 @@ impl Settings {
             built_with_aes: cfg!(target_feature = "aes"),
             optimised: !cfg!(debug_assertions),
             nice,
+            autogroup: fs::read_to_string("/proc/self/autogroup").unwrap_or_default().trim().to_owned(),
             load_before: fs::read_to_string("/proc/loadavg")?.split(' ').next().unwrap_or_default().to_owned(),
             quick,
             sections,

@@ -1,10 +1,18 @@
 //! What the second thread brings: whole censuses of a small fleet with one and with two threads, in turns.
+//!
+//! Beside them the same memory is only read, in equal portions and with nothing to do before or after. What two threads
+//! do not gain there, the machine does not give: its memory is too slow for both, or others use its CPUs.
 
 use crate::Effort;
 use crate::measure::Order;
 use crate::report::{Bar, Findings, Spread, Table};
 use crate::target::{Layout, Targets};
 use anyhow::Result;
+use pagefold_host::{Host, Way};
+use pagefold_linux::LiveHost;
+use pagefold_model::{AddressRange, Pid, Reading};
+use rayon::prelude::*;
+use std::time::Instant;
 
 /// What two threads must bring at least; "near-linear".
 const BAR: f64 = 1.8;
@@ -19,6 +27,7 @@ pub fn measure(effort: Effort) -> Result<Findings> {
     let mut whole = [Vec::new(), Vec::new()];
     let mut phases: [Vec<Vec<f64>>; 2] = Default::default();
     let mut names = Vec::new();
+    let mut alone = [Vec::new(), Vec::new()];
     for round in 1..=rounds {
         for position in 0..4 {
             // 1, 2, 2, 1 and 2, 1, 1, 2 in turns, so that a drift does not favour either.
@@ -40,6 +49,9 @@ pub fn measure(effort: Effort) -> Result<Findings> {
                 phases[threads - 1].push(steps);
             } else {
                 whole[threads - 1].push(outcome.seconds);
+                let seconds = read_alone(&targets, bytes, threads)?;
+                alone[threads - 1].push(seconds);
+                findings.samples.push(format!("{round},{threads},reading,{},{seconds:.4},,,,,,", outcome.pages));
             }
         }
     }
@@ -56,8 +68,13 @@ pub fn measure(effort: Effort) -> Result<Findings> {
         let factor = Spread::of(one.iter().zip(&two).map(|(one, two)| one / two)).factor();
         table.rows.push(vec![format!("of it {name}"), median(&one), median(&two), factor]);
     }
+    let machine = Spread::of(alone[0].iter().zip(&alone[1]).map(|(one, two)| one / two));
+    table.rows.push(vec!["reading alone".to_owned(), median(&alone[0]), median(&alone[1]), machine.factor()]);
     let cpus = std::thread::available_parallelism()?.get();
-    table.notes.push(format!("{cpus} CPUs. The steps were timed in censuses of their own."));
+    table.notes.push(format!(
+        "{cpus} CPUs. The steps were timed in censuses of their own. \"Reading alone\" is the same memory read without a \
+         census: what the machine gives."
+    ));
     findings.bars.push(Bar {
         claim: format!("two threads are near-linear, at least {BAR} times as fast as one"),
         measured: speed_up.factor(),
@@ -65,4 +82,30 @@ pub fn measure(effort: Effort) -> Result<Findings> {
     });
     findings.tables.push(table);
     Ok(findings)
+}
+
+/// Seconds of reading all memory of the targets and doing nothing with it.
+fn read_alone(targets: &Targets, bytes: usize, threads: usize) -> Result<f64> {
+    const PORTION: usize = 16 << 20;
+    let host = LiveHost::new();
+    let portions: Vec<(u32, AddressRange)> = targets
+        .pids()
+        .into_iter()
+        .zip(targets.addresses())
+        .flat_map(|(pid, &address)| {
+            (0..bytes as u64).step_by(PORTION).map(move |offset| {
+                let end = (offset + PORTION as u64).min(bytes as u64);
+                (pid, AddressRange { start: address + offset, end: address + end })
+            })
+        })
+        .collect();
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
+    let started = Instant::now();
+    pool.install(|| {
+        portions.par_iter().with_max_len(1).try_for_each(|&(pid, range)| -> Reading<()> {
+            let process = host.open(Pid(pid))?;
+            process.contents(Way::Remote, &process.resident(&[range])?, &mut |_, _| {})
+        })
+    })?;
+    Ok(started.elapsed().as_secs_f64())
 }

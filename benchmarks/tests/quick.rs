@@ -19,11 +19,11 @@ fn a_quick_run_is_told_and_kept() {
     assert!(told.contains("| whole census"), "{told}");
     let settings: toml::Table = fs::read_to_string(out.join("settings.toml")).unwrap().parse().unwrap();
     assert_eq!(settings["quick"].as_bool(), Some(true));
-    // Two rounds of four censuses, each of two processes with 32 MiB of their own and some of the program's.
+    // Two rounds of four censuses and two readings, each of two processes with 32 MiB of their own and some of the program's.
     let samples = fs::read_to_string(out.join("threads.csv")).unwrap();
     let pages: Vec<usize> =
         samples.lines().skip(1).map(|line| line.split(',').nth(3).unwrap().parse().unwrap()).collect();
-    assert_eq!(pages.len(), 8, "{samples}");
+    assert_eq!(pages.len(), 12, "{samples}");
     let held = 2 * (32 << 20) / rustix::param::page_size();
     assert!(pages.iter().all(|&pages| (held..held + held / 8).contains(&pages)), "{samples}");
 }

@@ -197,8 +197,9 @@ impl Index {
         }
         index.areas.shrink_to_fit();
         index.runs.shrink_to_fit();
-        let zeroed = |count| std::iter::repeat_with(|| AtomicU8::new(Mark::UNREAD.0)).take(count).collect();
-        index.entries = vec![Entry::EMPTY; pages as usize];
+        // In parallel, because writing to new memory is what costs.
+        let zeroed = |count| (0..count).into_par_iter().map(|_| AtomicU8::new(Mark::UNREAD.0)).collect();
+        index.entries = (0..pages as usize).into_par_iter().map(|_| Entry::EMPTY).collect();
         index.marks = zeroed(pages as usize);
         index.nodes = zeroed(if nodes { pages as usize } else { 0 });
         Ok(index)

@@ -92,12 +92,12 @@ pub fn take(
     stop: &AtomicBool,
 ) -> Result<(Census, Index), Error> {
     let started = Instant::now();
-    let mut survey = survey::survey(host, &options.selection, options.domains)?;
+    let threads = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build()?;
+    let mut survey = threads.install(|| survey::survey(host, &options.selection, options.domains))?;
     let sharing = observe::ksm(host).map(|ksm| Sharing::of(&ksm)).unwrap_or_default();
     let nodes = if sharing.across_nodes { None } else { observe::Nodes::observe(host).ok() };
     let nodes = nodes.filter(|nodes| nodes.count() > 1);
     let hasher = pagefold_sys::fingerprint::Hasher::random(host.page_size().as_len()).map_err(Error::Key)?;
-    let threads = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build()?;
 
     let mut index = threads.install(|| Index::list(host, &survey, nodes.is_some()))?;
     progress.expect(index.pages() as u64 * if options.settle.is_zero() { 1 } else { 2 });

@@ -106,6 +106,8 @@ impl Scan<'_> {
         let shared = &*index;
         let failures = work
             .into_par_iter()
+            // One by one: what a thread has begun as one piece cannot be taken from it by an idle one.
+            .with_max_len(1)
             .map(|(unit, slots)| {
                 self.skip_unsampled(shared, &unit);
                 let outcome = self.read(&unit, &mut |ordinal, seen| {
@@ -140,6 +142,7 @@ impl Scan<'_> {
         index
             .units(self.survey)
             .into_par_iter()
+            .with_max_len(1)
             .map(|unit| {
                 let outcome = self.read(&unit, &mut |ordinal, seen| {
                     let mark = index.mark(ordinal);
