@@ -32,6 +32,11 @@ test: setup ## Run every test; as root the live ones too (real KSM, other proces
 bench: ## Measure what the documentation claims (minutes; wants a quiet machine)
 	$(CARGO) run $(LOCKED) --release -p pagefold-benchmarks -- $(ARGS)
 
+# gxhash, one of the hashes that are compared, compiles only where AES instructions may be used everywhere.
+ifeq ($(shell grep -m1 -cw aes /proc/cpuinfo),1)
+bench: export RUSTFLAGS := $(strip $(RUSTFLAGS) -C target-feature=+aes)
+endif
+
 .PHONY: lint
 lint: style deny ## Check formatting, lints, scripts, licences and duplicate dependencies
 
@@ -57,12 +62,12 @@ fuzz: ## Fuzz the parsers (needs a nightly compiler)
 aarch64: ## Build for 64-bit Arm, and run the tests of the portable crates under emulation
 	LOCKED="$(LOCKED)" .ci/aarch64
 
-# Root installs what is missing, and a failure is a failure. Others use what is there: a test that misses something
-# says `skipped: ` and what it needs.
+# Root installs what is missing (with new package lists where those of a fresh machine are empty or old), and a failure is
+# a failure. Others use what is there: a test that misses something says `skipped: ` and what it needs.
 .PHONY: setup
 setup: ## Install what the live tests and the demo need (QEMU, a guest kernel) into the system and .cache/
 	@if [ "$$(id -u)" -eq 0 ]; then \
-		labs/setup.sh; \
+		labs/setup.sh || { apt-get update --quiet=2 && labs/setup.sh; }; \
 	else \
 		labs/setup.sh || echo "setup is incomplete: run 'sudo make setup' once to have it all"; \
 		echo "not root: tests that drive KSM, read others' memory or look at page frames will be skipped"; \

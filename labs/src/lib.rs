@@ -8,5 +8,6 @@
 pub mod assets;
 pub mod client;
 pub mod content;
+pub mod ksm;
 pub mod lines;
 pub mod spec;

@@ -19,16 +19,17 @@
 
 pub mod group;
 pub mod index;
+pub mod pages;
 pub mod scan;
 pub mod survey;
 pub mod tally;
 
 pub use index::Index;
 pub use scan::Progress;
-pub use survey::{Selection, Survey, Unseen};
-pub use tally::{Census, SubjectCensus};
+pub use survey::{Selection, Survey};
 
 use pagefold_host::{Host, observe};
+use pagefold_model::census::Census;
 use pagefold_model::domain::DomainRule;
 use pagefold_model::savings::{Costs, Sharing};
 use pagefold_model::{Absent, PageSize};

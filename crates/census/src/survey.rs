@@ -3,6 +3,7 @@
 use crate::Error;
 use globset::{Glob, GlobMatcher};
 use pagefold_host::{Host, Process as Handle, Way, observe};
+use pagefold_model::census::Unseen;
 use pagefold_model::domain::{Domain, DomainRule};
 use pagefold_model::process::Process;
 use pagefold_model::region::{Ineligible, Region};
@@ -23,6 +24,8 @@ pub struct Selection {
     pub users: Vec<u32>,
     /// Names of virtual machines.
     pub vms: Vec<String>,
+    /// A process to leave out unless it is asked for by number: whoever counts, whose memory is the census itself.
+    pub except: Option<Pid>,
 }
 
 /// A selection with its patterns ready for use.
@@ -62,17 +65,6 @@ pub struct Subject {
     pub regions: Vec<(Region, Option<Ineligible>)>,
 }
 
-/// A process that was chosen and could not be looked at, or not wholly.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unseen {
-    /// Its number.
-    pub pid: Pid,
-    /// Its name, where that much could be read.
-    pub comm: Option<String>,
-    /// Why.
-    pub why: Absent,
-}
-
 /// Everybody who is counted.
 #[derive(Clone, Debug, Default)]
 pub struct Survey {
@@ -103,11 +95,11 @@ pub fn choose<T: Send>(
 ) -> Result<(Vec<T>, Vec<Unseen>), Error> {
     let names: Result<Vec<_>, _> = selection.names.iter().map(|name| Ok(Glob::new(name)?.compile_matcher())).collect();
     let chooser = Chooser { selection, names: names.map_err(Error::Pattern)? };
-    let mut pids = if selection.pids.is_empty() {
-        host.pids().map_err(|source| Error::Processes { host: host.describe(), source })?
-    } else {
-        selection.pids.clone()
-    };
+    let mut pids = selection.pids.clone();
+    if pids.is_empty() {
+        pids = host.pids().map_err(|source| Error::Processes { host: host.describe(), source })?;
+        pids.retain(|&pid| selection.except != Some(pid));
+    }
     pids.sort_unstable();
     pids.dedup();
     let looked_at: Vec<Result<Option<T>, Unseen>> =

@@ -2,21 +2,19 @@
 
 use crate::group::{self, Content, Groups};
 use crate::index::{Index, Mark, PlacedRun};
-use crate::survey::{Subject, Survey, Unseen};
+use crate::survey::{Subject, Survey};
 use pagefold_host::{Host, PageContent, Run};
+use pagefold_model::census::{
+    Census, EXTENT_GAP, Extent, Matrix, RegionCensus, Savings, SubjectCensus, TopContent, Unseen,
+};
 use pagefold_model::content::ContentKind;
-use pagefold_model::domain::Domain;
 use pagefold_model::process::Process;
-use pagefold_model::region::{Ineligible, Region};
+use pagefold_model::region::Ineligible;
 use pagefold_model::savings::{Costs, Reach, Sharing};
 use pagefold_model::segment::best_segments;
 use pagefold_model::{Absent, AddressRange, Bytes, Counts, Fingerprint, PageClass, PageSize, Pages};
 use pagefold_sys::fingerprint::Hasher;
 use std::collections::BTreeMap;
-use std::time::Duration;
-
-/// Pages without a copy that an extent bridges.
-pub const EXTENT_GAP: u64 = 16;
 
 /// Who the rows of a sharing matrix are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -45,142 +43,6 @@ pub struct Plan {
     pub rows: usize,
     /// Who they are.
     pub matrix: Party,
-}
-
-/// The result of a census.
-#[derive(Clone, Debug)]
-pub struct Census {
-    /// All pages that were read.
-    pub counts: Counts,
-    /// Pages that left memory while the census was taken.
-    pub gone: Pages,
-    /// Pages that were not read, because the census was stopped or the reading failed.
-    pub unread: Pages,
-    /// Pages left out of the sample.
-    pub skipped: Pages,
-    /// Swapped-out bytes of the processes, never touched.
-    pub swapped: Bytes,
-    /// By process.
-    pub subjects: Vec<SubjectCensus>,
-    /// Processes that were chosen and not seen.
-    pub unseen: Vec<Unseen>,
-    /// Resident bytes that KSM cannot take, by reason.
-    pub ineligible: BTreeMap<Ineligible, Bytes>,
-    /// What merging would reach.
-    pub savings: Savings,
-    /// Runs of mergeable pages with small gaps, in the order of subjects and addresses.
-    pub extents: Vec<Extent>,
-    /// The most frequent contents.
-    pub contents: Vec<TopContent>,
-    /// Who shares with whom.
-    pub matrix: Matrix,
-    /// Different contents other than zero.
-    pub distinct: u64,
-    /// How many contents were seen on how many pages.
-    pub seen: BTreeMap<u64, u64>,
-    /// KSM's settings that the savings assume.
-    pub sharing: Sharing,
-    /// The pause between the passes, if there were two.
-    pub settle: Option<Duration>,
-    /// Whether it was stopped early.
-    pub partial: bool,
-    /// The probability with which pages were looked at, if not all were.
-    pub sample: Option<f64>,
-    /// Wall time.
-    pub seconds: f64,
-    /// Bytes of page contents read.
-    pub bytes_read: u64,
-    /// Bytes of memory the index took.
-    pub index_bytes: usize,
-    /// Instructions the fingerprint was computed with.
-    pub implementation: &'static str,
-}
-
-/// What merging would reach, in four ways.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Savings {
-    /// Every copy but one of each content, every page of zeros, and no cost.
-    pub upper_bound: Reach,
-    /// Every process enrolled whole.
-    pub whole: Reach,
-    /// Every process enrolled whole, if only pages within a trust domain were merged.
-    pub within_domains: Reach,
-    /// Only ranges that pay.
-    pub guided: Reach,
-    /// How many ranges those are.
-    pub guided_ranges: u64,
-}
-
-/// A process in a census.
-#[derive(Clone, Debug)]
-pub struct SubjectCensus {
-    /// Who it is.
-    pub process: Process,
-    /// Its trust domain.
-    pub domain: Domain,
-    /// Its pages.
-    pub counts: Counts,
-    /// Its regions with anything resident, in address order.
-    pub regions: Vec<RegionCensus>,
-}
-
-/// A region in a census.
-#[derive(Clone, Debug)]
-pub struct RegionCensus {
-    /// What it is.
-    pub region: Region,
-    /// Why KSM cannot take its pages.
-    pub ineligible: Option<Ineligible>,
-    /// Its pages.
-    pub counts: Counts,
-}
-
-/// A run of mergeable pages, gaps of at most [`EXTENT_GAP`] pages included.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Extent {
-    /// Position of the process in [`Census::subjects`].
-    pub subject: usize,
-    /// Where.
-    pub range: AddressRange,
-    /// Duplicates in it.
-    pub duplicate: Pages,
-    /// Pages of zeros in it.
-    pub zero: Pages,
-    /// Duplicates beyond the copy their group keeps.
-    pub redundant: Pages,
-}
-
-impl Extent {
-    /// The part of its pages that is mergeable.
-    pub fn density(&self, page_size: PageSize) -> f64 {
-        (self.duplicate + self.zero).0 as f64 / page_size.pages_in(self.range.bytes()).0.max(1) as f64
-    }
-}
-
-/// A content that many pages have.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TopContent {
-    /// Its fingerprint in this census.
-    pub fingerprint: Fingerprint,
-    /// What it is, read again from one of its pages; absent if none of those tried had it any more.
-    pub kind: Option<ContentKind>,
-    /// Pages that have it, merged ones included.
-    pub pages: Pages,
-    /// Those that are merged already.
-    pub merged: Pages,
-    /// Processes that have it.
-    pub processes: u32,
-    /// Trust domains that have it.
-    pub domains: u32,
-}
-
-/// Who shares how much with whom; pages of zeros apart.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Matrix {
-    /// Those with the most duplicates first; the last row is everybody else, if there is anybody.
-    pub parties: Vec<String>,
-    /// `shared[a][b]`: pages of `a` whose content `b` has too; for `a == b`, pages with another copy in `a`.
-    pub shared: Vec<Vec<Pages>>,
 }
 
 /// Count everything. Marks the pages that a guided enrolment would cover.
@@ -395,7 +257,10 @@ impl<'a> Counter<'a> {
         for segment in best_segments(gains, self.plan.costs.boundary) {
             self.savings.guided_ranges += 1;
             for ordinal in first + segment.start as u32..first + segment.end as u32 {
-                self.index.set_mark(ordinal, self.index.mark(ordinal).covered());
+                let mark = self.index.mark(ordinal);
+                if mark.was_read() {
+                    self.index.set_mark(ordinal, mark.covered());
+                }
             }
         }
     }

@@ -48,6 +48,10 @@ pub enum When {
 pub enum Command {
     /// Count identical pages, and what merging them would give back
     Census(command::census::Options),
+    /// Keep what the read-only commands read in a folder, for a bug report
+    Record(command::record::Options),
+    /// Say why nothing merges, and what is wrong with how this host merges
+    Doctor(command::doctor::Options),
     /// Tell the true footprint of processes, where RSS is blind to merging
     Account(command::account::Options),
     /// Print the JSON schema of a report

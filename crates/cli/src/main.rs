@@ -40,6 +40,8 @@ fn main() -> ExitCode {
 fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
     match &arguments.command {
         Command::Census(options) => command::census::run(options, &arguments.global),
+        Command::Record(options) => command::record::run(options, &arguments.global),
+        Command::Doctor(options) => command::doctor::run(options, &arguments.global),
         Command::Account(options) => command::account::run(options, &arguments.global),
         Command::Schema(options) => command::schema::run(options),
         Command::Completions(options) => command::completions::run(options),

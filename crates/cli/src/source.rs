@@ -22,8 +22,8 @@ pub fn open(global: &Global) -> anyhow::Result<Box<dyn Host>> {
     }
 }
 
-/// What the options for targets mean.
-pub fn selection(targets: &Targets) -> anyhow::Result<Selection> {
+/// What the options for targets mean. On the live host, this process is left out.
+pub fn selection(targets: &Targets, global: &Global) -> anyhow::Result<Selection> {
     let users = targets.user.iter().map(|user| uid(user)).collect::<anyhow::Result<_>>()?;
     Ok(Selection {
         pids: targets.pid.iter().copied().map(Pid).collect(),
@@ -31,7 +31,19 @@ pub fn selection(targets: &Targets) -> anyhow::Result<Selection> {
         cgroups: targets.cgroup.clone(),
         users,
         vms: targets.vm.clone(),
+        except: (global.host == "live").then(|| Pid(std::process::id())),
     })
+}
+
+/// What to do about processes that could not be seen for lack of permission.
+pub fn remedy(global: &Global) -> &'static str {
+    if global.host != "live" {
+        "It is not in the recording: record as root to have it."
+    } else if rustix::process::geteuid().is_root() {
+        "Refused even to root: CAP_SYS_PTRACE is missing (a container?), or a security module forbids it."
+    } else {
+        "Run as root to see all."
+    }
 }
 
 fn uid(user: &str) -> anyhow::Result<u32> {

@@ -24,7 +24,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("cli", &["watch", "report", "census", "linux", "sim", "engine", "host", "model"]),
     ("watch", &["host", "model"]),
     ("report", &["host", "model"]),
-    ("census", &["host", "model"]),
+    ("census", &["host", "model", "sys"]),
     ("sim", &["host", "model"]),
     ("linux", &["host", "model", "sys"]),
     ("engine", &["host", "model", "sys"]),
@@ -39,8 +39,8 @@ const BESIDE: &[&str] = &["labs", "benchmarks"];
 /// The rooms that may contain `unsafe`.
 const UNSAFE_ROOMS: &[&str] = &["sys", "engine"];
 
-/// What the model may import from others: arithmetic and derives.
-const MODEL_MAY_USE: &[&str] = &["microlp", "thiserror"];
+/// What the model may import from others: arithmetic, derives, and the grammar of JSON command lines.
+const MODEL_MAY_USE: &[&str] = &["microlp", "serde_json", "thiserror"];
 
 /// Modules of `std` that the model must not name.
 const IMPURE_MODULES: &[&str] = &["env", "fs", "io", "net", "os", "process", "thread"];

@@ -8,6 +8,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod examine;
 pub mod faulty;
 pub mod footprint;
 pub mod observe;

@@ -24,7 +24,7 @@ use std::os::unix::fs::FileExt;
 
 /// Bytes read at once: fits the second-level cache, so that a page is hashed where it was copied to. Smaller batches pay
 /// more for system calls, larger ones fall out of the cache (measured: 256 KiB to 512 KiB is the plateau).
-const BATCH_BYTES: usize = 256 << 10;
+pub const BATCH_BYTES: usize = 256 << 10;
 
 /// Pieces of memory that one `process_vm_readv` takes at most (`UIO_MAXIOV`).
 const PIECES: usize = 1024;

@@ -6,6 +6,8 @@ mod contents;
 mod frames;
 mod process;
 
+pub use contents::BATCH_BYTES;
+
 use pagefold_host::{FrameFlags, Host, Process};
 use pagefold_model::{Absent, PageSize, Pfn, Pid, Reading};
 use std::fs;

@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 pub mod account;
+pub mod census;
 pub mod class;
 pub mod content;
 pub mod doctor;

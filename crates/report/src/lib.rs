@@ -7,5 +7,6 @@
 
 pub mod account;
 pub mod census;
+pub mod doctor;
 pub mod text;
 pub mod wire;

@@ -106,6 +106,15 @@ pub fn cut(text: &str, width: usize) -> String {
     text.chars().take(width.saturating_sub(1)).chain(['…']).collect()
 }
 
+/// The end of a text if it is longer than so many characters: of paths, the end tells most.
+pub fn cut_front(text: &str, width: usize) -> String {
+    let length = text.chars().count();
+    if length <= width {
+        return text.to_owned();
+    }
+    ['…'].into_iter().chain(text.chars().skip(length - width.saturating_sub(1))).collect()
+}
+
 /// A cell in a colour.
 pub fn coloured(text: impl ToString, colour: Color) -> Cell {
     Cell::new(text).fg(colour)
@@ -137,5 +146,6 @@ mod tests {
     fn long_names_are_cut() {
         assert_eq!(cut("short", 5), "short");
         assert_eq!(cut("longer", 5), "long…");
+        assert_eq!(cut_front("/a/longer", 5), "…nger");
     }
 }

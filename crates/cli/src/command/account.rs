@@ -9,11 +9,12 @@ use crate::arguments::{Global, Targets};
 use crate::{Outcome, output, progress, source};
 use anyhow::bail;
 use clap::{Args, ValueEnum};
-use pagefold_census::{Selection, Unseen, survey};
+use pagefold_census::{Selection, survey};
 use pagefold_host::footprint::Ledger;
 use pagefold_host::{Host, Process as Handle, observe, parse};
 use pagefold_model::account::reconcile::{Reconciliation, reconcile};
 use pagefold_model::account::{Account, Footprint, GroupBy, Mapped};
+use pagefold_model::census::Unseen;
 use pagefold_model::ksm::Ksm;
 use pagefold_model::process::Process;
 use pagefold_model::{Absent, Bytes, Pages, Reading};
@@ -88,7 +89,7 @@ impl From<By> for GroupBy {
 /// Take the account and print it.
 pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let host = source::open(global)?;
-    let selection = source::selection(&options.targets)?;
+    let selection = source::selection(&options.targets, global)?;
     let started = Instant::now();
     let never = AtomicBool::new(false);
     let (accounts, unseen, whole) =
@@ -115,7 +116,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     if options.json {
         output::print(&wire::json(&report))?;
     } else {
-        output::print(&text::render(&report, options.top, output::style(global)))?;
+        output::print(&text::render(&report, options.top, source::remedy(global), output::style(global)))?;
     }
     Ok(if report.is_incomplete() { Outcome::Partial } else { Outcome::Done })
 }

@@ -70,7 +70,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         bail!("--threads 0: at least one thread is needed");
     }
     let census_options = pagefold_census::Options {
-        selection: source::selection(&options.targets)?,
+        selection: source::selection(&options.targets, global)?,
         domains: options.domains.into(),
         settle: options.settle,
         threads,
@@ -86,8 +86,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     if census.subjects.is_empty() && census.unseen.is_empty() {
         bail!("no process fits: `pagefold census` without conditions shows who there is");
     }
-    let context =
-        ReportContext { host: host.describe(), page_size: host.page_size(), top: options.top, estimate: None };
+    let context = ReportContext { host: host.describe(), page_size: host.page_size(), top: options.top };
     #[cfg(feature = "parquet")]
     if let Some(path) = &options.parquet {
         pagefold_report::census::parquet::write(&census, host.page_size(), path)
@@ -97,7 +96,12 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     if options.json {
         output::print(&wire::json(&report))?;
     } else {
-        let view = text::View { top: options.top, regions: options.regions, extents: options.extents };
+        let view = text::View {
+            top: options.top,
+            regions: options.regions,
+            extents: options.extents,
+            remedy: source::remedy(global),
+        };
         output::print(&text::render(&report, view, output::style(global)))?;
     }
     Ok(if report.is_incomplete() { Outcome::Partial } else { Outcome::Done })

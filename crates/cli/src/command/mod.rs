@@ -3,4 +3,6 @@
 pub mod account;
 pub mod census;
 pub mod completions;
+pub mod doctor;
+pub mod record;
 pub mod schema;

@@ -4,6 +4,7 @@ use crate::{Outcome, output};
 use clap::{Args, ValueEnum};
 use pagefold_report::account::AccountReport;
 use pagefold_report::census::CensusReport;
+use pagefold_report::doctor::DoctorReport;
 use pagefold_report::wire;
 
 /// Arguments of `schema`.
@@ -19,6 +20,8 @@ pub struct Options {
 enum Report {
     /// `pagefold census --json`
     Census,
+    /// `pagefold doctor --json`
+    Doctor,
     /// `pagefold account --json`
     Account,
 }
@@ -27,6 +30,7 @@ enum Report {
 pub fn run(options: &Options) -> anyhow::Result<Outcome> {
     output::print(&match options.report {
         Report::Census => wire::schema::<CensusReport>(),
+        Report::Doctor => wire::schema::<DoctorReport>(),
         Report::Account => wire::schema::<AccountReport>(),
     })?;
     Ok(Outcome::Done)

@@ -36,10 +36,10 @@ pub fn stat(bytes: &[u8]) -> Reading<Stat> {
     let wrong = || malformed("not a line of stat", bytes);
     let open = bytes.iter().position(|&byte| byte == b'(').ok_or_else(wrong)?;
     let close = bytes.iter().rposition(|&byte| byte == b')').filter(|&close| close > open).ok_or_else(wrong)?;
-    // What does not end in a blank was cut off, perhaps within a number.
     let tail = &bytes[close + 1..];
-    let end = tail.iter().rposition(u8::is_ascii_whitespace).ok_or_else(wrong)?;
-    let fields: Vec<&[u8]> = tail[..end].trim_ascii().split(|&byte| byte == b' ').collect();
+    // Without the end of the line it was cut off, perhaps within a number: only what a blank ends is whole.
+    let end = tail.iter().position(|&byte| byte == b'\n').or_else(|| tail.iter().rposition(|&byte| byte == b' '));
+    let fields: Vec<&[u8]> = tail[..end.ok_or_else(wrong)?].trim_ascii().split(|&byte| byte == b' ').collect();
     // Counted as in the documentation, from 1, where the third is the first after the name.
     let at = |position: usize| fields.get(position - 3).copied().ok_or_else(wrong);
     let state = match at(3)? {
@@ -191,6 +191,7 @@ mod tests {
             "1 (a) SS 0 0 0 0 0 0 0 0 0 0 1 1 0 0 0 0 0 0 5 0\n",
             "4294967296 (a) S 0 0 0 0 0 0 0 0 0 0 1 1 0 0 0 0 0 0 5 0\n",
             "1 (a) S 0 0 0 0 0 0 0 0 0 0 1 1 0 0 0 0 0 0 18446744073709551616 0\n",
+            "1 (a) S 0 0 0 0 0 0 0 0 0 0 1 1 0 0 0 0 0 0\n5 0",
         ] {
             assert!(is_malformed(&stat(text.as_bytes())), "{text:?}");
         }

@@ -4,7 +4,7 @@ use super::{SCHEMA, reason_to_text};
 use crate::parse;
 use crate::{FrameFlags, Host, Mapping, PageView, Process, Run, Way};
 use pagefold_model::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -16,6 +16,7 @@ pub struct Tap<'a> {
     host: &'a dyn Host,
     root: PathBuf,
     keep_arguments: fn(comm: &str, arguments: &[String]) -> bool,
+    shown: Mutex<Option<BTreeSet<Pid>>>,
     absent: Mutex<BTreeMap<String, Absent>>,
     failure: Mutex<Option<io::Error>>,
 }
@@ -34,8 +35,22 @@ impl<'a> Tap<'a> {
         }
         fs::create_dir(root.join("files"))?;
         fs::create_dir(root.join("pages"))?;
-        let absent = Mutex::default();
-        Ok(Self { host, root: root.to_owned(), keep_arguments, absent, failure: Mutex::default() })
+        Ok(Self {
+            host,
+            root: root.to_owned(),
+            keep_arguments,
+            shown: Mutex::default(),
+            absent: Mutex::default(),
+            failure: Mutex::default(),
+        })
+    }
+
+    /// From now on, and in the recording, only these processes are there.
+    ///
+    /// # Panics
+    /// If a thread panicked while it recorded.
+    pub fn show_only(&self, pids: BTreeSet<Pid>) {
+        *self.shown.lock().expect("no thread panicked") = Some(pids);
     }
 
     /// Write what remains. `about` are further lines of `recording.toml`.
@@ -105,7 +120,10 @@ impl Host for Tap<'_> {
     }
 
     fn pids(&self) -> Reading<Vec<Pid>> {
-        let answer = self.host.pids();
+        let mut answer = self.host.pids();
+        if let (Ok(pids), Ok(shown)) = (&mut answer, self.shown.lock()) {
+            pids.retain(|pid| shown.as_ref().is_none_or(|shown| shown.contains(pid)));
+        }
         let names = answer.clone().map(|pids| pids.iter().map(Pid::to_string).collect());
         self.keep_lines("proc/.names", "proc", &names);
         answer

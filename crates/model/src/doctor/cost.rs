@@ -1,7 +1,7 @@
 //! What merging costs: metadata, copies, huge pages, CPU; and whether the host has the memory to undo it.
 
 use super::fleet::{Fleet, is_share, tracked};
-use super::settings::{ksm, saved};
+use super::settings::{LEFT_OVER, anything_enrolled, ksm, saved};
 use super::{HostFacts, HostRule, Missing, Outcome, Rule, Verdict, is_set, need, set};
 use crate::ksm::RMAP_ITEM_BYTES;
 use crate::reading::Absent;
@@ -87,7 +87,7 @@ const SETTLED_PASSES: u64 = 3;
 ///
 /// `general_profit` is (pages_sharing + ksm_zero_pages) x page size - ksm_rmap_items x 64 (mm/ksm.c,
 /// `general_profit_show`); before 6.4 it is computed here in the same way (ksm.rst, "Monitoring KSM profit").
-fn profit(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
+fn profit(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
     let ksm = ksm(facts)?;
     let tracked = tracked(ksm)?;
     let profit = match &ksm.general_profit {
@@ -104,6 +104,9 @@ fn profit(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
     }
     if profit >= 0 {
         return Ok(rule.ok("merging pays for its metadata", value));
+    }
+    if !anything_enrolled(facts, fleet)? {
+        return Ok(rule.not_applicable(LEFT_OVER, value));
     }
     let settled = *need("run", &ksm.run)? == 1 && *need("full_scans", &ksm.full_scans)? >= SETTLED_PASSES;
     let verdict = if settled { Verdict::Fail } else { Verdict::Warn };
@@ -124,7 +127,7 @@ fn events(facts: &HostFacts, name: &str) -> Result<u64, Missing> {
 
 /// More copies since boot than ten for each page that is merged now is a warning: much of what was merged did not
 /// last. Reading merged pages with process_vm_readv is counted, too.
-fn copies(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
+fn copies(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
     let ksm = ksm(facts)?;
     let copied = events(facts, "cow_ksm")?;
     // A kernel built without swap has no such counter, and no such copies.
@@ -137,6 +140,9 @@ fn copies(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
     }
     if all <= merged.saturating_mul(10) {
         return Ok(rule.ok("what is merged lasts", value));
+    }
+    if !anything_enrolled(facts, fleet)? {
+        return Ok(rule.not_applicable("nothing is enrolled any more", value));
     }
     Ok(rule
         .warn("merged pages are copied again and again", value)

@@ -1,6 +1,6 @@
 //! Who is enrolled, who is not, and what keeps memory from being enrolled.
 
-use super::fleet::{Fleet, blocked, is_share, total};
+use super::fleet::{Fleet, blocked, is_share, processes, total};
 use super::settings::{anything_enrolled, ksm};
 use super::{HostFacts, HostRule, Outcome, ProcessFacts, Rule, Verdict, need};
 use crate::reading::{Absent, Reading};
@@ -65,12 +65,12 @@ fn enrolled(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
     let count = fleet.enrolled().count();
     let bytes = fleet.sum(|p| if p.enrolled() == Ok(true) { p.mergeable() } else { Bytes::ZERO });
     if count > 0 {
-        return Ok(rule.ok(format!("{count} processes are enrolled"), format!("{bytes} mergeable")));
+        return Ok(rule.ok(format!("enrolled: {}", processes(count)), format!("{bytes} mergeable")));
     }
     if anything_enrolled(facts, fleet)? {
         return Ok(rule.ok("processes that cannot be seen are enrolled", "ksmd has metadata of their pages"));
     }
-    let value = format!("0 of {} processes", fleet.processes.len());
+    let value = format!("0 of {}", processes(fleet.processes.len()));
     if *need("run", &ksm(facts)?.run)? != 1 {
         return Ok(rule.not_applicable("nothing is enrolled, and ksmd is off", value));
     }
@@ -131,7 +131,7 @@ fn seccomp(rule: &Rule, _: &HostFacts, fleet: &Fleet) -> Outcome {
         .collect();
     let bytes = total(behind.iter().map(|p| p.eligible()));
     let all = fleet.sum(ProcessFacts::eligible);
-    let value = format!("{} processes with {bytes} of {all}", behind.len());
+    let value = format!("{} with {bytes} of {all}", processes(behind.len()));
     if is_share(bytes.0, all.0, 10) {
         return Ok(rule
             .warn("memory that is not enrolled lies behind seccomp filters", value)
@@ -164,13 +164,13 @@ fn prctl_exec(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
     let lost: Vec<_> = fleet.processes.iter().filter(|p| lost_flag(p) == Ok(true)).map(|p| p.name()).collect();
     if lost.is_empty() {
         fleet.all_seen("ksm_merge_any", lost_flag)?;
-        return Ok(rule.ok("every process has the flag of its parent", format!("{} processes", fleet.processes.len())));
+        return Ok(rule.ok("every process has the flag of its parent", processes(fleet.processes.len())));
     }
     let release = facts.kernel.as_deref().unwrap_or("unknown release");
     Ok(rule
         .finding(
             Verdict::Warn,
-            format!("{} processes lack the merge flag of their parent", lost.len()),
+            format!("{} without the merge flag of the parent", processes(lost.len())),
             format!("{}; kernel {release}", some_of(&lost)),
         )
         .remedy([

@@ -43,8 +43,11 @@ impl ProcessFacts {
         total(self.regions.iter().flatten().map(bytes))
     }
 
-    /// For people: name and number.
+    /// For people: name and number. No process has the number 0: that stands for those that are not even listed.
     pub(super) fn name(&self) -> String {
+        if self.process.id.pid.0 == 0 {
+            return "processes that are hidden".to_owned();
+        }
         format!("{} ({})", self.process.comm.escape_debug(), self.process.id.pid)
     }
 }
@@ -111,16 +114,19 @@ impl<'a> Fleet<'a> {
     /// Fails if a process that may matter could not be read: `read` gives the reading that the rule needs of each.
     /// Processes that went away do not matter.
     pub fn all_seen<T>(&self, what: &str, read: impl Fn(&ProcessFacts) -> Reading<T>) -> Result<(), Missing> {
-        let mut unseen = self.processes.iter().filter_map(|p| read(p).err()).filter(|e| *e != Absent::Vanished);
-        match unseen.next() {
-            None => Ok(()),
-            Some(first) => {
-                // The least reason of all, so that the order of the processes does not show.
-                let (count, absent) = unseen.fold((1, first), |(count, least), e| (count + 1, least.min(e)));
-                Err(Missing { what: format!("{what} of {count} processes"), absent })
-            }
-        }
+        let unseen = self.processes.iter().filter_map(|p| Some((p, read(p).err()?)));
+        let unseen: Vec<_> = unseen.filter(|(_, absent)| *absent != Absent::Vanished).collect();
+        let Some((first, _)) = unseen.first() else { return Ok(()) };
+        let who = if unseen.len() == 1 { first.name() } else { processes(unseen.len()) };
+        // The least reason of all, so that the order of the processes does not show.
+        let absent = unseen.iter().map(|(_, absent)| absent).min().cloned().unwrap_or(Absent::Denied);
+        Err(Missing { what: format!("{what} of {who}"), absent })
     }
+}
+
+/// So many processes, for people.
+pub(super) fn processes(count: usize) -> String {
+    if count == 1 { "1 process".to_owned() } else { format!("{count} processes") }
 }
 
 /// Kernel threads and the dead have no memory.

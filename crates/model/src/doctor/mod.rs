@@ -33,7 +33,7 @@ pub use tuner::{Tuner, tuner};
 use crate::domain::Domain;
 use crate::ksm::Ksm;
 use crate::memory::{Memory, Pressure};
-use crate::process::{Process, Rollup};
+use crate::process::Process;
 use crate::reading::{Absent, Reading};
 use crate::region::Region;
 use crate::units::{PageSize, ProcessId};
@@ -64,6 +64,9 @@ pub struct HostFacts {
     pub ksmd: Reading<Ksmd>,
     /// Programs that write KSM's settings, as [`tuner`] finds them among the processes.
     pub tuners: Reading<Vec<Tuner>>,
+    /// Settings of KSM that somebody changed while the facts were gathered, each with its values: `run: 1, then 0`.
+    /// What the advisor sets is not among them while it is on.
+    pub rewritten: Vec<String>,
     /// All processes, in any order.
     pub processes: Vec<ProcessFacts>,
 }
@@ -84,8 +87,6 @@ pub struct ProcessFacts {
     pub process: Process,
     /// `/proc/PID/smaps`.
     pub regions: Reading<Vec<Region>>,
-    /// `/proc/PID/smaps_rollup`.
-    pub rollup: Reading<Rollup>,
     /// The trust domain it belongs to.
     pub domain: Domain,
     /// `ksm_merge_any` of its parent (`/proc/PPID/ksm_stat`): what it should have inherited.
@@ -242,7 +243,7 @@ impl Rule {
     /// The finding for want of a reading; `again` is the command that asks anew, for more privilege.
     fn unknown(&self, missing: &Missing, again: &str) -> Finding {
         let Missing { what, absent } = missing;
-        let finding = self.finding(Verdict::Unknown, format!("cannot tell: {what}"), absent.to_string());
+        let finding = self.finding(Verdict::Unknown, format!("cannot tell: {what}"), format!("{what}: {absent}"));
         if *absent == Absent::Denied { finding.remedy([format!("sudo {again}")]) } else { finding }
     }
 }

@@ -70,7 +70,7 @@ const RULES: [(Rule, Judge); 11] = [
     (
         rule(
             "process-merging",
-            "/proc/PID/ksm_stat (ksm_merging_pages, ksm_zero_pages), /proc/PID/smaps_rollup (KSM)",
+            "/proc/PID/ksm_stat (ksm_merging_pages, ksm_zero_pages), /proc/PID/smaps (KSM)",
             "Where ksmd has looked and merged nothing, there may be nothing equal to merge, or it changes between two \
              passes. A census tells which.",
         ),
@@ -409,9 +409,10 @@ fn merging(rule: &Rule, host: &HostFacts, facts: &ProcessFacts) -> Outcome {
     let merged = *need("ksm_merging_pages", &facts.process.ksm.merging_pages)?;
     let zeros = placed_zeros(host, &facts.process.ksm.zero_pages)?;
     let pages = Pages(merged.saturating_add(zeros));
-    // The counters are those of ksmd's last visit; smaps_rollup tells of now, from 6.6 on.
-    let now = match facts.rollup.as_ref().map(|rollup| &rollup.ksm) {
-        Ok(Ok(bytes)) => format!("; {bytes} now"),
+    // The counters are those of ksmd's last visit; smaps tells of now, from 6.6 on.
+    let now = facts.regions.iter().flatten().map(|region| region.ksm.clone()).collect::<Result<Vec<_>, _>>();
+    let now = match now {
+        Ok(regions) if !regions.is_empty() => format!("; {} now", total(regions.into_iter())),
         _ => String::new(),
     };
     let value = format!("{merged} pages merged, {zeros} zero pages: {}{now}", bytes_of(host.page_size, pages));

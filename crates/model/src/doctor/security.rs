@@ -102,7 +102,7 @@ fn keys(rule: &Rule, _: &HostFacts, fleet: &Fleet) -> Outcome {
         return Ok(rule.ok("no program that is known to hold keys is enrolled", "none"));
     }
     Ok(rule
-        .warn(format!("{} programs that hold secrets are enrolled", names.len()), some_of(&names))
+        .warn("programs that hold secrets are enrolled", some_of(&names))
         .remedy(["# ask for each: pagefold doctor --pid N"])
         .verify("pagefold doctor"))
 }

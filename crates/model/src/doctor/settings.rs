@@ -114,12 +114,19 @@ pub(super) fn ksm(facts: &HostFacts) -> Result<&Ksm, Missing> {
     need("/sys/kernel/mm/ksm", &facts.ksm)
 }
 
-/// Whether anything is enrolled anywhere: seen in a process, or witnessed by ksmd's metadata.
+/// Counters of what has ended, until ksmd comes to it.
+pub(super) const LEFT_OVER: &str = "nothing is enrolled; the counters are of processes that have ended";
+
+/// Whether anything is enrolled anywhere: seen in a process, or witnessed by ksmd's metadata where others cannot be
+/// seen. A stopped ksmd is no witness: it keeps what it knew of processes that have ended until it comes to them
+/// (mm/ksm.c, `__ksm_exit`).
 pub(super) fn anything_enrolled(facts: &HostFacts, fleet: &Fleet) -> Result<bool, Missing> {
-    if fleet.enrolled().next().is_some() || tracked(ksm(facts)?)? > Pages::ZERO {
+    if fleet.enrolled().next().is_some() {
         return Ok(true);
     }
-    fleet.all_seen("enrolment", |p| p.enrolled()).map(|()| false)
+    let Err(missing) = fleet.all_seen("enrolment", |p| p.enrolled()) else { return Ok(false) };
+    let ksm = ksm(facts)?;
+    if *need("run", &ksm.run)? == 1 && tracked(ksm)? > Pages::ZERO { Ok(true) } else { Err(missing) }
 }
 
 /// No KSM is a failure: nothing can be merged by this kernel, whatever else is right.
@@ -136,7 +143,7 @@ fn kernel(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
 }
 
 /// Stopped while something is enrolled is a failure: somebody asked for merging and gets none. Stopped while nothing
-/// is enrolled is only a warning, for nobody misses it. Whether 0 or 2 makes no difference to what merges from now on.
+/// is enrolled is only a warning, for nobody misses it, and so it is while that cannot be told. Whether 0 or 2 makes no difference to what merges from now on.
 fn run(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
     let run = *need("run", &ksm(facts)?.run)?;
     let value = format!("run = {run}");
@@ -146,11 +153,16 @@ fn run(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
         2 => "stopped and everything is unmerged",
         _ => return Err(Missing { what: "run".into(), absent: Absent::Malformed(run.to_string()) }),
     };
-    let finding = if anything_enrolled(facts, fleet)? {
-        let bytes = fleet.sum(|p| p.mergeable());
-        rule.fail(format!("ksmd is {state} while memory is enrolled"), format!("{value}, {bytes} enrolled"))
-    } else {
-        rule.warn(format!("ksmd is {state}, and nothing asks for it"), value)
+    let finding = match anything_enrolled(facts, fleet) {
+        Ok(true) => {
+            let bytes = fleet.sum(|p| p.mergeable());
+            rule.fail(format!("ksmd is {state} while memory is enrolled"), format!("{value}, {bytes} enrolled"))
+        }
+        Ok(false) => rule.warn(format!("ksmd is {state}, and nothing asks for it"), value),
+        Err(Missing { what, absent }) => rule.warn(
+            format!("ksmd is {state}; whether anything asks for it is not known"),
+            format!("{value}; {what}: {absent}"),
+        ),
     };
     Ok(finding
         .remedy([
@@ -165,7 +177,11 @@ fn run(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
 pub(super) fn advisor_is_on(ksm: &Ksm) -> Result<bool, Missing> {
     match &ksm.advisor_mode {
         Err(Absent::NotOnThisKernel) => Ok(false),
-        mode => Ok(need("advisor_mode", mode)? == "scan-time"),
+        mode => match need("advisor_mode", mode)?.as_str() {
+            "none" => Ok(false),
+            "scan-time" => Ok(true),
+            other => Err(Missing { what: "advisor_mode".into(), absent: Absent::Malformed(other.to_owned()) }),
+        },
     }
 }
 
@@ -305,7 +321,7 @@ fn zero_pages(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
 const CHAIN_PERCENT: u64 = 5;
 
 /// Frames lost to chains are a warning where they are a noticeable part of the saving.
-fn sharing_limit(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
+fn sharing_limit(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
     let ksm = ksm(facts)?;
     let chains = *need("stable_node_chains", &ksm.stable_node_chains)?;
     let dups = *need("stable_node_dups", &ksm.stable_node_dups)?;
@@ -313,9 +329,14 @@ fn sharing_limit(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
     let limit = *need("max_page_sharing", &ksm.max_page_sharing)?;
     let lost = dups.saturating_sub(chains);
     let bytes = bytes_of(facts.page_size, Pages(lost));
-    let value = format!("{chains} chains of {dups} frames, max_page_sharing = {limit}, {bytes} in further copies");
+    let value = format!(
+        "stable_node_chains = {chains}, stable_node_dups = {dups}, max_page_sharing = {limit}: {bytes} in further copies"
+    );
     if !is_share(lost, sharing.saturating_add(lost), CHAIN_PERCENT) {
         return Ok(rule.ok("chains cost next to nothing", value));
+    }
+    if !anything_enrolled(facts, fleet)? {
+        return Ok(rule.not_applicable(LEFT_OVER, value));
     }
     let wanted = limit.saturating_mul(4).clamp(256, i32::MAX as u64);
     Ok(remerge(rule.warn("chains keep many copies of one content", value), facts, "max_page_sharing", wanted))
@@ -330,7 +351,7 @@ fn nodes(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
     }
     let across = *need("merge_across_nodes", &ksm.merge_across_nodes)?;
     let nodes = *need("number of nodes", &facts.nodes)?;
-    let value = format!("merge_across_nodes = {across}, {nodes} nodes");
+    let value = format!("merge_across_nodes = {across}, nodes with memory: {nodes}");
     Ok(match (nodes, across) {
         (0 | 1, _) => rule.not_applicable("one node", value),
         (_, 0) => rule.ok("each node merges for itself", value),
@@ -387,6 +408,8 @@ fn counters(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
     if run != 1 {
         return Ok(if tracked == Pages::ZERO {
             rule.not_applicable("nothing is counted", value)
+        } else if !anything_enrolled(facts, fleet)? {
+            rule.not_applicable(LEFT_OVER, value)
         } else {
             rule.warn("the counters are those of the last scan", value)
                 .remedy(["pagefold account".to_owned(), "# or let ksmd count again:".to_owned(), set("run", 1)])

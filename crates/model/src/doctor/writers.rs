@@ -41,13 +41,38 @@ fn names(tuners: &[Tuner]) -> String {
     some_of(&tuners.iter().map(|tuner| tuner.name().to_owned()).collect::<Vec<_>>())
 }
 
-/// One daemon is a warning, for it may be wanted, and whoever sets KSM by hand must know. Two are a failure: they undo
+/// What `pages_to_scan` and `sleep_millisecs` are if nobody sets them (mm/ksm.c, `DEFAULT_PAGES_TO_SCAN` and
+/// `ksm_thread_sleep_millisecs`).
+const DEFAULT_PACE: (u64, u64) = (100, 20);
+
+/// Whether somebody has set the pace, for people. The advisor is not somebody.
+fn traces(facts: &HostFacts) -> String {
+    match facts.ksm.as_ref().map(|ksm| (&ksm.pages_to_scan, &ksm.sleep_millisecs, &ksm.advisor_mode)) {
+        Ok((Ok(pages), Ok(sleep), mode)) if (*pages, *sleep) != DEFAULT_PACE && mode.as_deref() != Ok("scan-time") => {
+            format!("none found; pages_to_scan = {pages} and sleep_millisecs = {sleep} are not the kernel's")
+        }
+        _ => "none found".to_owned(),
+    }
+}
+
+/// A writer that no name is known for can be caught in the act only: a setting that changes while the doctor looks is a
+/// warning. One daemon is a warning, for it may be wanted, and whoever sets KSM by hand must know. Two are a failure: they undo
 /// each other. tuned and ksmctl write once and are fine alone; tuned is what to ask when `run` is 2.
 fn tuners(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
-    let tuners = sorted(facts)?;
+    let tuners = match sorted(facts) {
+        Err(_) if !facts.rewritten.is_empty() => Vec::new(),
+        tuners => tuners?,
+    };
     let daemons: Vec<_> = tuners.iter().copied().filter(|tuner| tuner.writes_rate()).collect();
     let stop = |which: &[Tuner]| which.iter().flat_map(|tuner| tuner.stop()).copied().collect::<Vec<_>>();
     Ok(match daemons.as_slice() {
+        [] if !facts.rewritten.is_empty() => rule
+            .warn("somebody sets KSM at this moment", facts.rewritten.join(", "))
+            .remedy([
+                "# no known daemon is there; look for a unit, a timer or a script that does:",
+                "grep -rlsI mm/ksm /etc /usr/lib/systemd /usr/lib/tmpfiles.d /usr/local",
+            ])
+            .verify("pagefold doctor"),
         [] if tuners.contains(&Tuner::Tuned) && *need("run", &ksm(facts)?.run)? == 2 => rule
             .warn("tuned may have stopped ksmd and unmerged everything", names(&tuners))
             .remedy(
@@ -56,7 +81,7 @@ fn tuners(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
                     .chain(stop(&[Tuner::Tuned])),
             )
             .verify("tuned-adm active | grep -v -e realtime-virtual-host -e cpu-partitioning"),
-        [] if tuners.is_empty() => rule.ok("nothing tunes KSM", "none found"),
+        [] if tuners.is_empty() => rule.ok("no program that is known to tune KSM runs", traces(facts)),
         [] => rule.ok("nothing tunes KSM after boot", names(&tuners)),
         [one] => rule
             .warn(format!("{} tunes KSM", one.name()), names(&tuners))

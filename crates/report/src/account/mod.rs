@@ -3,9 +3,9 @@
 pub mod text;
 
 use crate::wire::{NotSeen, Who};
-use pagefold_census::Unseen;
 use pagefold_model::account::reconcile::{Balance, Drift, Line, Reconciliation, Unit};
 use pagefold_model::account::{Account, Basis, Footprint, Group, GroupBy, GroupKey, groups};
+use pagefold_model::census::Unseen;
 use pagefold_model::ksm::RMAP_ITEM_BYTES;
 use pagefold_model::{PageSize, Reading};
 use schemars::JsonSchema;

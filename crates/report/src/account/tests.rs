@@ -12,6 +12,8 @@ use std::num::NonZeroU64;
 
 const MIB: u64 = 256;
 
+const REMEDY: &str = "Run as root to see all.";
+
 fn page() -> PageSize {
     PageSize::new(4096).unwrap()
 }
@@ -172,7 +174,7 @@ fn report(by: GroupBy, explain: bool) -> AccountReport {
 }
 
 fn rendered(by: GroupBy, width: u16) -> String {
-    text::render(&report(by, false), 3, Style { width, colour: false })
+    text::render(&report(by, false), 3, REMEDY, Style { width, colour: false })
 }
 
 #[test]
@@ -189,7 +191,7 @@ fn processes_in_a_wide_terminal() {
 
     ~ marks estimates (1 of 4 processes): the frames could not be looked at (permission denied), so the fair share is Pss, and what KSM saves is taken as the host's
     mean for each merged page. Run as root for exact figures.
-    Not seen for lack of permission: 1 processes, such as 1 (init). Run as root to see all.
+    Not seen for lack of permission: 1 process, such as 1 (init). Run as root to see all.
     ");
 }
 
@@ -210,7 +212,7 @@ fn processes_in_a_narrow_terminal() {
     ~ marks estimates (1 of 4 processes): the frames could not be looked at
     (permission denied), so the fair share is Pss, and what KSM saves is taken as
     the host's mean for each merged page. Run as root for exact figures.
-    Not seen for lack of permission: 1 processes, such as 1 (init). Run as root to see all.
+    Not seen for lack of permission: 1 process, such as 1 (init). Run as root to see all.
     ");
 }
 
@@ -230,13 +232,13 @@ fn machines() {
     ~ marks estimates (1 of 4 processes): the frames could not be looked at (permission denied), so the
     fair share is Pss, and what KSM saves is taken as the host's mean for each merged page. Run as root
     for exact figures.
-    Not seen for lack of permission: 1 processes, such as 1 (init). Run as root to see all.
+    Not seen for lack of permission: 1 process, such as 1 (init). Run as root to see all.
     ");
 }
 
 #[test]
 fn explanations() {
-    let text = text::render(&report(GroupBy::Process, true), 0, Style { width: 100, colour: false });
+    let text = text::render(&report(GroupBy::Process, true), 0, REMEDY, Style { width: 100, colour: false });
     let (_, explained) = text.split_once("The fair shares").unwrap();
     insta::assert_snapshot!(explained, @r"
      of all processes against the frames in use
@@ -282,7 +284,7 @@ fn explanations() {
     ~ marks estimates (1 of 4 processes): the frames could not be looked at (permission denied), so the
     fair share is Pss, and what KSM saves is taken as the host's mean for each merged page. Run as root
     for exact figures.
-    Not seen for lack of permission: 1 processes, such as 1 (init). Run as root to see all.
+    Not seen for lack of permission: 1 process, such as 1 (init). Run as root to see all.
     Neither in the balance nor in the lines: 1 process by estimate.
     ");
 }
@@ -291,7 +293,7 @@ fn explanations() {
 fn no_line_is_wider_than_the_terminal() {
     for width in [60, 72, 80, 100, 120, 160, 250] {
         for by in [GroupBy::Process, GroupBy::Vm, GroupBy::Cgroup, GroupBy::Job, GroupBy::Step, GroupBy::User] {
-            let text = text::render(&report(by, true), 2, Style { width, colour: false });
+            let text = text::render(&report(by, true), 2, REMEDY, Style { width, colour: false });
             let tables = text.lines().filter(|line| line.starts_with(' '));
             for line in tables {
                 assert!(line.chars().count() <= usize::from(width), "{width}: {line}");

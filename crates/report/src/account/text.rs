@@ -11,13 +11,13 @@ use std::fmt::Write;
 const BAR: usize = 12;
 
 /// The whole report. Tables have `top` rows; columns that do not fit are left out, the least telling first.
-pub fn render(report: &AccountReport, top: usize, style: Style) -> String {
+pub fn render(report: &AccountReport, top: usize, remedy: &str, style: Style) -> String {
     let mut text = wrapped(&title(report), 0, style);
     text.push_str(&table(report, top, style));
     if let Some(whole) = &report.reconciliation {
         text.push_str(&reconciliation(whole, report.page_size, style));
     }
-    text.push_str(&notes(report, style));
+    text.push_str(&notes(report, remedy, style));
     text
 }
 
@@ -293,7 +293,7 @@ fn grouped(value: i64) -> String {
 }
 
 /// What is estimated and why, who was not seen.
-fn notes(report: &AccountReport, style: Style) -> String {
+fn notes(report: &AccountReport, remedy: &str, style: Style) -> String {
     let mut text = String::new();
     if let Some(why) = report.processes.iter().find_map(|process| process.footprint.estimated.as_ref()) {
         text.push_str(&wrapped(
@@ -308,11 +308,11 @@ fn notes(report: &AccountReport, style: Style) -> String {
             style,
         ));
     }
-    text.push_str(&unseen(&report.not_seen));
+    text.push_str(&unseen(&report.not_seen, remedy));
     if let Some(whole) = &report.reconciliation {
         let others =
             whole.not_seen.iter().filter(|other| !report.not_seen.contains(other)).cloned().collect::<Vec<_>>();
-        text.push_str(&unseen(&others));
+        text.push_str(&unseen(&others, remedy));
         if whole.estimated > 0 && whole.processes > 0 {
             let _ =
                 writeln!(text, "Neither in the balance nor in the lines: {} by estimate.", processes(whole.estimated));

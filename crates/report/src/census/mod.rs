@@ -1,10 +1,13 @@
 //! The census on the wire.
 
+#[cfg(feature = "parquet")]
+pub mod parquet;
 pub mod text;
 
 use crate::wire::{Classes, NotSeen, Who};
-use pagefold_census::{Census, SubjectCensus};
+use pagefold_model::census::{Census, Extent, SubjectCensus};
 use pagefold_model::content::{ContentKind, collision_probability};
+use pagefold_model::estimate::{self, Interval, Sample};
 use pagefold_model::savings::Reach;
 use pagefold_model::{Counts, PageSize};
 use schemars::JsonSchema;
@@ -201,8 +204,7 @@ pub struct RegionReport {
     pub start: String,
     /// First address after it, hexadecimal.
     pub end: String,
-    /// Its name or file, if it has one.
-    #[serde(skip_serializing_if = "String::is_empty")]
+    /// Its name or file; empty for anonymous memory without a name.
     pub name: String,
     /// Resident bytes of any kind.
     pub rss: u64,
@@ -302,9 +304,10 @@ pub struct Context {
     pub page_size: PageSize,
     /// How many extents to tell.
     pub top: usize,
-    /// With a sample: what it says of the whole.
-    pub estimate: Option<EstimateReport>,
 }
+
+/// The confidence of the intervals that a sample gives.
+const CONFIDENCE: f64 = 0.95;
 
 impl CensusReport {
     /// From a census.
@@ -334,7 +337,7 @@ impl CensusReport {
             settle_seconds: census.settle.map(|settle| settle.as_secs_f64()),
             partial: census.partial,
             sample: census.sample,
-            estimate: context.estimate,
+            estimate: census.sample.map(|_| EstimateReport::of(census)),
             exactness: Exactness {
                 fingerprint_bits: 64,
                 distinct_contents: census.distinct,
@@ -384,6 +387,33 @@ impl CensusReport {
     /// Whether something that was asked for was not seen.
     pub fn is_incomplete(&self) -> bool {
         self.partial || self.not_counted.pages_unread > 0 || !self.not_counted.processes.is_empty()
+    }
+}
+
+impl EstimateReport {
+    fn of(census: &Census) -> Self {
+        let Counts { zero, merged, volatile, .. } = census.counts;
+        let resident = (census.counts.resident() + census.skipped).0;
+        let sample = Sample {
+            population: resident,
+            zero: zero.0,
+            merged: merged.0,
+            volatile: volatile.0,
+            seen: census.seen.clone(),
+        };
+        let estimate = estimate::estimate(&sample, CONFIDENCE);
+        let interval =
+            |interval: Interval| IntervalReport { low: interval.low, estimate: interval.estimate, high: interval.high };
+        Self {
+            resident,
+            confidence: CONFIDENCE,
+            zero: interval(estimate.zero),
+            merged: interval(estimate.merged),
+            volatile: interval(estimate.volatile),
+            duplicate: interval(estimate.duplicate),
+            redundant: interval(estimate.redundant),
+            unique: interval(estimate.unique),
+        }
     }
 }
 
@@ -455,7 +485,7 @@ fn extents(census: &Census, page_size: PageSize, top: usize) -> Vec<ExtentReport
 }
 
 /// An extent with the process it lies in.
-pub fn extent_report(census: &Census, page_size: PageSize, extent: &pagefold_census::tally::Extent) -> ExtentReport {
+pub fn extent_report(census: &Census, page_size: PageSize, extent: &Extent) -> ExtentReport {
     let id = census.subjects[extent.subject].process.id;
     ExtentReport {
         pid: id.pid.0,

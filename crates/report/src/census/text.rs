@@ -1,8 +1,8 @@
 //! The census for people.
 
 use super::{CensusReport, GroupReport, MatrixReport, ReachReport};
-use crate::text::{Style, bar, bytes, coloured, cut, net, number, percent};
-use crate::wire::Classes;
+use crate::text::{Style, bar, bytes, coloured, cut, cut_front, net, number, percent};
+use crate::wire::{Classes, NotSeen};
 use comfy_table::{Cell, Color};
 use pagefold_model::Bytes;
 use std::fmt::Write;
@@ -16,6 +16,8 @@ pub struct View {
     pub regions: bool,
     /// Whether extents are shown.
     pub extents: bool,
+    /// What to do about processes that could not be seen for lack of permission.
+    pub remedy: &'static str,
 }
 
 /// Columns of the bars.
@@ -59,7 +61,7 @@ pub fn render(report: &CensusReport, view: View, style: Style) -> String {
     if view.regions {
         text.push_str(&regions(report, style));
     }
-    text.push_str(&notes(report));
+    text.push_str(&notes(report, view));
     text
 }
 
@@ -195,7 +197,7 @@ fn groups(title: &str, groups: &[GroupReport], view: View, style: Style) -> Stri
     headings.extend(CLASS_HEADINGS);
     let mut table = style.table(&headings);
     for group in groups.iter().take(view.top) {
-        let mut row = vec![Cell::new(cut(&group.name, 40)), Cell::new(group.processes)];
+        let mut row = vec![Cell::new(cut_front(&group.name, 40)), Cell::new(group.processes)];
         row.extend(class_cells(&group.bytes));
         table.add_row(row);
     }
@@ -285,7 +287,7 @@ fn regions(report: &CensusReport, style: Style) -> String {
 }
 
 /// What is not among the classes, how sure the result is, what it took.
-fn notes(report: &CensusReport) -> String {
+fn notes(report: &CensusReport, view: View) -> String {
     let mut text = String::from("\n");
     let not_counted = &report.not_counted;
     if !not_counted.ineligible.is_empty() {
@@ -304,7 +306,7 @@ fn notes(report: &CensusReport) -> String {
     } else if not_counted.pages_unread > 0 {
         let _ = writeln!(text, "{} pages could not be read.", number(not_counted.pages_unread));
     }
-    text.push_str(&unseen(&not_counted.processes));
+    text.push_str(&unseen(&not_counted.processes, view.remedy));
     if report.settle_seconds.is_none() && !report.partial {
         text.push_str("One pass: what changes was not told apart.\n");
     }
@@ -327,7 +329,7 @@ fn notes(report: &CensusReport) -> String {
 }
 
 /// Who was not seen, by reason, with the remedy.
-pub(crate) fn unseen(processes: &[crate::wire::NotSeen]) -> String {
+pub(crate) fn unseen(processes: &[NotSeen], remedy: &str) -> String {
     let mut text = String::new();
     let denied: Vec<_> = processes.iter().filter(|process| process.reason == "denied").collect();
     if !denied.is_empty() {
@@ -338,8 +340,9 @@ pub(crate) fn unseen(processes: &[crate::wire::NotSeen]) -> String {
             .collect();
         let _ = writeln!(
             text,
-            "Not seen for lack of permission: {} processes, such as {}. Run as root to see all.",
+            "Not seen for lack of permission: {} process{}, such as {}. {remedy}",
             denied.len(),
+            if denied.len() == 1 { "" } else { "es" },
             names.join(", ")
         );
     }

@@ -53,7 +53,6 @@ fn healthy_process(pid: u32) -> ProcessFacts {
             pinned: Ok(Bytes::ZERO),
         },
         regions: Ok(vec![region(GIB, VmFlags::MERGEABLE)]),
-        rollup: Err(Absent::NotOnThisKernel),
         domain: Domain::User(1000),
         parent_merge_any: Ok(false),
     }
@@ -110,6 +109,7 @@ fn healthy() -> HostFacts {
         nodes: Ok(1),
         ksmd: Ok(Ksmd { cpu_seconds: 30.0, uptime_seconds: 3600.0 }),
         tuners: Ok(vec![]),
+        rewritten: vec![],
         processes: vec![healthy_process(100), healthy_process(200)],
     }
 }
@@ -236,7 +236,7 @@ fn settings() {
         nothing_enrolled(f);
         ksm(f).run = Ok(0);
     });
-    check("ksm-run", Unknown, |f| {
+    check("ksm-run", Warn, |f| {
         nothing_enrolled(f);
         ksm(f).run = Ok(0);
         deny(&mut f.processes[1]);
@@ -258,6 +258,7 @@ fn settings() {
     check("ksm-advisor-pace", NotApplicable, |_| ());
     check("ksm-advisor-pace", NotApplicable, |f| ksm(f).advisor_mode = Err(Absent::NotOnThisKernel));
     check("ksm-advisor-pace", Unknown, |f| ksm(f).advisor_mode = Err(Absent::Denied));
+    check("ksm-advisor-pace", Unknown, |f| ksm(f).advisor_mode = Ok("by-benefit".into()));
     check("ksm-advisor-pace", Warn, |f| ksm(f).advisor_mode = Ok("scan-time".into()));
     check("ksm-advisor-pace", Fine, |f| {
         ksm(f).advisor_mode = Ok("scan-time".into());
@@ -307,6 +308,42 @@ fn settings() {
         nothing_enrolled(f);
         ksm(f).run = Ok(0);
     });
+}
+
+#[test]
+fn what_has_ended_asks_for_nothing() {
+    let left_over = |f: &mut HostFacts| {
+        f.processes.iter_mut().for_each(unenrol);
+        let ksm = ksm(f);
+        (ksm.run, ksm.general_profit) = (Ok(0), Ok(-1));
+        (ksm.stable_node_chains, ksm.stable_node_dups) = (Ok(1), Ok(20_000));
+        f.vmstat.as_mut().unwrap().insert("cow_ksm".into(), 1 << 30);
+    };
+    check("ksm-run", Warn, left_over);
+    for rule in ["ksm-enrolled", "ksm-sharing-limit", "ksm-counters", "ksm-profit", "ksm-copies"] {
+        check(rule, NotApplicable, left_over);
+    }
+    // With one that cannot be seen it may be that one's.
+    for rule in ["ksm-enrolled", "ksm-sharing-limit", "ksm-counters", "ksm-profit", "ksm-copies"] {
+        check(rule, Unknown, |f| {
+            left_over(f);
+            deny(&mut f.processes[1]);
+        });
+    }
+}
+
+#[test]
+fn who_was_not_seen_is_named() {
+    let mut facts = healthy();
+    deny(&mut facts.processes[1]);
+    let title = |facts: &HostFacts| {
+        examine_host(facts).into_iter().find(|finding| finding.rule == "ksm-ineligible").unwrap().title
+    };
+    assert_eq!(title(&facts), "cannot tell: regions of simulation (200)");
+    facts.processes[1].process.id.pid = Pid(0);
+    assert_eq!(title(&facts), "cannot tell: regions of processes that are hidden");
+    deny(&mut facts.processes[0]);
+    assert_eq!(title(&facts), "cannot tell: regions of 2 processes");
 }
 
 #[test]
@@ -361,6 +398,8 @@ fn writers() {
     check("ksm-tuners", Warn, |f| f.tuners = Ok(vec![Tuner::Ksmtuned, Tuner::Ksmtuned]));
     check("ksm-tuners", Fail, |f| f.tuners = Ok(vec![Tuner::Mom, Tuner::Ksmtuned]));
     check("ksm-tuners", Unknown, |f| f.tuners = Err(Absent::Denied));
+    check("ksm-tuners", Warn, |f| f.rewritten = vec!["run: 1, then 0".into()]);
+    check("ksm-tuners", Warn, |f| (f.tuners, f.rewritten) = (Err(Absent::Denied), vec!["run: 1, then 0".into()]));
 
     check("ksm-advisor-writer", NotApplicable, |f| f.tuners = Ok(vec![Tuner::Ksmtuned]));
     check("ksm-advisor-writer", Fine, |f| ksm(f).advisor_mode = Ok("scan-time".into()));

@@ -1,0 +1,68 @@
+//! What the second thread brings: whole censuses of a small fleet with one and with two threads, in turns.
+
+use crate::Effort;
+use crate::measure::Order;
+use crate::report::{Bar, Findings, Spread, Table};
+use crate::target::{Layout, Targets};
+use anyhow::Result;
+
+/// What two threads must bring at least; "near-linear".
+const BAR: f64 = 1.8;
+
+/// Measure.
+pub fn measure(effort: Effort) -> Result<Findings> {
+    let (bytes, processes, rounds) = if effort.quick { (32 << 20, 2, 2) } else { (1 << 30, 4, 7) };
+    let bytes = effort.affordable(bytes, processes)?;
+    let layouts = (0..processes as u64).map(|seed| Layout { bytes, copies: true, seed, ..Layout::default() });
+    let targets = Targets::start(layouts)?;
+    let mut findings = Findings::new("round,threads,kind,pages,seconds,cpu_seconds,survey,list,read,group,tally");
+    let mut whole = [Vec::new(), Vec::new()];
+    let mut phases: [Vec<Vec<f64>>; 2] = Default::default();
+    let mut names = Vec::new();
+    for round in 1..=rounds {
+        for position in 0..4 {
+            // 1, 2, 2, 1 and 2, 1, 1, 2 in turns, so that a drift does not favour either.
+            let second = (position == 1 || position == 2) == (round % 2 == 1);
+            let (threads, timed) = (1 + usize::from(second), position >= 2);
+            let outcome = Order { pids: targets.pids(), threads, phases: timed }.run()?;
+            let steps: Vec<f64> = outcome.phases.iter().map(|(_, seconds)| *seconds).collect();
+            let cells = if timed { steps.iter().map(|s| format!("{s:.4}")).collect() } else { vec![String::new(); 5] };
+            findings.samples.push(format!(
+                "{round},{threads},{},{},{:.4},{:.4},{}",
+                if timed { "steps" } else { "whole" },
+                outcome.pages,
+                outcome.seconds,
+                outcome.cpu_seconds,
+                cells.join(",")
+            ));
+            if timed {
+                names = outcome.phases.into_iter().map(|(name, _)| name).collect();
+                phases[threads - 1].push(steps);
+            } else {
+                whole[threads - 1].push(outcome.seconds);
+            }
+        }
+    }
+    let gigabytes = (bytes * processes) as f64 / 1e9;
+    let mut table = Table::new(
+        format!("Census of {processes} processes with {gigabytes:.1} GB of base pages, {rounds} rounds"),
+        &["step", "1 thread s", "2 threads s", "speed-up"],
+    );
+    let speed_up = Spread::of(whole[0].iter().zip(&whole[1]).map(|(one, two)| one / two));
+    let median = |samples: &[f64]| format!("{:.3}", Spread::of(samples.iter().copied()).median);
+    table.rows.push(vec!["whole census".to_owned(), median(&whole[0]), median(&whole[1]), speed_up.factor()]);
+    for (step, name) in names.iter().enumerate() {
+        let [one, two] = [0, 1].map(|t: usize| phases[t].iter().map(|steps| steps[step]).collect::<Vec<f64>>());
+        let factor = Spread::of(one.iter().zip(&two).map(|(one, two)| one / two)).factor();
+        table.rows.push(vec![format!("of it {name}"), median(&one), median(&two), factor]);
+    }
+    let cpus = std::thread::available_parallelism()?.get();
+    table.notes.push(format!("{cpus} CPUs. The steps were timed in censuses of their own."));
+    findings.bars.push(Bar {
+        claim: format!("two threads are near-linear, at least {BAR} times as fast as one"),
+        measured: speed_up.factor(),
+        met: speed_up.median >= BAR,
+    });
+    findings.tables.push(table);
+    Ok(findings)
+}

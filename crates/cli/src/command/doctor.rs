@@ -1,0 +1,83 @@
+//! `pagefold doctor`: KSM is on, why is nothing merging, and what is wrong with how this host merges?
+
+use crate::arguments::Global;
+use crate::{Outcome, output, source};
+use anyhow::bail;
+use clap::Args;
+use pagefold_host::examine;
+use pagefold_model::Pid;
+use pagefold_report::doctor::{DoctorReport, VerdictName, text};
+use pagefold_report::wire;
+
+const EXAMPLES: &str = "\
+Examples:
+  sudo pagefold doctor                what is wrong with how this host merges
+  sudo pagefold doctor --pid 1234     why is nothing of this process merging?
+  pagefold doctor --verbose           with the reasons for what is right, too
+  pagefold doctor --json | jq '.findings[] | select(.verdict == \"fail\")'
+
+Nothing is changed: remedies are printed, not applied.
+
+Exit status: 0 nothing fails, 1 something fails, 2 no such process or another error, 3 nothing fails but something
+could not be told, for want of privilege or because ksmd has not come so far.";
+
+/// Arguments of `doctor`.
+#[derive(Args, Debug)]
+#[command(after_help = EXAMPLES)]
+pub struct Options {
+    /// Ask for a process instead of the host; may be given several times
+    #[arg(long, value_name = "N")]
+    pid: Vec<u32>,
+    /// Show in full what is as it should be, too
+    #[arg(long, short)]
+    verbose: bool,
+    /// Print JSON (see `pagefold schema doctor`)
+    #[arg(long, conflicts_with = "verbose")]
+    json: bool,
+}
+
+/// Examine the host or processes of it, and print the findings.
+pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
+    let host = source::open(global)?;
+    let mut pids: Vec<Pid> = options.pid.iter().copied().map(Pid).collect();
+    pids.sort();
+    pids.dedup();
+    let facts = examine::facts(&*host, &pids);
+    let mut processes = Vec::new();
+    for pid in &pids {
+        match facts.processes.iter().find(|process| process.process.id.pid == *pid && pid.0 > 0) {
+            Some(process) => processes.push(process),
+            None => bail!("--pid {pid}: {} has no such process", host.describe()),
+        }
+    }
+    let report = if pids.is_empty() {
+        DoctorReport::of_host(host.describe(), &facts)
+    } else {
+        DoctorReport::of_processes(host.describe(), &facts, &processes)
+    };
+    let report = match instead_of_sudo(global) {
+        Some(instead) => report.without_more_privilege(instead),
+        None => report,
+    };
+    output::print(&if options.json {
+        wire::json(&report)
+    } else {
+        text::render(&report, options.verbose, output::style(global))
+    })?;
+    Ok(match report.verdict {
+        VerdictName::Fail => Outcome::VerdictNo,
+        _ if report.counts.unknown > 0 || !report.not_seen.is_empty() => Outcome::Partial,
+        _ => Outcome::Done,
+    })
+}
+
+/// What to say where asking again as root would change nothing.
+fn instead_of_sudo(global: &Global) -> Option<&'static str> {
+    if global.host != "live" {
+        Some("# it is not in the recording: make one as root with pagefold record")
+    } else if rustix::process::geteuid().is_root() {
+        Some("# refused even to root: CAP_SYS_PTRACE is missing (a container?), or a security module forbids it")
+    } else {
+        None
+    }
+}

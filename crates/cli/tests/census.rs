@@ -1,0 +1,389 @@
+//! The census against memory whose content is known, on the live kernel.
+//!
+//! A lab lays out regions; the census must find exactly those pages in exactly those classes, and leave no trace. Tests
+//! that need root or KSM say `skipped: ` and why where they have not.
+
+use nix::sys::uio::{RemoteIoVec, process_vm_readv};
+use pagefold_labs::client::Lab;
+use pagefold_labs::ksm::Ksm;
+use pagefold_labs::lines::Region;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::IoSliceMut;
+use std::process::{Command, Output};
+
+fn pagefold(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_pagefold")).args(arguments).output().expect("the binary runs")
+}
+
+/// A census of some processes as JSON. Fails the test if it is not complete.
+fn census(pids: &[u32], more: &[&str]) -> Value {
+    let pids: Vec<String> = pids.iter().map(|pid| format!("--pid={pid}")).collect();
+    let mut arguments = vec!["census", "--json"];
+    arguments.extend(pids.iter().map(String::as_str));
+    arguments.extend(more);
+    let output = pagefold(&arguments);
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+/// The classes of a lab's region: the non-zero figures of `pages`, summed over the VMAs it consists of.
+fn classes(report: &Value, lab: &Lab<Region>, region: &Region) -> BTreeMap<String, u64> {
+    let process = array(&report["processes"]).iter().find(|process| process["pid"] == lab.pid()).expect("the process");
+    let mut sums: BTreeMap<String, u64> = BTreeMap::new();
+    for part in array(&process["regions"]) {
+        let start = u64::from_str_radix(part["start"].as_str().unwrap(), 16).unwrap();
+        if (region.start..region.end()).contains(&start) {
+            for (class, pages) in part["pages"].as_object().unwrap() {
+                *sums.entry(class.clone()).or_default() += pages.as_u64().unwrap();
+            }
+        }
+    }
+    sums.retain(|_, pages| *pages > 0);
+    sums
+}
+
+fn array(value: &Value) -> &Vec<Value> {
+    value.as_array().expect("an array")
+}
+
+fn expect(report: &Value, lab: &Lab<Region>, region: &Region, expected: &[(&str, u64)]) {
+    let mut expected: BTreeMap<String, u64> =
+        expected.iter().map(|&(class, pages)| (class.to_owned(), pages)).collect();
+    expected.retain(|_, pages| *pages > 0);
+    assert_eq!(classes(report, lab, region), expected, "{region:?}");
+}
+
+/// Why a live test cannot run.
+fn missing_root() -> bool {
+    let root = nix::unistd::geteuid().is_root();
+    if !root {
+        println!("skipped: needs root to read processes of several users");
+    }
+    !root
+}
+
+#[test]
+fn every_class_is_counted_exactly() {
+    if missing_root() {
+        return;
+    }
+    let specs = |rest: &'static [&str]| {
+        let mut specs = vec![
+            "zero=100",
+            "unique=300",
+            "within=60,copies=3",
+            "volatile=40",
+            "shared-memory=30",
+            "file=20",
+            "file-written=25",
+            "untouched=5000",
+            "read-zero=50",
+        ];
+        specs.extend(rest);
+        specs
+    };
+    let first = Lab::layout(&specs(&["shared-content=domain:80", "shared-content=foreign:50"])).unwrap();
+    let second = Lab::layout(&specs(&["shared-content=domain:80"])).unwrap();
+    let third = Lab::layout(&[&["--uid", "65534"], &specs(&["shared-content=foreign:50"])[..]].concat()).unwrap();
+    let labs = [&first, &second, &third];
+    let pids: Vec<u32> = labs.iter().map(|lab| lab.pid()).collect();
+    let report = census(&pids, &[]);
+
+    for lab in labs {
+        let region = |kind| lab.region(kind);
+        expect(&report, lab, region("zero"), &[("resident", 100), ("zero", 100)]);
+        expect(&report, lab, region("unique"), &[("resident", 300), ("unique", 300)]);
+        expect(&report, lab, region("volatile"), &[("resident", 40), ("volatile", 40)]);
+        for kind in ["shared-memory", "file", "untouched", "read-zero"] {
+            expect(&report, lab, region(kind), &[]);
+        }
+        expect(&report, lab, region("file-written"), &[("resident", 25), ("unique", 25)]);
+        // The contents of `within` depend on the salt, so each process has its own.
+        let redundant = [("redundant", 40), ("duplicate_within_process", 60), ("duplicate", 60), ("resident", 60)];
+        expect(&report, lab, region("within"), &redundant);
+    }
+    let named = |lab: &'_ Lab<Region>, name: &str| {
+        lab.lines().iter().find(|region| region.name.as_deref() == Some(name)).expect("laid out").clone()
+    };
+    for (name, class, pages, holders) in [
+        ("domain", "duplicate_within_domain", 80, [&first, &second]),
+        ("foreign", "duplicate_across_domains", 50, [&first, &third]),
+    ] {
+        let found: Vec<_> = holders.iter().map(|lab| classes(&report, lab, &named(lab, name))).collect();
+        for classes in &found {
+            assert_eq!((classes.get(class), classes.get("duplicate")), (Some(&pages), Some(&pages)), "{name}");
+        }
+        let redundant: u64 = found.iter().filter_map(|classes| classes.get("redundant")).sum();
+        assert_eq!(redundant, pages, "one of the two copies of {name} is kept");
+    }
+    let reason = |kind: &str| {
+        let process = array(&report["processes"]).iter().find(|process| process["pid"] == first.pid()).unwrap();
+        let start = format!("{:x}", first.region(kind).start);
+        let region = array(&process["regions"]).iter().find(|region| region["start"] == start.as_str());
+        region.map(|region| region["ineligible"].clone())
+    };
+    assert_eq!(reason("shared-memory"), Some(Value::from("shared memory")));
+    assert_eq!(reason("unique"), Some(Value::Null));
+    sums_hold(&report);
+}
+
+/// Every page is in one class, and processes and domains add up to the host.
+fn sums_hold(report: &Value) {
+    let count = |pages: &Value, class: &str| pages[class].as_u64().unwrap();
+    let classes = ["zero", "duplicate", "unique", "merged", "volatile"];
+    let check = |pages: &Value| {
+        let sum: u64 = classes.iter().map(|class| count(pages, class)).sum();
+        assert_eq!(sum, count(pages, "resident"));
+    };
+    check(&report["pages"]);
+    for part in ["processes", "domains", "cgroups"] {
+        for class in classes.iter().chain(&["resident", "redundant"]) {
+            let sum: u64 = array(&report[part]).iter().map(|part| count(&part["pages"], class)).sum();
+            assert_eq!(sum, count(&report["pages"], class), "{part}: {class}");
+        }
+    }
+    let gross = count(&report["pages"], "zero") + count(&report["pages"], "redundant");
+    assert_eq!(report["bytes_reclaimable"]["gross"], gross * report["page_size"].as_u64().unwrap());
+    let schema = pagefold(&["schema", "census"]);
+    let schema: Value = serde_json::from_slice(&schema.stdout).unwrap();
+    let errors: Vec<_> =
+        jsonschema::validator_for(&schema).unwrap().iter_errors(report).map(|e| e.to_string()).collect();
+    assert!(errors.is_empty(), "the report does not fit its schema: {errors:?}");
+}
+
+#[test]
+fn huge_pages_are_read_whole_and_counted_when_merging_would_split_them() {
+    if missing_root() {
+        return;
+    }
+    let lab = Lab::layout(&["huge=1024", "huge-zero=512"]).unwrap();
+    let huge_bytes = || rollup(lab.pid())["AnonHugePages"];
+    if huge_bytes() < 3 << 20 {
+        println!("skipped: the kernel gave no huge pages");
+        return;
+    }
+    let before = huge_bytes();
+    let report = census(&[lab.pid()], &[]);
+    expect(&report, &lab, lab.region("huge"), &[("resident", 1024), ("unique", 1024)]);
+    expect(&report, &lab, lab.region("huge-zero"), &[("resident", 512), ("zero", 512)]);
+    assert_eq!(report["savings"]["whole"]["huge_pages_split"], 1);
+    assert_eq!(huge_bytes(), before, "huge pages stay whole");
+}
+
+/// The figures of smaps_rollup that belong to a process's anonymous memory, in bytes.
+fn rollup(pid: u32) -> BTreeMap<String, u64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
+    let fields = ["Rss", "Pss_Anon", "Anonymous", "KSM", "AnonHugePages", "Swap", "Shared_Dirty", "Private_Dirty"];
+    text.lines()
+        .filter_map(|line| line.split_once(':'))
+        .filter(|(name, _)| fields.contains(name))
+        .map(|(name, value)| {
+            let kib: u64 = value.trim().trim_end_matches(" kB").parse().unwrap();
+            (name.to_owned(), kib * 1024)
+        })
+        .collect()
+}
+
+fn cow_ksm() -> u64 {
+    let text = fs::read_to_string("/proc/vmstat").unwrap();
+    text.lines().find_map(|line| line.strip_prefix("cow_ksm ")?.parse().ok()).expect("cow_ksm")
+}
+
+#[test]
+fn a_census_leaves_merged_memory_as_it_is() {
+    let ksm = match Ksm::take() {
+        Ok(ksm) => ksm,
+        Err(why) => return println!("skipped: {why}"),
+    };
+    let labs: Vec<_> =
+        (0..2).map(|_| Lab::layout(&["--mergeable", "shared-content=merged:400", "unique=200"]).unwrap()).collect();
+    ksm.settle();
+    let merged = labs[0].region("shared-content");
+    let state = || (labs.iter().map(|lab| rollup(lab.pid())).collect::<Vec<_>>(), cow_ksm());
+    let before = state();
+    assert_eq!(before.0[0]["KSM"], 400 * merged.page_size, "ksmd merged what was laid out");
+
+    let report = census(&[labs[0].pid(), labs[1].pid()], &[]);
+    assert_eq!(state(), before, "the census left a trace");
+    for lab in &labs {
+        expect(&report, lab, lab.region("shared-content"), &[("resident", 400), ("merged", 400)]);
+        expect(&report, lab, lab.region("unique"), &[("resident", 200), ("unique", 200)]);
+    }
+
+    // That the state would tell: the other way of reading breaks the sharing of the pages it reads.
+    let mut page = vec![0; merged.page_size as usize];
+    let remote = [RemoteIoVec { base: merged.start as usize, len: page.len() }];
+    let pid = nix::unistd::Pid::from_raw(labs[0].pid() as i32);
+    process_vm_readv(pid, &mut [IoSliceMut::new(&mut page)], &remote).unwrap();
+    assert_eq!(cow_ksm(), before.1 + 1);
+    assert_eq!(rollup(labs[0].pid())["KSM"], 399 * merged.page_size);
+}
+
+#[test]
+fn an_unmerged_copy_of_merged_pages_needs_no_copy_of_its_own() {
+    let ksm = match Ksm::take() {
+        Ok(ksm) => ksm,
+        Err(why) => return println!("skipped: {why}"),
+    };
+    let merged: Vec<_> = (0..2).map(|_| Lab::layout(&["--mergeable", "shared-content=later:150"]).unwrap()).collect();
+    ksm.settle();
+    let late = Lab::layout(&["shared-content=later:150"]).unwrap();
+    let report = census(&[merged[0].pid(), merged[1].pid(), late.pid()], &[]);
+    let expected = [("resident", 150), ("duplicate", 150), ("duplicate_within_domain", 150), ("redundant", 150)];
+    expect(&report, &late, late.region("shared-content"), &expected);
+}
+
+/// Bytes of a region that are dirty and mapped more than once.
+fn shared_dirty(pid: u32, region: &Region) -> u64 {
+    let text = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+    let entry = text.split_once(&format!("{:x}-{:x} ", region.start, region.end())).expect("the region").1;
+    let value = entry.lines().find_map(|line| line.strip_prefix("Shared_Dirty:")).unwrap();
+    value.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
+}
+
+#[test]
+fn pages_shared_by_fork_stay_shared() {
+    if missing_root() {
+        return;
+    }
+    let lab = Lab::layout(&["fork-shared=512"]).unwrap();
+    let region = lab.region("fork-shared");
+    let child = region.child.expect("a child");
+    let shared = || [lab.pid(), child].map(|pid| shared_dirty(pid, region));
+    let all = 512 * region.page_size;
+    assert_eq!(shared(), [all, all], "the lab shares what it says");
+    let report = census(&[lab.pid()], &[]);
+    expect(&report, &lab, region, &[("resident", 512), ("unique", 512)]);
+    assert_eq!(shared(), [all, all], "the census broke the sharing");
+    // Both together hold everything twice.
+    let report = census(&[lab.pid(), child], &[]);
+    assert_eq!(classes(&report, &lab, region)["duplicate_within_domain"], 512);
+}
+
+#[test]
+fn fragmented_memory_is_counted_page_by_page() {
+    if missing_root() {
+        return;
+    }
+    let lab = Lab::layout(&["--fragment", "within=2000", "unique=999", "zero=64"]).unwrap();
+    assert!(lab.region("unique").vmas >= 999);
+    let report = census(&[lab.pid()], &[]);
+    let half = [("resident", 2000), ("duplicate", 2000), ("duplicate_within_process", 2000), ("redundant", 1000)];
+    expect(&report, &lab, lab.region("within"), &half);
+    expect(&report, &lab, lab.region("unique"), &[("resident", 999), ("unique", 999)]);
+    expect(&report, &lab, lab.region("zero"), &[("resident", 64), ("zero", 64)]);
+}
+
+#[test]
+fn the_most_frequent_contents_are_known_for_what_they_are() {
+    if missing_root() {
+        return;
+    }
+    let lab = Lab::layout(&["text=301", "pattern=302", "elf=303", "within=900,copies=300"]).unwrap();
+    let report = census(&[lab.pid()], &["--top", "6"]);
+    let found: Vec<_> = array(&report["contents"])
+        .iter()
+        .map(|content| (content["kind"].as_str().unwrap(), content["pages"].as_u64().unwrap()))
+        .filter(|&(kind, pages)| kind != "zero" && pages >= 300)
+        .collect();
+    assert_eq!(found, [("elf", 303), ("pattern", 302), ("text", 301), ("other", 300), ("other", 300), ("other", 300)]);
+}
+
+#[test]
+fn without_two_passes_nothing_is_volatile() {
+    if missing_root() {
+        return;
+    }
+    let lab = Lab::layout(&["volatile=64"]).unwrap();
+    let report = census(&[lab.pid()], &["--settle", "0"]);
+    expect(&report, &lab, lab.region("volatile"), &[("resident", 64), ("unique", 64)]);
+}
+
+#[test]
+fn a_sample_speaks_of_the_whole() {
+    if missing_root() {
+        return;
+    }
+    let lab = Lab::layout(&["zero=8000", "within=8000,copies=8", "unique=8000"]).unwrap();
+    let report = census(&[lab.pid()], &["--sample", "30%", "--seed", "7"]);
+    let looked_at = report["pages"]["resident"].as_f64().unwrap();
+    let resident = report["estimate"]["resident"].as_f64().unwrap();
+    assert!((0.27..0.33).contains(&(looked_at / resident)), "{looked_at} of {resident}");
+    for (class, truth) in [("zero", 8000.0), ("redundant", 7000.0), ("duplicate", 8000.0)] {
+        let end = |end: &str| report["estimate"][class][end].as_f64().unwrap();
+        // The process has some pages of its own beside what was laid out.
+        assert!(end("low") <= truth + 200.0 && truth <= end("high"), "{class}: {}", report["estimate"][class]);
+    }
+}
+
+#[test]
+fn a_recording_tells_the_same_as_the_host() {
+    if missing_root() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("host");
+    let (lab, other) = (
+        Lab::layout(&["zero=70", "unique=90", "within=40", "volatile=16", "huge=512", "shared-content=both:33"])
+            .unwrap(),
+        Lab::layout(&["shared-content=both:33", "shared-memory=9", "read-zero=12"]).unwrap(),
+    );
+    let pids = [format!("--pid={}", lab.pid()), format!("--pid={}", other.pid())];
+    let output = pagefold(&["record", path.to_str().unwrap(), &pids[0], &pids[1]]);
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    let live = census(&[lab.pid(), other.pid()], &[]);
+    let host = format!("--host=recording:{}", path.display());
+    let recorded = census(&[lab.pid(), other.pid()], &[&host]);
+    for lab in [&lab, &other] {
+        for region in lab.lines() {
+            assert_eq!(classes(&recorded, lab, region), classes(&live, lab, region), "{region:?}");
+        }
+    }
+    assert!(array(&recorded["contents"]).iter().all(|content| content["kind"] != "changed"));
+    sums_hold(&recorded);
+}
+
+/// Wait until a process handles SIGINT and then uses no CPU for a while.
+fn wait_until_idle(pid: u32) {
+    let field = |file: &str, pick: fn(&str) -> Option<String>| {
+        fs::read_to_string(format!("/proc/{pid}/{file}")).ok().and_then(|text| pick(&text)).unwrap_or_default()
+    };
+    let handles_interrupt = || {
+        let caught =
+            field("status", |text| text.lines().find_map(|line| Some(line.strip_prefix("SigCgt:")?.trim().to_owned())));
+        u64::from_str_radix(&caught, 16).is_ok_and(|caught| caught & 0b10 != 0)
+    };
+    let ticks = || {
+        field("stat", |text| Some(text.rsplit_once(") ")?.1.split(' ').skip(11).take(2).collect::<Vec<_>>().join(" ")))
+    };
+    let mut quiet = 0;
+    let mut last = ticks();
+    while quiet < 10 || !handles_interrupt() {
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        let now = ticks();
+        quiet = if now == last { quiet + 1 } else { 0 };
+        last = now;
+    }
+}
+
+#[test]
+fn an_interrupted_census_tells_what_it_saw() {
+    if missing_root() {
+        return;
+    }
+    let lab = Lab::layout(&["unique=500"]).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+    // A pause long enough to be interrupted for certain.
+    command.args(["census", "--json", "--settle", "10min", &format!("--pid={}", lab.pid())]);
+    let child = command.stdout(std::process::Stdio::piped()).spawn().unwrap();
+    wait_until_idle(child.id());
+    let pid = rustix::process::Pid::from_raw(child.id() as i32).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(3));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["partial"], true);
+    assert!(report["pages"]["unique"].as_u64().unwrap() >= 500, "{}", report["pages"]);
+}

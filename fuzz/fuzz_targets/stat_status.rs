@@ -1,0 +1,12 @@
+//! `/proc/PID/stat` and `status`: a line that was parsed is parsed alike with more fields behind it.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use pagefold_host::parse;
+
+fuzz_target!(|bytes: &[u8]| {
+    let _ = parse::status(bytes);
+    if let Ok(stat) = parse::stat(bytes) {
+        assert_eq!(parse::stat(&[bytes, b" 17 0 0\n"].concat()), Ok(stat));
+    }
+});

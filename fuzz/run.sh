@@ -1,0 +1,31 @@
+#!/bin/sh
+# Run every fuzz target for so many seconds, from the seeds and from what earlier runs found.
+#
+#   fuzz/run.sh SECONDS_PER_TARGET
+#
+# Needs a C++ compiler for libFuzzer. Takes the nightly toolchain if it is installed, and otherwise lets the default
+# one use the unstable options that the sanitizers need. Exits with 1 if a target failed; the input that broke it is in
+# fuzz/artifacts.
+set -eu
+seconds=${1:?usage: fuzz/run.sh SECONDS_PER_TARGET}
+cd "$(dirname "$0")/.."
+
+cargo fuzz --version >/dev/null 2>&1 || cargo install cargo-fuzz --locked
+if cargo +nightly --version >/dev/null 2>&1; then
+    fuzz="cargo +nightly fuzz"
+else
+    export RUSTC_BOOTSTRAP=1
+    fuzz="cargo fuzz"
+fi
+
+failed=
+for target in $($fuzz list); do
+    mkdir -p "fuzz/corpus/$target"
+    echo "fuzzing $target for $seconds s"
+    $fuzz run "$target" "fuzz/corpus/$target" "fuzz/seeds/$target" -- \
+        -max_total_time="$seconds" -timeout=10 -print_final_stats=1 || failed="$failed $target"
+done
+if [ -n "$failed" ]; then
+    echo "failed:$failed" >&2
+    exit 1
+fi
