@@ -1,12 +1,12 @@
 //! `pagefold account` against truth: processes whose memory is known page by page, merged by the real ksmd, and the
 //! kernel's own counters.
 //!
-//! Needs root, KSM and a memory controller; prints `skipped: why` without. Whoever drives ksmd holds a lock and puts
-//! back what was set.
+//! The part that drives ksmd needs root, KSM and a memory controller, and prints `skipped: why` without.
 
 use pagefold_host::footprint::Ledger;
 use pagefold_host::{Host, observe};
 use pagefold_labs::client;
+use pagefold_labs::ksm::Ksm;
 use pagefold_labs::lines::{READY, Region};
 use pagefold_linux::LiveHost;
 use pagefold_model::account::reconcile::{Balance, reconcile};
@@ -14,7 +14,7 @@ use pagefold_model::account::{Account, Footprint, Frames};
 use pagefold_model::{Bytes, Pages, Pid, region};
 use serde_json::Value;
 use std::error::Error;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, OpenOptions};
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
@@ -25,8 +25,7 @@ use std::time::{Duration, Instant};
 
 type Outcome = Result<(), Box<dyn Error>>;
 
-const KSM: &str = "/sys/kernel/mm/ksm";
-const LOCK: &str = "/run/pagefold-test.lock";
+const ZERO_PAGES: &str = "/sys/kernel/mm/ksm/ksm_zero_pages";
 
 /// How long the kernel may take for something it does in its own time.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -35,14 +34,9 @@ fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-fn counter(name: &str) -> u64 {
-    let text = fs::read_to_string(format!("{KSM}/{name}")).unwrap();
-    text.trim().parse().unwrap_or_else(|_| panic!("{name} is {text:?}"))
-}
-
 /// What the kernel counts as merged.
-fn merged() -> [u64; 3] {
-    ["pages_shared", "pages_sharing", "ksm_zero_pages"].map(counter)
+fn merged(ksm: &Ksm) -> [i64; 3] {
+    ["pages_shared", "pages_sharing", "ksm_zero_pages"].map(|name| ksm.counter(name))
 }
 
 /// Wait until something holds, and tell whether it does.
@@ -57,69 +51,13 @@ fn eventually(mut holds: impl FnMut() -> bool) -> bool {
     true
 }
 
-/// ksmd, for this test alone. What was set comes back when it is dropped, also by a panic.
-struct Ksmd {
-    before: Vec<(&'static str, String)>,
-    _lock: File,
-}
-
-impl Ksmd {
-    fn take() -> std::io::Result<Self> {
-        let lock = File::create(LOCK)?;
-        lock.lock()?;
-        // `run` last: everything else is as it was before ksmd runs again.
-        let names = ["pages_to_scan", "sleep_millisecs", "use_zero_pages", "run"];
-        let before = names
-            .into_iter()
-            .map(|name| Ok((name, fs::read_to_string(format!("{KSM}/{name}"))?)))
-            .collect::<std::io::Result<_>>()?;
-        Ok(Self { before, _lock: lock })
-    }
-
-    fn set(&self, name: &str, value: u64) {
-        fs::write(format!("{KSM}/{name}"), value.to_string()).unwrap_or_else(|error| panic!("{name}: {error}"));
-    }
-
-    /// Let ksmd run for so many full scans, and stop it.
-    fn scan(&self, scans: u64) {
-        let end = counter("full_scans") + scans;
-        self.set("run", 1);
-        let done = eventually(|| counter("full_scans") >= end);
-        self.set("run", 0);
-        assert!(done, "ksmd made no {scans} full scans in {PATIENCE:?}");
-    }
-
-    /// Let ksmd forget processes that ended. Where nobody else is enrolled it makes no full scan any more.
-    fn forget(&self) {
-        let end = counter("full_scans") + 2;
-        self.set("run", 1);
-        let forgotten = eventually(|| merged() == [0; 3] || counter("full_scans") >= end);
-        self.set("run", 0);
-        assert!(forgotten, "what ended is still counted: {:?}", merged());
-    }
-
-    /// Let ksmd run until what it saves has not changed over three full scans.
-    fn settle(&self) {
-        // A page merges at its third visit at the earliest.
-        self.scan(4);
-        let mut last = merged();
-        let settled = eventually(|| {
-            self.scan(3);
-            let before = std::mem::replace(&mut last, merged());
-            before == last
-        });
-        assert!(settled, "what KSM saves still changes: {last:?}");
-    }
-}
-
-impl Drop for Ksmd {
-    fn drop(&mut self) {
-        for (name, value) in &self.before {
-            if let Err(error) = fs::write(format!("{KSM}/{name}"), value.trim()) {
-                eprintln!("{KSM}/{name} is not {} again: {error}", value.trim());
-            }
-        }
-    }
+/// Let ksmd forget processes that ended. Where nobody else is enrolled it makes no full scan any more.
+fn forget(ksm: &Ksm) {
+    let end = ksm.counter("full_scans") + 2;
+    ksm.set("run", 1);
+    let forgotten = eventually(|| merged(ksm) == [0; 3] || ksm.counter("full_scans") >= end);
+    ksm.set("run", 0);
+    assert!(forgotten, "what ended is still counted: {:?}", merged(ksm));
 }
 
 /// A memory cgroup of its own. Dropped after the processes in it.
@@ -268,14 +206,15 @@ const FRAMES: u64 = SHARED + 3 * (WITHIN / 3);
 fn shares_of_merged_memory_are_the_frames_in_use() -> Outcome {
     let lab = match client::binary() {
         _ if !is_root() => return skip("only root sees frames and drives ksmd"),
-        _ if !Path::new(KSM).join("ksm_zero_pages").exists() => return skip("no KSM with ksm_zero_pages (Linux 6.6)"),
+        _ if !Path::new(ZERO_PAGES).exists() => return skip("no KSM with ksm_zero_pages (Linux 6.6)"),
         Err(missing) => return skip(&missing.to_string()),
         Ok(lab) => lab,
     };
-    let ksmd = Ksmd::take()?;
-    for (name, value) in [("pages_to_scan", 20_000), ("sleep_millisecs", 10), ("use_zero_pages", 1)] {
-        ksmd.set(name, value);
-    }
+    let ksm = match Ksm::take() {
+        Ok(ksm) => ksm,
+        Err(why) => return skip(&why),
+    };
+    ksm.set("use_zero_pages", 1);
     let Some(cgroup) = Cgroup::new() else { return skip("no memory cgroup can be made") };
     let spec = format!(
         "shared-content=account-{}:{SHARED},within={WITHIN},copies=3,zero={ZERO},unique={UNIQUE}",
@@ -286,7 +225,7 @@ fn shares_of_merged_memory_are_the_frames_in_use() -> Outcome {
         .into_iter()
         .collect::<Result<Vec<_>, _>>()?;
     let pids: Vec<u32> = helpers.iter().map(Laid::pid).collect();
-    ksmd.settle();
+    ksm.settle();
 
     let named: Vec<String> = pids.iter().flat_map(|pid| ["--pid".to_owned(), pid.to_string()]).collect();
     let mut explained: Vec<&str> = named.iter().map(String::as_str).collect();
@@ -341,7 +280,7 @@ fn shares_of_merged_memory_are_the_frames_in_use() -> Outcome {
     }
 
     drop(helpers);
-    ksmd.forget();
+    forget(&ksm);
     Ok(())
 }
 
