@@ -40,8 +40,6 @@ Without root the figures of one's own processes are estimates from the kernel's 
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Options {
-    #[command(flatten)]
-    targets: Targets,
     /// What to sum over
     #[arg(long, value_enum, value_name = "WHAT", default_value_t = By::Process)]
     by: By,
@@ -54,6 +52,9 @@ pub struct Options {
     /// Print JSON (see `pagefold schema account`)
     #[arg(long)]
     json: bool,
+    // Last, because its heading in the help holds for all that follows.
+    #[command(flatten)]
+    targets: Targets,
 }
 
 /// What to sum over.

@@ -121,7 +121,7 @@ fn table(report: &AccountReport, top: usize, style: Style) -> String {
     let width = usize::from(style.width);
     let longest = (width / 4).clamp(14, 40);
     let count = if by_process { "pid" } else { "processes" };
-    let names: Vec<String> = shown.iter().map(|row| cut(&row.name, longest)).collect();
+    let names: Vec<String> = shown.iter().map(|row| short(&row.name, longest)).collect();
     let fixed = [count.len().max(6), names.iter().map(|name| name.chars().count()).max().unwrap_or(0)];
     let (columns, left_out, with_bar) = fitting(&shown, report.page_size, width, &fixed);
 
@@ -155,6 +155,15 @@ fn table(report: &AccountReport, top: usize, style: Style) -> String {
         let _ = writeln!(text, "For want of room without: {} (--json has all).", left_out.join(", "));
     }
     text
+}
+
+/// A name that fits. Of a path the end tells more.
+fn short(name: &str, longest: usize) -> String {
+    let length = name.chars().count();
+    if length > longest && name.starts_with('/') {
+        return ['…'].into_iter().chain(name.chars().skip(length + 1 - longest)).collect();
+    }
+    cut(name, longest)
 }
 
 /// The columns of figures that fit, the headings of those that do not, and whether there is room for the bar. Columns
