@@ -30,8 +30,8 @@ pub enum Domain {
     User(u32),
     /// The processes of a cgroup.
     Cgroup(String),
-    /// A virtual machine, by its monitor's process number.
-    Vm(u32),
+    /// A virtual machine, by its name, if it has one, and its monitor's process number.
+    Vm(Option<String>, u32),
     /// A process, by its number.
     Process(u32),
 }
@@ -40,7 +40,10 @@ impl DomainRule {
     /// The domain of a process. A process whose user or cgroup cannot be read is a domain of its own.
     pub fn domain(self, process: &Process) -> Domain {
         let pid = process.id.pid.0;
-        let alone = if process.identity.vm.is_some() { Domain::Vm(pid) } else { Domain::Process(pid) };
+        let alone = match &process.identity.vm {
+            Some(vm) => Domain::Vm(vm.name.clone(), pid),
+            None => Domain::Process(pid),
+        };
         match self {
             Self::Host => Domain::Host,
             Self::Process => alone,
@@ -60,7 +63,8 @@ impl fmt::Display for Domain {
             Self::Host => f.write_str("host"),
             Self::User(uid) => write!(f, "user {uid}"),
             Self::Cgroup(path) => write!(f, "cgroup {path}"),
-            Self::Vm(pid) => write!(f, "vm of process {pid}"),
+            Self::Vm(Some(name), _) => write!(f, "vm {name}"),
+            Self::Vm(None, pid) => write!(f, "vm of process {pid}"),
             Self::Process(pid) => write!(f, "process {pid}"),
         }
     }

@@ -45,13 +45,16 @@ pub fn render(report: &CensusReport, view: View, style: Style) -> String {
         text.push_str(&savings(report, style));
     }
     text.push_str(&processes(report, view, style));
-    text.push_str(&groups("By virtual machine", &report.vms, view, style));
-    text.push_str(&groups("By job", &report.jobs, view, style));
-    if report.cgroups.len() > 1 {
-        text.push_str(&groups("By cgroup", &report.cgroups, view, style));
-    }
-    if report.domains.len() > 1 {
-        text.push_str(&groups("By trust domain", &report.domains, view, style));
+    for (title, groups) in [
+        ("By virtual machine", &report.vms),
+        ("By job", &report.jobs),
+        ("By cgroup", &report.cgroups),
+        ("By trust domain", &report.domains),
+    ] {
+        // A table of one row, or of one row for each process, says nothing new.
+        if (2..report.processes.len()).contains(&groups.len()) {
+            text.push_str(&group_table(title, groups, view, style));
+        }
     }
     text.push_str(&matrix(&report.matrix, report.page_size, style));
     text.push_str(&contents(report, view, style));
@@ -148,7 +151,7 @@ fn estimate(report: &CensusReport, style: Style) -> String {
 
 /// Cells for one row of memory by class, and the bar of its mergeable share.
 fn class_cells(memory: &Classes) -> Vec<Cell> {
-    let mergeable = (memory.zero + memory.redundant) as f64 / memory.resident.max(1) as f64;
+    let mergeable = (memory.zero + memory.duplicate) as f64 / memory.resident.max(1) as f64;
     vec![
         Cell::new(bytes(memory.resident)),
         Cell::new(bytes(memory.zero)),
@@ -161,7 +164,7 @@ fn class_cells(memory: &Classes) -> Vec<Cell> {
 }
 
 const CLASS_HEADINGS: [&str; 7] =
-    [">resident", ">zero", ">duplicate", ">merged", ">volatile", ">unique", "zero + redundant"];
+    [">resident", ">zero", ">duplicate", ">merged", ">volatile", ">unique", "zero + duplicate"];
 
 fn processes(report: &CensusReport, view: View, style: Style) -> String {
     let mut headings = vec![">pid", "name", "trust domain"];
@@ -189,10 +192,7 @@ fn more(all: usize, shown: usize, what: &str) -> String {
     if all > shown { format!("… and {} more {what} (--top {all} shows all)\n", all - shown) } else { String::new() }
 }
 
-fn groups(title: &str, groups: &[GroupReport], view: View, style: Style) -> String {
-    if groups.is_empty() {
-        return String::new();
-    }
+fn group_table(title: &str, groups: &[GroupReport], view: View, style: Style) -> String {
     let mut headings = vec!["name", ">processes"];
     headings.extend(CLASS_HEADINGS);
     let mut table = style.table(&headings);
