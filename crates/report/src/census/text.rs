@@ -1,7 +1,7 @@
 //! The census for people.
 
 use super::{CensusReport, GroupReport, MatrixReport, ReachReport};
-use crate::text::{Style, bar, bytes, coloured, cut, cut_front, net, number, percent};
+use crate::text::{Style, bar, bytes, coloured, cut, cut_front, net, number, percent, printable};
 use crate::wire::{Classes, NotSeen};
 use comfy_table::{Cell, Color};
 use pagefold_model::Bytes;
@@ -336,7 +336,7 @@ pub(crate) fn unseen(processes: &[NotSeen], remedy: &str) -> String {
         let names: Vec<String> = denied
             .iter()
             .take(5)
-            .map(|process| format!("{} ({})", process.pid, process.comm.as_deref().unwrap_or("?")))
+            .map(|process| format!("{} ({})", process.pid, printable(process.comm.as_deref().unwrap_or("?"))))
             .collect();
         let _ = writeln!(
             text,
@@ -347,7 +347,7 @@ pub(crate) fn unseen(processes: &[NotSeen], remedy: &str) -> String {
         );
     }
     for process in processes.iter().filter(|process| process.reason != "denied") {
-        let name = process.comm.as_deref().unwrap_or("?");
+        let name = printable(process.comm.as_deref().unwrap_or("?"));
         let _ = writeln!(text, "Not seen: {} ({name}): {}.", process.pid, process.detail);
     }
     text
