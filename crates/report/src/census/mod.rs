@@ -289,7 +289,7 @@ pub struct MatrixReport {
 pub struct Cost {
     /// Bytes of memory of the index.
     pub index_bytes: u64,
-    /// Bytes of page contents read for each second.
+    /// Bytes of page contents read for each second of wall time, pause and counting included.
     pub bytes_per_second: f64,
     /// Instructions that the fingerprint was computed with.
     pub fingerprint: &'static str,

@@ -316,13 +316,12 @@ fn notes(report: &CensusReport, view: View) -> String {
         number(report.exactness.distinct_contents),
         report.exactness.collision_probability.max(1e-19),
     );
+    let pause = report.settle_seconds.map(|pause| format!(", {pause} s of it between the passes")).unwrap_or_default();
     let _ = writeln!(
         text,
-        "Read {} in {:.2} s ({}/s, {} s between the passes); index {}.",
+        "Read {} in {:.2} s{pause}; index {}.",
         Bytes(report.bytes_read),
         report.seconds,
-        Bytes(report.cost.bytes_per_second as u64),
-        report.settle_seconds.unwrap_or(0.0),
         Bytes(report.cost.index_bytes),
     );
     text
