@@ -161,6 +161,8 @@ pub struct Exactness {
 pub struct NotCounted {
     /// Resident bytes that KSM cannot take, by reason.
     pub ineligible: Vec<IneligibleReport>,
+    /// Bytes that drivers hold pinned (RDMA, VFIO, io_uring), which are among `pages`: KSM passes over them meanwhile.
+    pub pinned_bytes: u64,
     /// Swapped-out bytes, never touched.
     pub swapped_bytes: u64,
     /// Pages that left memory while the census was taken.
@@ -349,6 +351,7 @@ impl CensusReport {
                     .iter()
                     .map(|(reason, bytes)| IneligibleReport { reason: reason.phrase(), bytes: bytes.0 })
                     .collect(),
+                pinned_bytes: census.pinned.0,
                 swapped_bytes: census.swapped.0,
                 pages_gone: census.gone.0,
                 pages_unread: census.unread.0,

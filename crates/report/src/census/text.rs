@@ -299,6 +299,13 @@ fn notes(report: &CensusReport, view: View) -> String {
             not_counted.ineligible.iter().map(|part| format!("{} {}", part.reason, Bytes(part.bytes))).collect();
         let _ = writeln!(text, "Resident and not for KSM: {}.", reasons.join(", "));
     }
+    if not_counted.pinned_bytes > 0 {
+        let _ = writeln!(
+            text,
+            "Pinned by drivers, so not mergeable now whatever its class: {}.",
+            Bytes(not_counted.pinned_bytes)
+        );
+    }
     if not_counted.swapped_bytes > 0 {
         let _ = writeln!(text, "Swapped out and not touched: {}.", Bytes(not_counted.swapped_bytes));
     }
