@@ -6,7 +6,8 @@ use pagefold_census::Selection;
 use pagefold_host::Host;
 use pagefold_host::recording::Recording;
 use pagefold_linux::LiveHost;
-use pagefold_model::Pid;
+use pagefold_model::census::Unseen;
+use pagefold_model::{Absent, Pid};
 use std::path::Path;
 
 /// Open the host that `--host` names.
@@ -33,6 +34,25 @@ pub fn selection(targets: &Targets, global: &Global) -> anyhow::Result<Selection
         vms: targets.vm.clone(),
         except: (global.host == "live").then(|| Pid(std::process::id())),
     })
+}
+
+/// Refuse to go on where none of the processes that were asked for could be seen.
+pub fn seen(any: bool, selection: &Selection, unseen: &[Unseen], global: &Global) -> anyhow::Result<()> {
+    if any || (selection.pids.is_empty() && !unseen.is_empty()) {
+        return Ok(());
+    }
+    let Some(first) = unseen.first() else {
+        bail!(
+            "no process with memory of its own fits (kernel threads and zombies have none): \
+             without conditions the command shows who there is"
+        );
+    };
+    let name = first.comm.as_deref().unwrap_or("?");
+    match first.why {
+        Absent::Vanished => bail!("there is no process {}", first.pid),
+        Absent::Denied => bail!("process {} ({name}): permission denied. {}", first.pid, remedy(global)),
+        _ => bail!("process {} ({name}): {}", first.pid, first.why),
+    }
 }
 
 /// What to do about processes that could not be seen for lack of permission.

@@ -7,7 +7,6 @@
 
 use crate::arguments::{Global, Targets};
 use crate::{Outcome, output, progress, source};
-use anyhow::bail;
 use clap::{Args, ValueEnum};
 use pagefold_census::{Selection, survey};
 use pagefold_host::footprint::Ledger;
@@ -95,12 +94,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let never = AtomicBool::new(false);
     let (accounts, unseen, whole) =
         progress::show(host.page_size(), &never, |_| take(&*host, &selection, options.explain))?;
-    if accounts.is_empty() && unseen.is_empty() {
-        bail!(
-            "no process with memory of its own fits (kernel threads and zombies have none): `pagefold account` without \
-             conditions shows who there is"
-        );
-    }
+    source::seen(!accounts.is_empty(), &selection, &unseen, global)?;
     let report = AccountReport::of(&Input {
         host: host.describe(),
         page_size: host.page_size(),

@@ -86,9 +86,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let (census, _) = progress::show(host.page_size(), &stop, |progress| {
         pagefold_census::take(&*host, &census_options, progress, &stop)
     })?;
-    if census.subjects.is_empty() && census.unseen.is_empty() {
-        bail!("no process fits: `pagefold census` without conditions shows who there is");
-    }
+    source::seen(!census.subjects.is_empty(), &census_options.selection, &census.unseen, global)?;
     let context = ReportContext { host: host.describe(), page_size: host.page_size(), top: options.top };
     #[cfg(feature = "parquet")]
     if let Some(path) = &options.parquet {

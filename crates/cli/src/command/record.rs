@@ -2,7 +2,7 @@
 
 use crate::arguments::{Global, Targets, duration};
 use crate::{Outcome, output, progress, source};
-use anyhow::{Context, bail};
+use anyhow::Context;
 use clap::Args;
 use pagefold_census::Index;
 use pagefold_census::pages::Pages;
@@ -69,9 +69,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let (census, index) = progress::show(host.page_size(), &stop, |progress| {
         pagefold_census::take(&tap, &census_options, progress, &stop)
     })?;
-    if census.subjects.is_empty() && census.unseen.is_empty() {
-        bail!("no process fits: `pagefold census` without conditions shows who there is");
-    }
+    source::seen(!census.subjects.is_empty(), &census_options.selection, &census.unseen, global)?;
     tap.show_only(shown(&*host, &census));
     // What the doctor and the account read beside; the tap keeps it.
     let facts = examine::facts(&tap, &[]);
