@@ -128,6 +128,12 @@ impl Nodes {
         self.count
     }
 
+    /// The first frame of the memory block that a frame is in: no node begins or ends within a block. 0 on a host with
+    /// one node.
+    pub fn block_start(&self, frame: Pfn) -> Pfn {
+        if self.count <= 1 { Pfn(0) } else { Pfn(frame.0 - frame.0 % self.block_frames) }
+    }
+
     /// The node of a frame; node 0 on a host with one node or for a frame of no known block.
     pub fn of(&self, frame: Pfn) -> u32 {
         if self.count <= 1 {
