@@ -24,9 +24,9 @@ demo: setup ## Take a census of a small fleet of real programs on this machine, 
 # unit tests of a binary and the documentation tests of a crate may well be none.
 .PHONY: test
 test: setup ## Run every test; as root the live ones too (real KSM, other processes, guests)
-	$(CARGO) test $(LOCKED) --workspace --no-fail-fast --doc
-	$(CARGO) test $(LOCKED) --workspace --no-fail-fast --lib --bins
-	$(CARGO) test $(LOCKED) --workspace --no-fail-fast --test '*'
+	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --doc
+	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --lib --bins
+	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --test '*'
 
 .PHONY: bench
 bench: ## Measure what the documentation claims (minutes; wants a quiet machine)

@@ -1,7 +1,7 @@
 //! The language in which a layout is asked for, and what each region of it holds in truth.
 //!
 //! A SPEC is a list of `kind=pages`, separated by commas: `zero=100,within=60,copies=3,shared-content=libc:40`.
-//! Everything here is pure; [`crate::layout`] does what it says.
+//! Everything here is pure; the binary's `layout` does what it says.
 
 use thiserror::Error;
 

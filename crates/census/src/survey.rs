@@ -145,7 +145,11 @@ fn judge(handle: &dyn Handle, process: &Process, regions: Vec<Region>) -> Vec<(R
         .into_iter()
         .enumerate()
         .map(|(i, region)| {
-            let reason = region.ineligible().or((pinned == Some(i)).then_some(Ineligible::Vfio));
+            let file = region.anonymous.0 == 0 && region.rss.0 > 0;
+            let reason = region
+                .ineligible()
+                .or((pinned == Some(i)).then_some(Ineligible::Vfio))
+                .or(file.then_some(Ineligible::File));
             (region, reason)
         })
         .collect()

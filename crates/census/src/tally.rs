@@ -78,6 +78,7 @@ pub fn tally(survey: Survey, index: &Index, groups: &Groups, plan: &Plan) -> Cen
     let matrix = matrix(&survey, index, &counts, plan);
     let mut ineligible: BTreeMap<Ineligible, Bytes> = BTreeMap::new();
     let mut swapped = Bytes::ZERO;
+    let pinned = survey.subjects.iter().filter_map(|subject| subject.process.pinned.clone().ok()).sum();
     for (region, reason) in survey.subjects.iter().flat_map(|subject| &subject.regions) {
         swapped += region.swap;
         let (bytes, reason) = match reason {
@@ -111,6 +112,7 @@ pub fn tally(survey: Survey, index: &Index, groups: &Groups, plan: &Plan) -> Cen
         gone,
         unread,
         skipped,
+        pinned,
         swapped,
         subjects,
         unseen: survey.unseen,

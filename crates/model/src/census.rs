@@ -15,7 +15,7 @@ use std::time::Duration;
 pub const EXTENT_GAP: u64 = 16;
 
 /// The result of a census.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Census {
     /// All pages that were read.
     pub counts: Counts,
@@ -25,6 +25,8 @@ pub struct Census {
     pub unread: Pages,
     /// Pages left out of the sample.
     pub skipped: Pages,
+    /// Bytes that drivers hold pinned (`VmPin`), among the classified pages: KSM passes over them until they are let go.
+    pub pinned: Bytes,
     /// Swapped-out bytes of the processes, never touched.
     pub swapped: Bytes,
     /// By process.

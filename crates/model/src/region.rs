@@ -98,7 +98,7 @@ pub struct Region {
 pub enum Ineligible {
     /// Shared memory: `MAP_SHARED`, memfd, tmpfs, QEMU's `share=on`.
     Shared,
-    /// Pages of the page cache, which the kernel shares already.
+    /// Pages of the page cache, which the kernel shares already; a region has this reason if it holds nothing else.
     File,
     /// hugetlb pages.
     Hugetlb,
@@ -112,8 +112,6 @@ pub enum Ineligible {
     Secret,
     /// Guest RAM pinned for a device that is passed through.
     Vfio,
-    /// The region's pages may not be read.
-    NoPermission,
 }
 
 impl Ineligible {
@@ -128,7 +126,6 @@ impl Ineligible {
             Self::Droppable => "droppable",
             Self::Secret => "secret memory",
             Self::Vfio => "pinned for VFIO",
-            Self::NoPermission => "no permission",
         }
     }
 }

@@ -49,6 +49,12 @@ impl Style {
         if self.colour { format!("\n\x1b[1m{text}\x1b[0m\n") } else { format!("\n{text}\n") }
     }
 
+    /// A paragraph in lines that fit, all but the first indented.
+    pub fn paragraph(self, text: &str, indent: usize) -> String {
+        let indent = " ".repeat(indent);
+        textwrap::fill(text, broken_at_blanks(usize::from(self.width)).subsequent_indent(&indent)) + "\n"
+    }
+
     /// A table as text, without blanks at the ends of lines.
     pub fn render(self, table: &Table) -> String {
         let mut text = String::new();
@@ -58,6 +64,19 @@ impl Style {
         }
         text
     }
+}
+
+/// Text in lines of at most so many columns, broken at blanks. A longer word has a line of its own.
+pub fn wrap(text: &str, columns: usize) -> Vec<String> {
+    textwrap::wrap(text, broken_at_blanks(columns)).into_iter().map(Cow::into_owned).collect()
+}
+
+fn broken_at_blanks<'a>(columns: usize) -> textwrap::Options<'a> {
+    textwrap::Options::new(columns.max(1))
+        .break_words(false)
+        .word_separator(textwrap::WordSeparator::AsciiSpace)
+        .word_splitter(textwrap::WordSplitter::NoHyphenation)
+        .wrap_algorithm(textwrap::WrapAlgorithm::FirstFit)
 }
 
 /// A share of at most 1 as a bar of `width` columns, in eighths of a column.

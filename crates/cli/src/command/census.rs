@@ -19,6 +19,9 @@ Examples:
 Nothing is changed: no page is faulted in, no sharing is broken, no process is stopped.
 Ctrl-C prints what was seen so far.";
 
+/// More threads than any host has CPUs for; each takes a buffer and a stack.
+const MAX_THREADS: usize = 1024;
+
 /// Arguments of `census`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
@@ -66,8 +69,8 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let host = source::open(global)?;
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
     let threads = options.threads.or_else(|| std::thread::available_parallelism().ok().map(Into::into)).unwrap_or(1);
-    if threads == 0 {
-        bail!("--threads 0: at least one thread is needed");
+    if !(1..=MAX_THREADS).contains(&threads) {
+        bail!("--threads {threads}: between 1 and {MAX_THREADS} are needed; more than there are CPUs gain nothing");
     }
     let census_options = pagefold_census::Options {
         selection: source::selection(&options.targets, global)?,

@@ -285,7 +285,6 @@ fn release(why: Ineligible, facts: &ProcessFacts) -> Vec<String> {
         ],
         (Ineligible::Hugetlb, _) => &["# use transparent huge pages instead of hugetlb: madvise(MADV_HUGEPAGE)"],
         (Ineligible::Vfio, _) => &["# give the guest a virtio device instead of the one passed through"],
-        (Ineligible::NoPermission, _) => &["# ask as root"],
         (
             Ineligible::Secret
             | Ineligible::Droppable

@@ -12,7 +12,7 @@ const BAR: usize = 12;
 
 /// The whole report. Tables have `top` rows; columns that do not fit are left out, the least telling first.
 pub fn render(report: &AccountReport, top: usize, remedy: &str, style: Style) -> String {
-    let mut text = wrapped(&title(report), 0, style);
+    let mut text = style.paragraph(&title(report), 0);
     text.push_str(&table(report, top, style));
     if let Some(whole) = &report.reconciliation {
         text.push_str(&reconciliation(whole, report.page_size, style));
@@ -219,7 +219,7 @@ fn reconciliation(whole: &ReconciliationReport, page: u64, style: Style) -> Stri
         }
     }
     text.push_str(&style.render(&table));
-    text.push_str(&wrapped(
+    text.push_str(&style.paragraph(
         if balance.exact {
             "They add up exactly, in integers."
         } else {
@@ -227,7 +227,6 @@ fn reconciliation(whole: &ReconciliationReport, page: u64, style: Style) -> Stri
              quieter host."
         },
         0,
-        style,
     ));
 
     text.push_str(&style.heading("The account against the kernel's counters"));
@@ -236,7 +235,7 @@ fn reconciliation(whole: &ReconciliationReport, page: u64, style: Style) -> Stri
     for line in whole.lines.iter().filter(|line| !line.explanation.starts_with("agrees")) {
         let meaningless = line.account == 0 && line.kernel.is_none();
         if !meaningless {
-            text.push_str(&wrapped(&format!("{}: {}.", line.source_or_what(), line.explanation), 2, style));
+            text.push_str(&style.paragraph(&format!("{}: {}.", line.source_or_what(), line.explanation), 2));
         }
     }
     let _ = writeln!(text, "A page is {}.", Bytes(page));
@@ -296,7 +295,7 @@ fn grouped(value: i64) -> String {
 fn notes(report: &AccountReport, remedy: &str, style: Style) -> String {
     let mut text = String::new();
     if let Some(why) = report.processes.iter().find_map(|process| process.footprint.estimated.as_ref()) {
-        text.push_str(&wrapped(
+        text.push_str(&style.paragraph(
             &format!(
                 "~ marks estimates ({} of {} processes): the frames could not be looked at ({why}), so the fair share \
                  is Pss, and what KSM saves is taken as the host's mean for each merged page. {}",
@@ -305,7 +304,6 @@ fn notes(report: &AccountReport, remedy: &str, style: Style) -> String {
                 if why == "permission denied" { "Run as root for exact figures." } else { "" },
             ),
             0,
-            style,
         ));
     }
     text.push_str(&unseen(&report.not_seen, remedy));
@@ -319,25 +317,4 @@ fn notes(report: &AccountReport, remedy: &str, style: Style) -> String {
         }
     }
     if text.is_empty() { text } else { format!("\n{text}") }
-}
-
-/// Text in lines that fit, all but the first indented.
-fn wrapped(text: &str, indent: usize, style: Style) -> String {
-    let width = usize::from(style.width);
-    let (mut lines, mut length) = (String::new(), 0);
-    for word in text.split_whitespace() {
-        let columns = word.chars().count();
-        if length > 0 && length + 1 + columns > width {
-            lines.push('\n');
-            lines.push_str(&" ".repeat(indent));
-            length = indent;
-        } else if length > 0 {
-            lines.push(' ');
-            length += 1;
-        }
-        lines.push_str(word);
-        length += columns;
-    }
-    lines.push('\n');
-    lines
 }

@@ -161,6 +161,8 @@ pub struct Exactness {
 pub struct NotCounted {
     /// Resident bytes that KSM cannot take, by reason.
     pub ineligible: Vec<IneligibleReport>,
+    /// Bytes that drivers hold pinned (RDMA, VFIO, io_uring), which are among `pages`: KSM passes over them meanwhile.
+    pub pinned_bytes: u64,
     /// Swapped-out bytes, never touched.
     pub swapped_bytes: u64,
     /// Pages that left memory while the census was taken.
@@ -289,7 +291,7 @@ pub struct MatrixReport {
 pub struct Cost {
     /// Bytes of memory of the index.
     pub index_bytes: u64,
-    /// Bytes of page contents read for each second.
+    /// Bytes of page contents read for each second of wall time, pause and counting included.
     pub bytes_per_second: f64,
     /// Instructions that the fingerprint was computed with.
     pub fingerprint: &'static str,
@@ -349,6 +351,7 @@ impl CensusReport {
                     .iter()
                     .map(|(reason, bytes)| IneligibleReport { reason: reason.phrase(), bytes: bytes.0 })
                     .collect(),
+                pinned_bytes: census.pinned.0,
                 swapped_bytes: census.swapped.0,
                 pages_gone: census.gone.0,
                 pages_unread: census.unread.0,

@@ -64,3 +64,60 @@ fn column<T: DataType>(rows: &mut SerializedRowGroupWriter<'_, File>, values: &[
     column.typed::<T>().write_batch(values, None, None)?;
     column.close()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_model::census::{Extent, SubjectCensus};
+    use pagefold_model::domain::Domain;
+    use pagefold_model::identity::Identity;
+    use pagefold_model::ksm::ProcessKsm;
+    use pagefold_model::process::Process;
+    use pagefold_model::{Absent, AddressRange, Bytes, Counts, Pages, Pid, ProcessId};
+    use parquet::file::reader::SerializedFileReader;
+
+    #[test]
+    fn every_extent_is_a_row_that_comes_back() {
+        let process = Process {
+            id: ProcessId { pid: Pid(7), start_time: 99 },
+            comm: "lab".to_owned(),
+            state: 'S',
+            kernel_thread: false,
+            uid: Ok(1000),
+            arguments: Err(Absent::Denied),
+            cgroup: Err(Absent::Denied),
+            identity: Identity::default(),
+            ksm: ProcessKsm::absent(&Absent::Denied),
+            seccomp: Err(Absent::Denied),
+            pinned: Ok(Bytes(0)),
+        };
+        let subject =
+            SubjectCensus { process, domain: Domain::User(1000), counts: Counts::default(), regions: Vec::new() };
+        let extent = |start: u64| Extent {
+            subject: 0,
+            range: AddressRange { start, end: start + 8 * 4096 },
+            duplicate: Pages(4),
+            zero: Pages(2),
+            redundant: Pages(3),
+        };
+        let census = Census {
+            subjects: vec![subject],
+            extents: vec![extent(0x7fff_0000_0000), extent(0xffff_8000_0000_0000)],
+            ..Census::default()
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("extents.parquet");
+        write(&census, PageSize::new(4096).unwrap(), &path).unwrap();
+        let rows: Vec<String> = SerializedFileReader::try_from(path.as_path())
+            .unwrap()
+            .into_iter()
+            .map(|row| row.unwrap().to_string())
+            .collect();
+        assert_eq!(rows.len(), 2);
+        assert_eq!(
+            rows[0],
+            "{pid: 7, start_time: 99, comm: \"lab\", domain: \"user 1000\", start: 140733193388032, \
+             end: 140733193420800, pages: 8, zero: 2, duplicate: 4, redundant: 3, density: 0.75}"
+        );
+    }
+}

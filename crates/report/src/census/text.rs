@@ -64,7 +64,10 @@ pub fn render(report: &CensusReport, view: View, style: Style) -> String {
     if view.regions {
         text.push_str(&regions(report, style));
     }
-    text.push_str(&notes(report, view));
+    text.push('\n');
+    for note in notes(report, view).lines() {
+        text.push_str(&style.paragraph(note, 2));
+    }
     text
 }
 
@@ -149,7 +152,7 @@ fn estimate(report: &CensusReport, style: Style) -> String {
     format!("\n{}Intervals hold with {:.0} % confidence.\n", style.render(&table), estimate.confidence * 100.0)
 }
 
-/// Cells for one row of memory by class, and the bar of its mergeable share.
+/// Cells for one row of memory by class, and the bar of its mergeable share: zero and duplicate.
 fn class_cells(memory: &Classes) -> Vec<Cell> {
     let mergeable = (memory.zero + memory.duplicate) as f64 / memory.resident.max(1) as f64;
     vec![
@@ -163,8 +166,7 @@ fn class_cells(memory: &Classes) -> Vec<Cell> {
     ]
 }
 
-const CLASS_HEADINGS: [&str; 7] =
-    [">resident", ">zero", ">duplicate", ">merged", ">volatile", ">unique", "zero + duplicate"];
+const CLASS_HEADINGS: [&str; 7] = [">resident", ">zero", ">duplicate", ">merged", ">volatile", ">unique", "mergeable"];
 
 fn processes(report: &CensusReport, view: View, style: Style) -> String {
     let mut headings = vec![">pid", "name", "trust domain"];
@@ -193,11 +195,13 @@ fn more(all: usize, shown: usize, what: &str) -> String {
 }
 
 fn group_table(title: &str, groups: &[GroupReport], view: View, style: Style) -> String {
+    // What the other columns leave.
+    let name = usize::from(style.width).saturating_sub(86).clamp(12, 60);
     let mut headings = vec!["name", ">processes"];
     headings.extend(CLASS_HEADINGS);
     let mut table = style.table(&headings);
     for group in groups.iter().take(view.top) {
-        let mut row = vec![Cell::new(cut_front(&group.name, 40)), Cell::new(group.processes)];
+        let mut row = vec![Cell::new(cut_front(&group.name, name)), Cell::new(group.processes)];
         row.extend(class_cells(&group.bytes));
         table.add_row(row);
     }
@@ -288,12 +292,19 @@ fn regions(report: &CensusReport, style: Style) -> String {
 
 /// What is not among the classes, how sure the result is, what it took.
 fn notes(report: &CensusReport, view: View) -> String {
-    let mut text = String::from("\n");
+    let mut text = String::new();
     let not_counted = &report.not_counted;
     if !not_counted.ineligible.is_empty() {
         let reasons: Vec<String> =
             not_counted.ineligible.iter().map(|part| format!("{} {}", part.reason, Bytes(part.bytes))).collect();
         let _ = writeln!(text, "Resident and not for KSM: {}.", reasons.join(", "));
+    }
+    if not_counted.pinned_bytes > 0 {
+        let _ = writeln!(
+            text,
+            "Pinned by drivers, so not mergeable now whatever its class: {}.",
+            Bytes(not_counted.pinned_bytes)
+        );
     }
     if not_counted.swapped_bytes > 0 {
         let _ = writeln!(text, "Swapped out and not touched: {}.", Bytes(not_counted.swapped_bytes));
@@ -302,7 +313,11 @@ fn notes(report: &CensusReport, view: View) -> String {
         let _ = writeln!(text, "Left memory meanwhile: {} pages.", number(not_counted.pages_gone));
     }
     if report.partial {
-        let _ = writeln!(text, "PARTIAL: stopped early; {} pages were not read.", number(not_counted.pages_unread));
+        let what = match not_counted.pages_unread {
+            0 => "before what changes was told apart".to_owned(),
+            pages => format!("{} pages were not read", number(pages)),
+        };
+        let _ = writeln!(text, "PARTIAL: stopped early, {what}.");
     } else if not_counted.pages_unread > 0 {
         let _ = writeln!(text, "{} pages could not be read.", number(not_counted.pages_unread));
     }
@@ -316,13 +331,12 @@ fn notes(report: &CensusReport, view: View) -> String {
         number(report.exactness.distinct_contents),
         report.exactness.collision_probability.max(1e-19),
     );
+    let pause = report.settle_seconds.map(|pause| format!(", {pause} s of it between the passes")).unwrap_or_default();
     let _ = writeln!(
         text,
-        "Read {} in {:.2} s ({}/s, {} s between the passes); index {}.",
+        "Read {} in {:.2} s{pause}; index {}.",
         Bytes(report.bytes_read),
         report.seconds,
-        Bytes(report.cost.bytes_per_second as u64),
-        report.settle_seconds.unwrap_or(0.0),
         Bytes(report.cost.index_bytes),
     );
     text

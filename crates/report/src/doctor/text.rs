@@ -2,7 +2,7 @@
 //! the kernel refused to tell, for which one remedy at the end serves.
 
 use super::{DoctorReport, FindingReport, VerdictCounts, VerdictName};
-use crate::text::{Style, cut, printable};
+use crate::text::{Style, cut, printable, wrap};
 use crate::wire::{NotSeen, Who};
 
 /// Columns of the verdict, and of the indent below it.
@@ -173,27 +173,6 @@ impl Page {
     fn bold(&self, text: &str) -> String {
         if self.style.colour { format!("\x1b[1m{text}\x1b[0m") } else { text.to_owned() }
     }
-}
-
-/// Text in lines of at most so many columns, broken at blanks. A longer word has a line of its own.
-fn wrap(text: &str, columns: usize) -> Vec<String> {
-    let mut lines: Vec<String> = Vec::new();
-    let mut used = 0;
-    for word in text.split(' ').filter(|word| !word.is_empty()) {
-        let length = word.chars().count();
-        match lines.last_mut() {
-            Some(line) if used + 1 + length <= columns => {
-                line.push(' ');
-                line.push_str(word);
-                used += 1 + length;
-            }
-            _ => {
-                lines.push(word.to_owned());
-                used = length;
-            }
-        }
-    }
-    lines
 }
 
 #[cfg(test)]

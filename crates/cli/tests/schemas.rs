@@ -1,0 +1,18 @@
+//! The schemas in `docs/schema` are those that the binary prints. `UPDATE_SCHEMAS=1` writes them anew.
+
+use std::path::Path;
+use std::process::Command;
+
+#[test]
+fn published_schemas_are_current() {
+    for report in ["census", "account", "doctor"] {
+        let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["schema", report]).output().unwrap();
+        assert!(output.status.success());
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../docs/schema/{report}.json"));
+        if std::env::var_os("UPDATE_SCHEMAS").is_some() {
+            std::fs::write(&path, &output.stdout).unwrap();
+        }
+        let published = std::fs::read(&path).unwrap_or_default();
+        assert!(published == output.stdout, "{} is not current: run with UPDATE_SCHEMAS=1", path.display());
+    }
+}
