@@ -58,6 +58,11 @@ docs: ## Build the API documentation; a broken link is an error
 fuzz: ## Fuzz the parsers (needs a nightly compiler)
 	fuzz/run.sh $(ARGS)
 
+.PHONY: fixtures
+fixtures: ## Record the hosts in fixtures/recordings anew (as root; boots a guest), and what is printed of them
+	fixtures/record.sh
+	UPDATE_GOLDEN=1 $(CARGO) test $(LOCKED) -p pagefold --test golden
+
 .PHONY: aarch64
 aarch64: ## Build for 64-bit Arm, and run the tests of the portable crates under emulation
 	LOCKED="$(LOCKED)" .ci/aarch64

@@ -1,6 +1,7 @@
 //! The pages of a process line by line, as a recording keeps them: where each is, which frame it has, what it holds.
 
 use crate::index::{Index, Mark};
+use pagefold_host::observe::Nodes;
 use pagefold_host::recording::pages::{Content, FrameLine, PageLine};
 use pagefold_host::{FrameFlags, Host, Mapping};
 use pagefold_model::census::{Census, SubjectCensus};
@@ -57,14 +58,23 @@ impl<'a> Pages<'a> {
         Ok(lines)
     }
 
-    /// All frames that the processes map, numbered anew from 1 in their order, and the lines with the new numbers.
-    pub fn renumber(self, lines: &mut [Vec<PageLine>]) -> Vec<FrameLine> {
-        let numbers: BTreeMap<Pfn, u64> = self.frames.keys().copied().zip(1..).collect();
+    /// All frames that the processes map, numbered anew in their order, and the lines with the new numbers. Numbers
+    /// begin with 1; where there are several nodes, with the first number of each memory block, so that frames stay on
+    /// their node.
+    pub fn renumber(self, lines: &mut [Vec<PageLine>], nodes: &Nodes) -> Vec<FrameLine> {
+        let mut next = 1;
+        let mut number = |frame: Pfn| {
+            // Never beyond the block: it has no more frames than numbers, and frame 0 is nobody's.
+            let number = nodes.block_start(frame).0.max(next);
+            next = number + 1;
+            number
+        };
+        let numbers: BTreeMap<Pfn, u64> = self.frames.keys().map(|&frame| (frame, number(frame))).collect();
         for line in lines.iter_mut().flatten() {
             line.frame = line.frame.and_then(|frame| numbers.get(&frame)).copied().map(Pfn);
         }
         let mut frames: Vec<FrameLine> = Vec::new();
-        for ((flags, mappings), number) in self.frames.into_values().zip(1..) {
+        for ((flags, mappings), &number) in self.frames.into_values().zip(numbers.values()) {
             let line = FrameLine { frame: Pfn(number), frames: 1, flags, mappings };
             if !frames.last_mut().is_some_and(|last| last.join(&line)) {
                 frames.push(line);

@@ -7,6 +7,8 @@
 
 mod arguments;
 mod command;
+#[cfg(test)]
+mod faults;
 mod output;
 mod progress;
 mod source;

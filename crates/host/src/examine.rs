@@ -17,7 +17,6 @@ use pagefold_model::identity::Identity;
 use pagefold_model::ksm::{Ksm, ProcessKsm};
 use pagefold_model::memory::Memory;
 use pagefold_model::process::Process;
-use pagefold_model::region::Region;
 use pagefold_model::{Absent, Pid, ProcessId, Reading};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -75,11 +74,8 @@ fn see(host: &dyn Host, pid: Pid) -> Option<Seen> {
         let process = observe::process(handle)?;
         let parent = parse::stat(&handle.read("stat")?)?.ppid;
         // Kernel threads and the dead have no memory of their own: their smaps would be empty.
-        let regions = if process.kernel_thread || process.is_zombie() {
-            Ok(Vec::new())
-        } else {
-            handle.read("smaps").and_then(|bytes| regions(&bytes))
-        };
+        let regions =
+            if process.kernel_thread || process.is_zombie() { Ok(Vec::new()) } else { observe::regions(handle) };
         let domain = DomainRule::User.domain(&process);
         let facts = ProcessFacts { process, regions, domain, parent_merge_any: Err(Absent::Vanished) };
         Ok(Seen { facts, parent })
@@ -95,17 +91,6 @@ fn see(host: &dyn Host, pid: Pid) -> Option<Seen> {
         // It ended while it was looked at: what was read of it so far is of no use.
         Ok(seen) if seen.facts.regions == Err(Absent::Vanished) => None,
         Ok(seen) => Some(seen),
-    }
-}
-
-/// The regions in smaps, all of them: other readers make do with the whole entries of a file that was cut off, but a
-/// rule would take those that are missing for harmless. Each entry ends with its `VmFlags:` (`show_smap`).
-fn regions(smaps: &[u8]) -> Reading<Vec<Region>> {
-    let last = smaps.trim_ascii_end().rsplit(|&byte| byte == b'\n').next().unwrap_or_default();
-    if smaps.is_empty() || (smaps.ends_with(b"\n") && last.starts_with(b"VmFlags:")) {
-        parse::smaps(smaps)
-    } else {
-        Err(Absent::Malformed(format!("smaps is cut off after {} bytes", smaps.len())))
     }
 }
 

@@ -182,8 +182,8 @@ impl Entry<'_, '_> {
         if frames.is_empty() {
             return Ok(());
         }
-        let mappings = self.ledger.host.frame_mappings(&frames)?;
-        let flags = self.ledger.host.frame_flags(&frames)?;
+        let mappings = stay(self.ledger.host.frame_mappings(&frames))?;
+        let flags = stay(self.ledger.host.frame_flags(&frames))?;
         for ((same, mappings), flags) in self.pending.chunk_by(Pfn::eq).zip(mappings).zip(flags) {
             let (pfn, places) = (same[0], same.len() as u64);
             if flags.is_zero_page() {
@@ -207,6 +207,19 @@ impl Entry<'_, '_> {
         self.pending.clear();
         Ok(())
     }
+}
+
+/// Whether frames may be looked at.
+pub fn frames_readable(host: &dyn Host) -> Reading<()> {
+    stay(host.frame_mappings(&[])).and_then(|_| stay(host.frame_flags(&[]))).map(|_| ())
+}
+
+/// A frame does not go away: where it cannot be found, the process that maps it has not vanished.
+fn stay<T>(reading: Reading<T>) -> Reading<T> {
+    reading.map_err(|why| match why {
+        Absent::Vanished => Absent::Malformed("no such frame".to_owned()),
+        why => why,
+    })
 }
 
 /// Whether most of a region is empty, all that is in it is anonymous, and it is large enough for that to matter.

@@ -68,9 +68,21 @@ pub fn process(handle: &dyn Process) -> Reading<ProcessFacts> {
     })
 }
 
-/// The regions of a process, with what is resident in each.
+/// The regions of a process that has memory of its own, with what is resident in each: all of them or none, because
+/// those that are missing would read as memory that is not there.
+///
+/// `Vanished` if there are none: the kernel shows nothing of an address space that was left, and of a living one at least
+/// the program. Each entry ends with its `VmFlags:` (fs/proc/task_mmu.c, `show_smap`).
 pub fn regions(handle: &dyn Process) -> Reading<Vec<Region>> {
-    parse::smaps(&handle.read("smaps")?)
+    let smaps = handle.read("smaps")?;
+    if smaps.is_empty() {
+        return Err(Absent::Vanished);
+    }
+    let last = smaps.trim_ascii_end().rsplit(|&byte| byte == b'\n').next().unwrap_or_default();
+    if !smaps.ends_with(b"\n") || !last.starts_with(b"VmFlags:") {
+        return Err(Absent::Malformed(format!("smaps is cut off after {} bytes", smaps.len())));
+    }
+    parse::smaps(&smaps)
 }
 
 /// The sums over the regions of a process.
@@ -126,6 +138,12 @@ impl Nodes {
     /// How many nodes have memory.
     pub fn count(&self) -> usize {
         self.count
+    }
+
+    /// The first frame of the memory block that a frame is in: no node begins or ends within a block. 0 on a host with
+    /// one node.
+    pub fn block_start(&self, frame: Pfn) -> Pfn {
+        if self.count <= 1 { Pfn(0) } else { Pfn(frame.0 - frame.0 % self.block_frames) }
     }
 
     /// The node of a frame; node 0 on a host with one node or for a frame of no known block.

@@ -9,7 +9,7 @@ use crate::arguments::{Global, Targets};
 use crate::{Outcome, output, progress, source};
 use clap::{Args, ValueEnum};
 use pagefold_census::{Selection, survey};
-use pagefold_host::footprint::Ledger;
+use pagefold_host::footprint::{self, Ledger};
 use pagefold_host::{Host, Process as Handle, observe, parse};
 use pagefold_model::account::reconcile::{Reconciliation, reconcile};
 use pagefold_model::account::{Account, Footprint, GroupBy, Mapped};
@@ -118,15 +118,12 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
 
 /// The accounts of the chosen processes, those that were not seen, and with `explain` the comparison for the whole host
 /// with the number of its processes and those not seen of them.
-type Taken = (Vec<Account>, Vec<Unseen>, Option<(Reconciliation, u64, Vec<Unseen>)>);
+pub type Taken = (Vec<Account>, Vec<Unseen>, Option<(Reconciliation, u64, Vec<Unseen>)>);
 
-fn take(host: &dyn Host, selection: &Selection, explain: bool) -> Result<Taken, pagefold_census::Error> {
-    let books = Books {
-        host,
-        frames: host.frame_mappings(&[]).and_then(|_| host.frame_flags(&[])).map(|_| ()),
-        ledger: Mutex::new(Ledger::new(host)),
-        ksm: ksm(host),
-    };
+/// Enter the chosen processes, and with `explain` everybody else.
+pub fn take(host: &dyn Host, selection: &Selection, explain: bool) -> Result<Taken, pagefold_census::Error> {
+    let books =
+        Books { host, frames: footprint::frames_readable(host), ledger: Mutex::new(Ledger::new(host)), ksm: ksm(host) };
     let (accounts, unseen) = survey::choose(host, selection, |handle, process| books.enter(handle, process))?;
     if !explain {
         return Ok((accounts, unseen, None));

@@ -78,8 +78,9 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         // Absence is kept too.
         let _ = handle.map(|handle| observe::rollup(&*handle));
     }
-    let _ = (observe::huge_page_bytes(&tap), Nodes::observe(&tap));
-    let lines = write_pages(&tap, &census, &index, root)?;
+    let _ = observe::huge_page_bytes(&tap);
+    let nodes = Nodes::observe(&tap).unwrap_or_default();
+    let lines = write_pages(&tap, &census, &index, &nodes, root)?;
     write_lines(
         &root.join("contents.txt"),
         census.contents.iter().filter_map(|content| Some(kind_line(content.fingerprint, content.kind?))),
@@ -119,11 +120,11 @@ fn keeps_arguments(comm: &str, arguments: &[String]) -> bool {
 }
 
 /// Write the pages of every process and the frames of all. Returns how many lines of pages.
-fn write_pages(host: &dyn Host, census: &Census, index: &Index, root: &Path) -> anyhow::Result<usize> {
+fn write_pages(host: &dyn Host, census: &Census, index: &Index, nodes: &Nodes, root: &Path) -> anyhow::Result<usize> {
     let mut pages = Pages::new(host, index);
     // A process that went away since keeps what was read of its files; it just has no pages.
     let mut lines: Vec<_> = (0..census.subjects.len()).map(|i| pages.of(census, i).unwrap_or_default()).collect();
-    let frames = pages.renumber(&mut lines);
+    let frames = pages.renumber(&mut lines, nodes);
     for (subject, lines) in census.subjects.iter().zip(&lines) {
         write_lines(&root.join("pages").join(format!("{}.txt", subject.process.id.pid)), lines)?;
     }

@@ -32,6 +32,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// What `recording.toml` must say first.
 pub const SCHEMA: &str = "pagefold.recording/1";
@@ -65,6 +66,8 @@ pub struct Recording {
     absent: BTreeMap<String, Absent>,
     frames: BTreeMap<u64, FrameLine>,
     kinds: BTreeMap<Fingerprint, ContentKind>,
+    /// Of the processes that were opened: a census opens each many times.
+    pages: Mutex<BTreeMap<Pid, Arc<Vec<PageLine>>>>,
 }
 
 impl Recording {
@@ -96,7 +99,22 @@ impl Recording {
             absent,
             frames: frames.into_iter().map(|line| (line.frame.0, line)).collect(),
             kinds: kinds.into_iter().collect(),
+            pages: Mutex::default(),
         })
+    }
+
+    /// The pages of a process, in address order.
+    fn pages(&self, pid: Pid) -> Reading<Arc<Vec<PageLine>>> {
+        let mut known = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(pages) = known.get(&pid) {
+            return Ok(Arc::clone(pages));
+        }
+        let path = self.root.join("pages").join(format!("{pid}.txt"));
+        let mut pages = parse_lines(&path, pages::parse_page).map_err(|error| Absent::Malformed(error.to_string()))?;
+        pages.sort_by_key(|line| line.address);
+        let pages = Arc::new(pages);
+        known.insert(pid, Arc::clone(&pages));
+        Ok(pages)
     }
 
     fn file(&self, path: &str) -> Reading<Vec<u8>> {
@@ -172,9 +190,7 @@ impl Host for Recording {
     fn open(&self, pid: Pid) -> Reading<Box<dyn Process + '_>> {
         let directory = format!("proc/{pid}");
         let start_time = crate::parse::stat(&self.file(&format!("{directory}/stat"))?)?.start_time;
-        let path = self.root.join("pages").join(format!("{pid}.txt"));
-        let mut pages = parse_lines(&path, pages::parse_page).map_err(|error| Absent::Malformed(error.to_string()))?;
-        pages.sort_by_key(|line| line.address);
+        let pages = self.pages(pid)?;
         Ok(Box::new(RecordedProcess { recording: self, id: ProcessId { pid, start_time }, directory, pages }))
     }
 
@@ -192,7 +208,7 @@ struct RecordedProcess<'a> {
     recording: &'a Recording,
     id: ProcessId,
     directory: String,
-    pages: Vec<PageLine>,
+    pages: Arc<Vec<PageLine>>,
 }
 
 impl RecordedProcess<'_> {

@@ -5,7 +5,7 @@
 //!   kernel's page of zeros; `-` for none) and `zero`, `volatile`, a hexadecimal fingerprint, or `-` where it was not
 //!   read. A line of several pages says that their frames follow one another and their contents are the same.
 //! - A frame line is `FRAME FRAMES FLAGS MAPPINGS`: number, count, hexadecimal kpageflags, mappings of each. Frames are
-//!   numbered anew in their order.
+//!   numbered anew in their order, on a host with several NUMA nodes within each memory block.
 //! - A content line is `FINGERPRINT KIND`, for a pattern with its word.
 
 use crate::{FrameFlags, Mapping};

@@ -1,0 +1,188 @@
+//! What every read-only command prints of every recorded host in `fixtures/recordings`, held against the files in
+//! `fixtures/expected`. A folder that is put there is taken up by itself; `UPDATE_GOLDEN=1` writes what is expected.
+//!
+//! Where a recording has `layouts.txt`, what the lab laid out is the truth that the census must find.
+
+use pagefold_labs::lines::{READY, Region};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// The commands, by the names of the files with what they print.
+const COMMANDS: &[(&str, &[&str])] = &[
+    ("census.txt", &["census", "--regions", "--extents"]),
+    ("census.json", &["census", "--json", "--top", "3"]),
+    ("account.txt", &["account"]),
+    ("account-explain.txt", &["account", "--explain"]),
+    ("account-vm.txt", &["account", "--by", "vm"]),
+    ("account-cgroup.txt", &["account", "--by", "cgroup"]),
+    ("account.json", &["account", "--explain", "--json"]),
+    ("doctor.txt", &["doctor", "--verbose"]),
+    ("doctor.json", &["doctor", "--json"]),
+];
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures")
+}
+
+/// The names of the recordings.
+fn recordings() -> Vec<String> {
+    let mut names: Vec<String> = fs::read_dir(fixtures().join("recordings"))
+        .expect("the recordings")
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    assert!(names.len() >= 4, "{names:?}");
+    names
+}
+
+fn pagefold(recording: &str, arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_pagefold"))
+        // So that the name of the host is the same everywhere.
+        .current_dir(fixtures().join("recordings"))
+        .env_remove("COLUMNS")
+        .args(["--host", &format!("recording:{recording}")])
+        .args(arguments)
+        .output()
+        .expect("the binary runs")
+}
+
+fn json(recording: &str, arguments: &[&str]) -> Value {
+    serde_json::from_slice(&pagefold(recording, arguments).stdout).expect("JSON")
+}
+
+/// What was printed without what differs from run to run and from machine to machine: how long it took, and with what.
+fn masked(text: &str) -> String {
+    if let Ok(mut report) = serde_json::from_str::<Value>(text) {
+        mask(&mut report);
+        return serde_json::to_string_pretty(&report).unwrap() + "\n";
+    }
+    let mask = |line| if str::starts_with(line, "Read ") { "Read masked" } else { line };
+    text.lines().flat_map(|line| [mask(line), "\n"]).collect()
+}
+
+fn mask(value: &mut Value) {
+    match value {
+        Value::Array(elements) => elements.iter_mut().for_each(mask),
+        Value::Object(fields) => {
+            for (name, value) in fields {
+                match name.as_str() {
+                    "seconds" | "bytes_per_second" | "index_bytes" | "fingerprint" => *value = "masked".into(),
+                    // As long as all the rest, and in the text.
+                    "regions" => *value = value.as_array().map(Vec::len).into(),
+                    _ => mask(value),
+                }
+            }
+        }
+        _ => {}
+    }
+}
+
+#[test]
+fn every_command_prints_of_every_recording_what_is_expected() {
+    let update = std::env::var_os("UPDATE_GOLDEN").is_some();
+    let mut wrong = Vec::new();
+    for recording in recordings() {
+        let folder = fixtures().join("expected").join(&recording);
+        for (file, arguments) in COMMANDS {
+            let output = pagefold(&recording, arguments);
+            let error = String::from_utf8_lossy(&output.stderr);
+            let text = masked(std::str::from_utf8(&output.stdout).expect("UTF-8"));
+            let code = output.status.code().expect("an exit code");
+            let printed = format!("{text}{error}exit status {code}\n");
+            let path = folder.join(file);
+            if update {
+                fs::create_dir_all(&folder).unwrap();
+                fs::write(&path, printed).unwrap();
+                continue;
+            }
+            let expected = fs::read_to_string(&path).unwrap_or_default();
+            if printed != expected {
+                let differs = printed.lines().zip(expected.lines()).find(|(printed, expected)| printed != expected);
+                wrong.push(format!("{recording}/{file}: {differs:#?}"));
+            }
+        }
+    }
+    assert!(
+        wrong.is_empty(),
+        "not as in fixtures/expected; if it is right as it is now, UPDATE_GOLDEN=1 writes it down:\n{}",
+        wrong.join("\n")
+    );
+}
+
+/// What the lab laid out: processes with their regions, in the order of `fixtures/scene.sh`.
+fn layouts(recording: &str) -> Option<Vec<(u64, Vec<Region>)>> {
+    let text = fs::read_to_string(fixtures().join("recordings").join(recording).join("layouts.txt")).ok()?;
+    let mut layouts = Vec::new();
+    let mut regions = Vec::new();
+    for line in text.lines() {
+        match line.strip_prefix(READY) {
+            Some(pid) => {
+                let pid = pid.strip_prefix("pid=").expect("a number").parse().unwrap();
+                layouts.push((pid, std::mem::take(&mut regions)));
+            }
+            None => regions.push(serde_json::from_str(line).unwrap()),
+        }
+    }
+    Some(layouts)
+}
+
+/// The classes that a census found in a range of a process, in pages.
+fn classes(census: &Value, pid: u64, region: &Region) -> BTreeMap<String, u64> {
+    let processes = census["processes"].as_array().unwrap();
+    let process = processes.iter().find(|process| process["pid"] == pid).expect("the process");
+    let mut sums: BTreeMap<String, u64> = BTreeMap::new();
+    for part in process["regions"].as_array().unwrap() {
+        let start = u64::from_str_radix(part["start"].as_str().unwrap(), 16).unwrap();
+        if (region.start..region.end()).contains(&start) {
+            for (class, pages) in part["pages"].as_object().unwrap() {
+                *sums.entry(class.clone()).or_default() += pages.as_u64().unwrap();
+            }
+        }
+    }
+    sums.retain(|class, pages| *pages > 0 && class != "resident" && class != "redundant");
+    sums
+}
+
+#[test]
+fn what_was_laid_out_is_what_the_census_finds() {
+    let mut checked = 0;
+    for recording in recordings() {
+        let Some(layouts) = layouts(&recording) else { continue };
+        assert_eq!(layouts.len(), 4, "{recording}");
+        let census = json(&recording, &["census", "--json"]);
+        let (merged, root) = (recording != "unprivileged", !recording.ends_with("unprivileged"));
+        for (place, (pid, regions)) in layouts.iter().enumerate() {
+            for region in regions {
+                let enrolled = merged && place < 2;
+                let expected: &[&str] = match (region.kind.as_str(), region.name.as_deref()) {
+                    ("zero" | "within" | "shared-content", _) if enrolled => &["merged"],
+                    ("zero", _) => &["zero"],
+                    ("within", _) => &["duplicate", "duplicate_within_process"],
+                    // Only root can make them another user's.
+                    ("shared-content", Some("late")) if root => &["duplicate", "duplicate_across_domains"],
+                    ("shared-content", _) => &["duplicate", "duplicate_within_domain"],
+                    ("volatile", _) => &["volatile"],
+                    ("unique" | "file-written" | "fork-shared" | "huge", _) => &["unique"],
+                    _ => &[],
+                };
+                let expected: BTreeMap<String, u64> =
+                    expected.iter().map(|&class| (class.to_owned(), region.resident)).collect();
+                assert_eq!(classes(&census, *pid, region), expected, "{recording}: {region:?}");
+                checked += 1;
+            }
+        }
+    }
+    assert!(checked >= 4 * 26, "{checked}");
+}
+
+#[test]
+fn a_recording_keeps_which_node_a_frame_is_on() {
+    let census = json("linux-6.1", &["census", "--json"]);
+    let bytes = |way: &str| census["savings"][way]["gross"].as_u64().unwrap();
+    // The third layout has, on the other node, 20 pages of which the first two have merged copies.
+    let twice = 20 * census["page_size"].as_u64().unwrap();
+    assert!(bytes("whole") + twice <= bytes("upper_bound"), "{:#}", census["savings"]);
+}

@@ -1,0 +1,72 @@
+//! A census by somebody who may see his own processes alone, on the live kernel: what is his is counted exactly, and
+//! what is not is named.
+
+use pagefold_labs::client::Lab;
+use pagefold_labs::lines::Region;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+const NOBODY: u32 = 65534;
+
+/// The non-zero classes of a lab's region, in pages.
+fn classes(report: &Value, lab: &Lab<Region>, region: &Region) -> BTreeMap<String, u64> {
+    let processes = report["processes"].as_array().unwrap();
+    let process = processes.iter().find(|process| process["pid"] == lab.pid()).expect("the process");
+    let start = format!("{:x}", region.start);
+    let regions = process["regions"].as_array().unwrap();
+    let pages = regions.iter().find(|part| part["start"] == start.as_str()).map(|part| &part["pages"]);
+    pages
+        .and_then(Value::as_object)
+        .into_iter()
+        .flatten()
+        .map(|(class, pages)| (class.clone(), pages.as_u64().unwrap()))
+        .filter(|(_, pages)| *pages > 0)
+        .collect()
+}
+
+#[test]
+fn a_user_counts_his_own_exactly_and_is_told_what_he_did_not_see() {
+    if !nix::unistd::geteuid().is_root() {
+        return println!("skipped: needs root to become another user");
+    }
+    // What the user may execute, wherever this tree is.
+    let folder = tempfile::tempdir().unwrap();
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let binary = folder.path().join("pagefold");
+    fs::copy(env!("CARGO_BIN_EXE_pagefold"), &binary).unwrap();
+
+    let spec = ["zero=31", "unique=47", "within=36,copies=3", "volatile=20", "shared-content=seen-by-one:15"];
+    let his = Lab::layout(&[&["--uid", "65534"], &spec[..]].concat()).unwrap();
+    let roots = Lab::layout(&["shared-content=seen-by-one:15"]).unwrap();
+    let output = Command::new(&binary)
+        .args(["census", "--json", "--top", "1"])
+        .current_dir("/")
+        .uid(NOBODY)
+        .gid(NOBODY)
+        .output()
+        .expect("the binary runs");
+    assert_eq!(output.status.code(), Some(3), "{}", String::from_utf8_lossy(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+
+    let expect = |kind: &str, expected: &[(&str, u64)]| {
+        let expected: BTreeMap<String, u64> = expected.iter().map(|&(name, pages)| (name.to_owned(), pages)).collect();
+        assert_eq!(classes(&report, &his, his.region(kind)), expected, "{kind}");
+    };
+    expect("zero", &[("resident", 31), ("zero", 31)]);
+    expect("unique", &[("resident", 47), ("unique", 47)]);
+    expect("within", &[("resident", 36), ("duplicate", 36), ("duplicate_within_process", 36), ("redundant", 24)]);
+    expect("volatile", &[("resident", 20), ("volatile", 20)]);
+    // The other copies are in memory that he may not see.
+    expect("shared-content", &[("resident", 15), ("unique", 15)]);
+
+    for pid in [roots.pid(), std::process::id()] {
+        let unseen = report["not_counted"]["processes"].as_array().unwrap();
+        let unseen = unseen.iter().find(|process| process["pid"] == pid).expect("a process of root is named");
+        assert_eq!(unseen["reason"], "denied");
+        assert!(report["processes"].as_array().unwrap().iter().all(|process| process["pid"] != pid));
+    }
+}
