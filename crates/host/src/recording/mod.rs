@@ -175,6 +175,10 @@ impl Host for Recording {
         let path = self.root.join("pages").join(format!("{pid}.txt"));
         let mut pages = parse_lines(&path, pages::parse_page).map_err(|error| Absent::Malformed(error.to_string()))?;
         pages.sort_by_key(|line| line.address);
+        if let Some(line) = pages::out_of_place(&pages, self.page_size.bytes()) {
+            let what = format!("{}: {line:?} overlaps another line or is no whole page", path.display());
+            return Err(Absent::Malformed(what));
+        }
         Ok(Box::new(RecordedProcess { recording: self, id: ProcessId { pid, start_time }, directory, pages }))
     }
 
@@ -230,7 +234,9 @@ impl Process for RecordedProcess<'_> {
             for line in self.within(range).filter(|line| line.is_resident_anonymous()) {
                 match runs[first..].last_mut() {
                     Some(run)
-                        if run.huge == line.huge && run.address + u64::from(run.pages) * page_len == line.address =>
+                        if run.huge == line.huge
+                            && run.address + u64::from(run.pages) * page_len == line.address
+                            && u64::from(run.pages) + line.pages <= pages::MOST =>
                     {
                         run.pages += line.pages as u32;
                     }
