@@ -25,6 +25,8 @@ pub struct Census {
     pub unread: Pages,
     /// Pages left out of the sample.
     pub skipped: Pages,
+    /// Pages that others map too, as after a fork, and whose frames may not be known: each is taken for a copy.
+    pub indistinct: Pages,
     /// Swapped-out bytes of the processes, never touched.
     pub swapped: Bytes,
     /// By process.

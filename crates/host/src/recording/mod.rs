@@ -263,7 +263,7 @@ impl Process for RecordedProcess<'_> {
     fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
         let page_len = self.recording.page_size.bytes();
         let wants_merged = way == Way::Memory { merged: true };
-        let gone = PageView { content: PageContent::Gone, merged: false, frame: None };
+        let gone = PageView { content: PageContent::Gone, merged: false, exclusive: true, frame: None };
         let mut position = 0;
         for run in runs {
             let end = run.address + u64::from(run.pages) * page_len;
@@ -277,7 +277,8 @@ impl Process for RecordedProcess<'_> {
                 for page in 0..line.pages {
                     let content = self.recording.content(line.content);
                     let merged = wants_merged && line.merged;
-                    sink(position, PageView { content, merged, frame: line.mapping(page).frame });
+                    let frame = line.mapping(page).frame;
+                    sink(position, PageView { content, merged, exclusive: line.exclusive, frame });
                     address += page_len;
                     position += 1;
                 }
