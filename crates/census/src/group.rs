@@ -7,7 +7,7 @@ use pagefold_model::savings::Sharing;
 use pagefold_model::{Fingerprint, PageClass, Pages};
 use rayon::prelude::*;
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
 /// A content that several pages have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -50,6 +50,8 @@ pub struct Member {
     pub ordinal: u32,
     /// Position of its subject in the survey.
     pub subject: usize,
+    /// The first page that has its frame: itself, unless processes share it since a fork.
+    pub frame: u32,
     /// Number of its trust domain.
     pub domain: u32,
     /// Whether KSM merged it.
@@ -93,6 +95,7 @@ where
                         Member {
                             ordinal: entry.ordinal,
                             subject,
+                            frame: index.frame(entry.ordinal),
                             domain: domains[subject],
                             merged: index.mark(entry.ordinal).class() == Some(PageClass::Merged),
                         }
@@ -110,9 +113,9 @@ where
 /// the sharing says so.
 pub fn freed(index: &Index, sharing: Sharing, members: &[Member], joins: impl Fn(&Member) -> bool) -> Pages {
     let count = |on_node: &dyn Fn(&Member) -> bool| {
-        let copies = members.iter().filter(|member| !member.merged && joins(member) && on_node(member)).count();
+        let copies = || members.iter().filter(|member| !member.merged && joins(member) && on_node(member));
         let merged = members.iter().filter(|member| member.merged && on_node(member)).count();
-        sharing.freed(copies as u64, merged as u64)
+        sharing.freed_frames(frames(copies()), copies().count() as u64, merged as u64)
     };
     if sharing.across_nodes {
         return count(&|_| true);
@@ -123,10 +126,23 @@ pub fn freed(index: &Index, sharing: Sharing, members: &[Member], joins: impl Fn
     nodes.into_iter().map(|node| count(&|member| index.node(member.ordinal) == node)).sum()
 }
 
+/// How many frames the pages are.
+fn frames<'a>(members: impl Iterator<Item = &'a Member> + Clone) -> u64 {
+    if members.clone().all(|member| member.frame == member.ordinal) {
+        return members.count() as u64;
+    }
+    let mut frames: Vec<u32> = members.map(|member| member.frame).collect();
+    frames.sort_unstable();
+    frames.dedup();
+    frames.len() as u64
+}
+
 #[derive(Default)]
 struct Partial {
     groups: Groups,
+    /// Pages in groups that were visited, and those of them that stay unique.
     paired: u64,
+    unique: u64,
     top: BinaryHeap<Reverse<Content>>,
 }
 
@@ -146,7 +162,7 @@ pub fn classify(index: &mut Index, survey: &Survey, sharing: Sharing, top: usize
     });
     let mut groups = Groups::default();
     let mut best = Vec::new();
-    let mut paired = 0;
+    let (mut paired, mut unique) = (0, 0);
     for partial in partials {
         groups.freed += partial.groups.freed;
         groups.freed_within_domains += partial.groups.freed_within_domains;
@@ -156,6 +172,7 @@ pub fn classify(index: &mut Index, survey: &Survey, sharing: Sharing, top: usize
             *groups.seen.entry(times).or_default() += contents;
         }
         paired += partial.paired;
+        unique += partial.unique;
         best.extend(partial.top.into_iter().map(|Reverse(content)| content));
     }
     best.sort_unstable_by_key(|&content| Reverse(content));
@@ -164,7 +181,7 @@ pub fn classify(index: &mut Index, survey: &Survey, sharing: Sharing, top: usize
     // Contents of one page: merged ones with all their other mappings elsewhere, and unique ones.
     let alone = index.entries.len() as u64 - paired;
     groups.distinct += alone;
-    let merged_alone = alone.saturating_sub(unique_pages(index));
+    let merged_alone = alone.saturating_sub(unique_pages(index) - unique);
     *groups.seen.entry(1).or_default() += alone - merged_alone;
     groups.seen.retain(|_, contents| *contents > 0);
     groups
@@ -185,12 +202,21 @@ impl Partial {
             return;
         }
         self.groups.distinct += 1;
+        if merged == 0 && frames(members.iter()) == 1 {
+            // One page that processes share since a fork. In a sample each of its mappings stands for itself.
+            self.unique += members.len() as u64;
+            *self.groups.seen.entry(1).or_default() += members.len() as u64;
+            return;
+        }
         let copies = members.len() - merged;
         if copies > 0 {
             *self.groups.seen.entry(copies as u64).or_default() += 1;
         }
         self.groups.freed += freed(index, sharing, members, |_| true);
-        let mut kept = merged > 0;
+        let copies = (frames(members.iter().filter(|member| !member.merged)) as usize) + merged;
+        let kept = if merged > 0 { None } else { members.first().map(|member| member.frame) };
+        let shared = members.iter().any(|member| member.frame != member.ordinal);
+        let mut counted = BTreeSet::new();
         let mut processes = 0;
         let mut domains = 0;
         for domain in members.chunk_by(|a, b| a.domain == b.domain) {
@@ -198,14 +224,15 @@ impl Partial {
             self.groups.freed_within_domains += freed(index, sharing, domain, |_| true);
             for process in domain.chunk_by(|a, b| a.subject == b.subject) {
                 processes += 1;
-                let class = match (process.len(), domain.len()) {
+                let class = match (frames(process.iter()), frames(domain.iter())) {
                     (2.., _) => PageClass::DuplicateWithin,
                     (_, 2..) => PageClass::DuplicateAcross,
                     _ => PageClass::DuplicateForeign,
                 };
                 for member in process.iter().filter(|member| !member.merged) {
-                    index.set_mark(member.ordinal, Mark::duplicate(class, members.len(), kept));
-                    kept = true;
+                    // Of a frame with several mappings, the first stands for it.
+                    let counts = Some(member.frame) != kept && (!shared || counted.insert(member.frame));
+                    index.set_mark(member.ordinal, Mark::duplicate(class, copies, counts));
                 }
             }
         }

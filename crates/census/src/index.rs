@@ -1,9 +1,10 @@
-//! The index: every resident page with its fingerprint and class, in 13 bytes and a share of its run's 8.
+//! The index: every resident page with its fingerprint and class, in 13 bytes and a share of its run's 8. A page that is
+//! the frame of an earlier one takes 8 more.
 
 use crate::Error;
 use crate::survey::{Subject, Survey, way};
 use pagefold_host::{Host, Run, Way};
-use pagefold_model::{Absent, Fingerprint, PageClass, Reading};
+use pagefold_model::{Absent, Fingerprint, PageClass, Pfn, Reading};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -133,6 +134,10 @@ pub struct Index {
     marks: Vec<AtomicU8>,
     /// The NUMA node of each page, if pages of different nodes are kept apart.
     nodes: Vec<AtomicU8>,
+    /// Pages that are the frame of an earlier page, mapped once more, with that page; sorted.
+    again: Vec<(u32, u32)>,
+    /// Pages that others map too, and whose frames may not be known.
+    pub(crate) indistinct: u64,
     unlisted: Vec<(usize, Absent)>,
 }
 
@@ -177,6 +182,8 @@ impl Index {
             entries: Vec::new(),
             marks: Vec::new(),
             nodes: Vec::new(),
+            again: Vec::new(),
+            indistinct: 0,
             unlisted: Vec::new(),
         };
         let mut pages = 0;
@@ -245,6 +252,7 @@ impl Index {
             + self.entries.capacity() * size_of::<Entry>()
             + self.marks.capacity()
             + self.nodes.capacity()
+            + self.again.capacity() * size_of::<(u32, u32)>()
     }
 
     /// Subjects whose pages could not be listed, and why.
@@ -277,6 +285,21 @@ impl Index {
         if let Some(noted) = self.nodes.get(ordinal as usize) {
             noted.store(node, Ordering::Relaxed);
         }
+    }
+
+    /// Take note of the frames of pages that others map too, so that a frame counts once.
+    pub(crate) fn note_frames(&mut self, mut shared: Vec<(Pfn, u32)>) {
+        shared.par_sort_unstable();
+        let frames = shared.chunk_by(|a, b| a.0 == b.0);
+        self.again = frames.flat_map(|same| same[1..].iter().map(|&(_, page)| (page, same[0].1))).collect();
+        self.again.shrink_to_fit();
+        self.again.par_sort_unstable();
+    }
+
+    /// The first page that has the frame of this one: the page itself, unless processes share it since a fork.
+    pub fn frame(&self, ordinal: u32) -> u32 {
+        let again = self.again.binary_search_by_key(&ordinal, |&(page, _)| page);
+        again.map_or(ordinal, |position| self.again[position].1)
     }
 
     /// All runs in the order of their ordinals.

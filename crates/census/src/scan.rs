@@ -4,7 +4,7 @@ use crate::index::{Entry, Index, Mark, Unit};
 use crate::survey::Survey;
 use pagefold_host::observe::Nodes;
 use pagefold_host::{Host, PageContent, PageView, Run};
-use pagefold_model::{Absent, Fingerprint, PageClass, Reading};
+use pagefold_model::{Absent, Fingerprint, PageClass, Pfn, Reading};
 use pagefold_sys::fingerprint::Hasher;
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -90,6 +90,14 @@ struct Seen {
     fingerprint: Option<Fingerprint>,
     merged: bool,
     node: u8,
+    shared: Shared,
+}
+
+/// Whether others map a page too, KSM apart.
+enum Shared {
+    No,
+    Frame(Pfn),
+    UnknownFrame,
 }
 
 impl Scan<'_> {
@@ -104,12 +112,13 @@ impl Scan<'_> {
             rest = after;
         }
         let shared = &*index;
-        let failures = work
+        let results: Vec<_> = work
             .into_par_iter()
             // One by one: what a thread has begun as one piece cannot be taken from it by an idle one.
             .with_max_len(1)
             .map(|(unit, slots)| {
                 self.skip_unsampled(shared, &unit);
+                let (mut frames, mut indistinct) = (Vec::new(), 0);
                 let outcome = self.read(&unit, &mut |ordinal, seen| {
                     let Some(seen) = seen else { return shared.set_mark(ordinal, Mark::GONE) };
                     let class = match seen.fingerprint {
@@ -121,6 +130,11 @@ impl Scan<'_> {
                     };
                     slots[(ordinal - unit.ordinals.start) as usize] =
                         Entry::new(seen.fingerprint.unwrap_or(Fingerprint::ZERO_PAGE), ordinal);
+                    match seen.shared {
+                        Shared::No => {}
+                        Shared::Frame(frame) => frames.push((frame, ordinal)),
+                        Shared::UnknownFrame => indistinct += 1,
+                    }
                     shared.set_node(ordinal, seen.node);
                     shared.set_mark(ordinal, Mark::of(class));
                 });
@@ -129,12 +143,13 @@ impl Scan<'_> {
                         shared.set_mark(page, Mark::GONE);
                     });
                 }
-                (unit.subject, outcome)
+                (unit.subject, outcome, frames, indistinct)
             })
-            .filter_map(|(subject, outcome)| Some((subject, outcome.err()?)))
             .collect();
         index.entries = entries;
-        failures
+        index.indistinct = results.iter().map(|(.., indistinct)| indistinct).sum();
+        index.note_frames(results.iter().flat_map(|(_, _, frames, _)| frames).copied().collect());
+        results.into_iter().filter_map(|(subject, outcome, ..)| Some((subject, outcome.err()?))).collect()
     }
 
     /// Read everything again and mark what changed.
@@ -199,7 +214,12 @@ impl Scan<'_> {
                 PageContent::Gone => return note(ordinal, None),
             };
             let node = self.nodes.as_ref().zip(page.frame).map_or(0, |(nodes, frame)| nodes.of(frame) as u8);
-            note(ordinal, Some(Seen { fingerprint, merged: page.merged, node }));
+            let shared = match page.frame {
+                _ if page.exclusive || page.merged => Shared::No,
+                Some(frame) => Shared::Frame(frame),
+                None => Shared::UnknownFrame,
+            };
+            note(ordinal, Some(Seen { fingerprint, merged: page.merged, node, shared }));
         };
         let outcome = self.host.open(id.pid).and_then(|handle| {
             if handle.id() != id {

@@ -63,7 +63,7 @@ pub fn tally(survey: Survey, index: &Index, groups: &Groups, plan: &Plan) -> Cen
         sum
     });
     let zero = |zeros: &Zeros, merged| zeros.freed(plan.sharing, merged);
-    savings.upper_bound.freed = total.zero + total.redundant;
+    savings.upper_bound.freed = Pages(zeros.all.0.values().sum()) + total.redundant;
     savings.whole.freed = groups.freed + zero(&zeros.all, groups.merged_zero);
     savings.whole.scanned = total.resident().saturating_sub(total.merged);
     savings.within_domains = Reach {
@@ -113,6 +113,7 @@ pub fn tally(survey: Survey, index: &Index, groups: &Groups, plan: &Plan) -> Cen
         unread,
         skipped,
         pinned,
+        indistinct: Pages(index.indistinct),
         swapped,
         subjects,
         unseen: survey.unseen,
@@ -217,7 +218,8 @@ impl<'a> Counter<'a> {
             if !class.is_mergeable() {
                 continue;
             }
-            if class == PageClass::Zero {
+            // A frame of zeros that processes share since a fork counts once.
+            if class == PageClass::Zero && self.index.frame(ordinal) == ordinal {
                 let node = self.index.node(ordinal);
                 *self.zeros.all.0.entry(node).or_default() += 1;
                 *self.zeros.domains[self.domains[subject]].0.entry(node).or_default() += 1;
@@ -317,7 +319,8 @@ fn matrix(survey: &Survey, index: &Index, counts: &[Counts], plan: &Plan) -> Mat
     }
     let size = parties.len();
     let sums = group::walk(index, survey, |sum: &mut (Vec<u64>, Vec<u64>), start, members| {
-        if index.entries[start].fingerprint() == Fingerprint::ZERO_PAGE {
+        let alone = |member: &group::Member| index.mark(member.ordinal).class() == Some(PageClass::Unique);
+        if index.entries[start].fingerprint() == Fingerprint::ZERO_PAGE || members.iter().all(alone) {
             return;
         }
         let (shared, have) = sum;

@@ -104,6 +104,8 @@ pub struct PageView<'a> {
     pub content: PageContent<'a>,
     /// Whether it is a KSM page.
     pub merged: bool,
+    /// Whether nobody else maps it.
+    pub exclusive: bool,
     /// Its frame, where the privilege allows to know it.
     pub frame: Option<Pfn>,
 }

@@ -128,7 +128,8 @@ impl<'a> Batch<'a> {
                 Outcome::Read => PageContent::Bytes(&self.buffer[self.slot(i)]),
                 _ => PageContent::Gone,
             };
-            sink(position + i, PageView { content, merged: merged[i], frame: page.mapping.frame });
+            let Mapping { exclusive, frame, .. } = page.mapping;
+            sink(position + i, PageView { content, merged: merged[i], exclusive, frame });
         }
         self.pages.clear();
         Ok(count)

@@ -27,6 +27,8 @@ pub struct Census {
     pub skipped: Pages,
     /// Bytes that drivers hold pinned (`VmPin`), among the classified pages: KSM passes over them until they are let go.
     pub pinned: Bytes,
+    /// Pages that others map too, as after a fork, and whose frames may not be known: each is taken for a copy.
+    pub indistinct: Pages,
     /// Swapped-out bytes of the processes, never touched.
     pub swapped: Bytes,
     /// By process.

@@ -31,8 +31,14 @@ impl Sharing {
 
     /// Frames freed when `copies` equal pages join `merged` that share KSM frames already.
     pub fn freed(self, copies: u64, merged: u64) -> Pages {
-        let frames = |mappings: u64| mappings.div_ceil(self.max_page_sharing);
-        Pages(copies - (frames(merged + copies) - frames(merged)))
+        self.freed_frames(copies, copies, merged)
+    }
+
+    /// Frames freed when all `mappings` of `frames` equal pages join `merged` that share KSM frames already. There are
+    /// more mappings than frames where processes share pages since a fork.
+    pub fn freed_frames(self, frames: u64, mappings: u64, merged: u64) -> Pages {
+        let kept = |mappings: u64| mappings.div_ceil(self.max_page_sharing);
+        Pages(frames.saturating_sub(kept(merged + mappings) - kept(merged)))
     }
 
     /// Frames freed of `copies` pages of zeros.
@@ -117,6 +123,9 @@ mod tests {
         check(1, 2, 1);
         check(3, 2, 2);
         assert_eq!(sharing.freed_zero(5, 0), Pages(3));
+        assert_eq!(sharing.freed_frames(2, 4, 0), Pages(1));
+        assert_eq!(sharing.freed_frames(1, 3, 0), Pages(0));
+        assert_eq!(sharing.freed_frames(1, 6, 0), Pages(0), "never less than nothing");
         assert_eq!(Sharing { use_zero_pages: true, ..sharing }.freed_zero(5, 0), Pages(5));
     }
 

@@ -15,7 +15,8 @@ pub struct Classes {
     pub resident: u64,
     /// Pages of zeros.
     pub zero: u64,
-    /// Pages of a content that two or more pages have, pages of zeros apart.
+    /// Pages of a content that two or more frames hold, pages of zeros apart. A page that several processes share since
+    /// a fork is one frame: it is `unique` in each unless another has its content.
     pub duplicate: u64,
     /// Pages whose content no other page has.
     pub unique: u64,

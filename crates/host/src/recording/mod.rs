@@ -112,6 +112,10 @@ impl Recording {
         let path = self.root.join("pages").join(format!("{pid}.txt"));
         let mut pages = parse_lines(&path, pages::parse_page).map_err(|error| Absent::Malformed(error.to_string()))?;
         pages.sort_by_key(|line| line.address);
+        if let Some(line) = pages::out_of_place(&pages, self.page_size.bytes()) {
+            let what = format!("{}: {line:?} overlaps another line or is no whole page", path.display());
+            return Err(Absent::Malformed(what));
+        }
         let pages = Arc::new(pages);
         known.insert(pid, Arc::clone(&pages));
         Ok(pages)
@@ -246,7 +250,9 @@ impl Process for RecordedProcess<'_> {
             for line in self.within(range).filter(|line| line.is_resident_anonymous()) {
                 match runs[first..].last_mut() {
                     Some(run)
-                        if run.huge == line.huge && run.address + u64::from(run.pages) * page_len == line.address =>
+                        if run.huge == line.huge
+                            && run.address + u64::from(run.pages) * page_len == line.address
+                            && u64::from(run.pages) + line.pages <= pages::MOST =>
                     {
                         run.pages += line.pages as u32;
                     }
@@ -273,7 +279,7 @@ impl Process for RecordedProcess<'_> {
     fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
         let page_len = self.recording.page_size.bytes();
         let wants_merged = way == Way::Memory { merged: true };
-        let gone = PageView { content: PageContent::Gone, merged: false, frame: None };
+        let gone = PageView { content: PageContent::Gone, merged: false, exclusive: true, frame: None };
         let mut position = 0;
         for run in runs {
             let end = run.address + u64::from(run.pages) * page_len;
@@ -287,7 +293,8 @@ impl Process for RecordedProcess<'_> {
                 for page in 0..line.pages {
                     let content = self.recording.content(line.content);
                     let merged = wants_merged && line.merged;
-                    sink(position, PageView { content, merged, frame: line.mapping(page).frame });
+                    let frame = line.mapping(page).frame;
+                    sink(position, PageView { content, merged, exclusive: line.exclusive, frame });
                     address += page_len;
                     position += 1;
                 }

@@ -24,6 +24,9 @@ pub enum Content {
     Known(Fingerprint),
 }
 
+/// Pages of a line or a run at most, so that they are counted in 32 bits.
+pub const MOST: u64 = (u32::MAX / 2) as u64;
+
 /// Pages behind one another that are alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageLine {
@@ -117,7 +120,7 @@ impl fmt::Display for PageLine {
 pub fn parse_page(line: &str) -> Option<PageLine> {
     let mut words = line.split(' ');
     let address = u64::from_str_radix(words.next()?, 16).ok()?;
-    let pages = words.next()?.parse().ok().filter(|&pages| (1..=u64::from(u32::MAX / 2)).contains(&pages))?;
+    let pages = words.next()?.parse().ok().filter(|&pages| (1..=MOST).contains(&pages))?;
     let frame = match words.next()? {
         "-" => None,
         frame => Some(Pfn(frame.parse().ok().filter(|&frame| frame < 1 << 55)?)),
@@ -143,6 +146,13 @@ pub fn parse_page(line: &str) -> Option<PageLine> {
         zero_page: has('z'),
         content,
     })
+}
+
+/// The first of some lines, sorted by address, that does not begin with a page or runs into the next.
+pub fn out_of_place(lines: &[PageLine], page_len: u64) -> Option<String> {
+    let ends = lines.iter().skip(1).map(|next| next.address).chain([u64::MAX]);
+    let wrong = |line: &PageLine, end| !line.address.is_multiple_of(page_len) || line.end(page_len) > end;
+    lines.iter().zip(ends).find(|&(line, end)| wrong(line, end)).map(|(line, _)| line.to_string())
 }
 
 /// Frames behind one another that are alike.
@@ -271,6 +281,18 @@ mod tests {
                 prop_assert_eq!(run.mapping(i), page(i).mapping(0));
             }
         }
+    }
+
+    #[test]
+    fn lines_must_be_apart_and_whole_pages() {
+        let check = |lines: &[&str], wrong: Option<&str>| {
+            let lines: Vec<_> = lines.iter().map(|line| parse_page(line).unwrap()).collect();
+            assert_eq!(out_of_place(&lines, 4096).as_deref(), wrong);
+        };
+        check(&["1000 2 - - zero", "3000 1 - - zero"], None);
+        check(&["1000 2 - - zero", "2000 1 - - zero"], Some("1000 2 - - zero"));
+        check(&["1000 1 - - zero", "1000 1 - - zero"], Some("1000 1 - - zero"));
+        check(&["1000 1 - - zero", "2800 1 - - zero"], Some("2800 1 - - zero"));
     }
 
     #[test]

@@ -76,7 +76,7 @@ pub struct CensusReport {
 /// Bytes that merging everything would give back.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct Reclaimable {
-    /// Every redundant page and every page of zeros.
+    /// Every redundant page and every page of zeros; of a page that processes share since a fork, one mapping.
     pub gross: u64,
     /// The same less what KSM keeps with every process enrolled whole: 64 bytes of metadata for each page scanned, and
     /// further copies by `max_page_sharing` and NUMA node. Negative when merging would cost more than it gives.
@@ -152,6 +152,9 @@ pub struct Exactness {
     pub fingerprint_bits: u32,
     /// Different contents that were seen, pages of zeros apart.
     pub distinct_contents: u64,
+    /// Pages that others map too, as after a fork, and whose frames only root may know: each was taken for a copy of its
+    /// own, which a frame that is mapped twice is not. 0 as root.
+    pub pages_indistinct: u64,
     /// Upper bound of the probability that any two of them share a fingerprint. Pages of zeros are compared.
     pub collision_probability: f64,
 }
@@ -343,6 +346,7 @@ impl CensusReport {
             exactness: Exactness {
                 fingerprint_bits: 64,
                 distinct_contents: census.distinct,
+                pages_indistinct: census.indistinct.0,
                 collision_probability: collision_probability(census.distinct),
             },
             not_counted: NotCounted {

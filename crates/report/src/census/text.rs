@@ -325,6 +325,13 @@ fn notes(report: &CensusReport, view: View) -> String {
     if report.settle_seconds.is_none() && !report.partial {
         text.push_str("One pass: what changes was not told apart.\n");
     }
+    if report.exactness.pages_indistinct > 0 {
+        let _ = writeln!(
+            text,
+            "{} pages are mapped more than once, as after a fork, and were taken for copies: only root may tell.",
+            number(report.exactness.pages_indistinct),
+        );
+    }
     let _ = writeln!(
         text,
         "Equal means equal fingerprints: among {} contents any two share one with probability below {:.0e}.",
