@@ -19,6 +19,20 @@ pub struct Tap<'a> {
     shown: Mutex<Option<BTreeSet<Pid>>>,
     absent: Mutex<BTreeMap<String, Absent>>,
     failure: Mutex<Option<io::Error>>,
+    finished: bool,
+}
+
+impl Drop for Tap<'_> {
+    /// Half a recording helps nobody: the folder is as empty as it was.
+    fn drop(&mut self) {
+        if !self.finished {
+            let _ = fs::remove_dir_all(self.root.join("files"));
+            let _ = fs::remove_dir_all(self.root.join("pages"));
+            for file in ["absent.txt", "contents.txt", "frames.txt"] {
+                let _ = fs::remove_file(self.root.join(file));
+            }
+        }
+    }
 }
 
 impl<'a> Tap<'a> {
@@ -42,6 +56,7 @@ impl<'a> Tap<'a> {
             shown: Mutex::default(),
             absent: Mutex::default(),
             failure: Mutex::default(),
+            finished: false,
         })
     }
 
@@ -59,17 +74,22 @@ impl<'a> Tap<'a> {
     ///
     /// # Panics
     /// If a thread panicked while it recorded.
-    pub fn finish(self, about: &str) -> io::Result<()> {
-        if let Some(error) = self.failure.into_inner().expect("no thread panicked") {
+    pub fn finish(mut self, about: &str) -> io::Result<()> {
+        if let Some(error) = self.failure.get_mut().expect("no thread panicked").take() {
             return Err(error);
         }
         let mut absent = String::new();
-        for (path, why) in self.absent.into_inner().expect("no thread panicked") {
-            absent.push_str(&format!("{path}\t{}\n", reason_to_text(&why)));
+        for (path, why) in self.absent.get_mut().expect("no thread panicked") {
+            absent.push_str(&format!("{path}\t{}\n", reason_to_text(why)));
         }
         fs::write(self.root.join("absent.txt"), absent)?;
         let page_size = self.host.page_size().bytes();
-        fs::write(self.root.join("recording.toml"), format!("schema = \"{SCHEMA}\"\npage_size = {page_size}\n{about}"))
+        fs::write(
+            self.root.join("recording.toml"),
+            format!("schema = \"{SCHEMA}\"\npage_size = {page_size}\n{about}"),
+        )?;
+        self.finished = true;
+        Ok(())
     }
 
     /// Keep an answer below its path.
