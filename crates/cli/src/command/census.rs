@@ -35,8 +35,8 @@ pub struct Options {
     #[arg(long, value_name = "N", requires = "sample")]
     seed: Option<u64>,
     /// Threads that read [default: one for each CPU]
-    #[arg(long, value_name = "N")]
-    threads: Option<usize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
     /// How processes are sorted into trust domains
     #[arg(long, value_enum, value_name = "RULE", default_value_t = DomainBy::User)]
     domains: DomainBy,
@@ -65,10 +65,8 @@ pub struct Options {
 pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let host = source::open(global)?;
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
-    let threads = options.threads.or_else(|| std::thread::available_parallelism().ok().map(Into::into)).unwrap_or(1);
-    if threads == 0 {
-        bail!("--threads 0: at least one thread is needed");
-    }
+    let available = || std::thread::available_parallelism().map_or(1, Into::into);
+    let threads = options.threads.map_or_else(available, usize::from);
     let census_options = pagefold_census::Options {
         selection: source::selection(&options.targets, global)?,
         domains: options.domains.into(),
@@ -84,7 +82,10 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         pagefold_census::take(&*host, &census_options, progress, &stop)
     })?;
     if census.subjects.is_empty() && census.unseen.is_empty() {
-        bail!("no process fits: `pagefold census` without conditions shows who there is");
+        bail!(
+            "no process fits: `pagefold census` without conditions shows who there is \
+             (kernel threads and zombies have no memory of their own)"
+        );
     }
     let context = ReportContext { host: host.describe(), page_size: host.page_size(), top: options.top };
     #[cfg(feature = "parquet")]

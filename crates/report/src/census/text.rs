@@ -307,8 +307,11 @@ fn notes(report: &CensusReport, view: View) -> String {
         let _ = writeln!(text, "{} pages could not be read.", number(not_counted.pages_unread));
     }
     text.push_str(&unseen(&not_counted.processes, view.remedy));
-    if report.settle_seconds.is_none() && !report.partial {
-        text.push_str("One pass: what changes was not told apart.\n");
+    if report.settle_seconds.is_none() {
+        text.push_str(match report.partial {
+            false => "One pass: what changes was not told apart.\n",
+            true => "The second pass was not finished: what changes was not told apart everywhere.\n",
+        });
     }
     if report.exactness.pages_indistinct > 0 {
         let _ = writeln!(
