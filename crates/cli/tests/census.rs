@@ -340,6 +340,9 @@ fn a_sample_speaks_of_the_whole() {
         // The process has some pages of its own beside what was laid out.
         assert!(end("low") <= truth + 200.0 && truth <= end("high"), "{class}: {}", report["estimate"][class]);
     }
+    let likely = |class: &str| report["estimate"][class]["estimate"].as_f64().unwrap();
+    let gross = report["bytes_reclaimable"]["gross"].as_f64().unwrap() / report["page_size"].as_f64().unwrap();
+    assert!((gross - likely("zero") - likely("redundant")).abs() < 1.0, "the whole and not the sample: {gross}");
 }
 
 #[test]

@@ -133,7 +133,7 @@ fn savings(report: &CensusReport, style: Style) -> String {
 
 fn estimate(report: &CensusReport, style: Style) -> String {
     let Some(estimate) = &report.estimate else { return String::new() };
-    let mut table = style.table(&["whole host, estimated", ">memory", ">from", ">to"]);
+    let mut table = style.table(&["of the whole, estimated", ">memory", ">from", ">to"]);
     let memory = |pages: f64| Bytes((pages.max(0.0) * report.page_size as f64) as u64).to_string();
     for (name, interval) in [
         ("zero", estimate.zero),
