@@ -3,6 +3,7 @@
 use comfy_table::presets::NOTHING;
 use comfy_table::{Attribute, Cell, CellAlignment, Color, ContentArrangement, Table};
 use pagefold_model::Bytes;
+use std::borrow::Cow;
 
 /// How wide and how colourful the output may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,19 +99,42 @@ pub fn net(value: i64) -> String {
     pagefold_model::units::NetBytes(value).to_string()
 }
 
-/// Text cut to so many characters, with an ellipsis in the place of what is missing.
+/// Text without anything that could steer a terminal or reorder a line: control characters, and the invisible ones that
+/// Unicode has for direction and joining.
+pub fn printable(text: &str) -> Cow<'_, str> {
+    let steers = |c: char| {
+        c.is_control()
+            || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
+    };
+    if !text.contains(steers) {
+        return text.into();
+    }
+    let mut safe = String::new();
+    for c in text.chars() {
+        if steers(c) {
+            safe.extend(c.escape_default());
+        } else {
+            safe.push(c);
+        }
+    }
+    safe.into()
+}
+
+/// Printable text cut to so many characters, with an ellipsis in the place of what is missing.
 pub fn cut(text: &str, width: usize) -> String {
+    let text = printable(text);
     if text.chars().count() <= width {
-        return text.to_owned();
+        return text.into_owned();
     }
     text.chars().take(width.saturating_sub(1)).chain(['…']).collect()
 }
 
-/// The end of a text if it is longer than so many characters: of paths, the end tells most.
+/// The end of a printable text if it is longer than so many characters: of paths, the end tells most.
 pub fn cut_front(text: &str, width: usize) -> String {
+    let text = printable(text);
     let length = text.chars().count();
     if length <= width {
-        return text.to_owned();
+        return text.into_owned();
     }
     ['…'].into_iter().chain(text.chars().skip(length - width.saturating_sub(1))).collect()
 }
@@ -147,5 +171,12 @@ mod tests {
         assert_eq!(cut("short", 5), "short");
         assert_eq!(cut("longer", 5), "long…");
         assert_eq!(cut_front("/a/longer", 5), "…nger");
+    }
+
+    #[test]
+    fn names_cannot_steer_a_terminal() {
+        assert_eq!(cut("a\x1b[2J\nb", 40), "a\\u{1b}[2J\\nb");
+        assert_eq!(cut_front("/x\x1b[31m", 40), "/x\\u{1b}[31m");
+        assert_eq!(printable("grün"), "grün");
     }
 }

@@ -1,7 +1,7 @@
 //! The census for people.
 
 use super::{CensusReport, GroupReport, MatrixReport, ReachReport};
-use crate::text::{Style, bar, bytes, coloured, cut, cut_front, net, number, percent};
+use crate::text::{Style, bar, bytes, coloured, cut, cut_front, net, number, percent, printable};
 use crate::wire::{Classes, NotSeen};
 use comfy_table::{Cell, Color};
 use pagefold_model::Bytes;
@@ -353,12 +353,12 @@ pub(crate) fn unseen(processes: &[NotSeen], remedy: &str) -> String {
             "Not seen for lack of permission: {} process{}, such as {}. {remedy}",
             denied.len(),
             if denied.len() == 1 { "" } else { "es" },
-            names.join(", ")
+            printable(&names.join(", "))
         );
     }
     for process in processes.iter().filter(|process| process.reason != "denied") {
         let name = process.comm.as_deref().unwrap_or("?");
-        let _ = writeln!(text, "Not seen: {} ({name}): {}.", process.pid, process.detail);
+        let _ = writeln!(text, "Not seen: {} ({}): {}.", process.pid, printable(name), printable(&process.detail));
     }
     text
 }

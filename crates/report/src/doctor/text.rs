@@ -2,9 +2,8 @@
 //! the kernel refused to tell, for which one remedy at the end serves.
 
 use super::{DoctorReport, FindingReport, VerdictCounts, VerdictName};
-use crate::text::{Style, cut};
+use crate::text::{Style, cut, printable};
 use crate::wire::{NotSeen, Who};
-use std::borrow::Cow;
 
 /// Columns of the verdict, and of the indent below it.
 const VERDICT: usize = 9;
@@ -72,27 +71,6 @@ fn summary(counts: &VerdictCounts) -> String {
     let parts: Vec<_> =
         counts.iter().filter(|(count, _)| *count > 0).map(|(count, name)| format!("{count} {name}")).collect();
     parts.join(", ")
-}
-
-/// Text without anything that could steer a terminal or reorder a line: control characters, and the invisible ones that
-/// Unicode has for direction and joining.
-fn printable(text: &str) -> Cow<'_, str> {
-    let steers = |c: char| {
-        c.is_control()
-            || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
-    };
-    if !text.contains(steers) {
-        return text.into();
-    }
-    let mut safe = String::new();
-    for c in text.chars() {
-        if steers(c) {
-            safe.extend(c.escape_default());
-        } else {
-            safe.push(c);
-        }
-    }
-    safe.into()
 }
 
 /// What is written so far.
