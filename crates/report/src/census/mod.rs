@@ -157,6 +157,9 @@ pub struct Exactness {
     /// Pages that others map too, as after a fork, and whose frames only root may know: each was taken for a copy of its
     /// own, which a frame that is mapped twice is not. 0 as root.
     pub pages_indistinct: u64,
+    /// Whether `merge_across_nodes` is 0 and the pages' nodes are not known, for which root is needed: the savings are
+    /// those of one node then, and too high.
+    pub nodes_unknown: bool,
     /// Upper bound of the probability that any two of them share a fingerprint. Pages of zeros are compared.
     pub collision_probability: f64,
 }
@@ -348,6 +351,7 @@ impl CensusReport {
             estimate,
             exactness: Exactness {
                 fingerprint_bits: 64,
+                nodes_unknown: census.nodes_unknown,
                 distinct_contents: census.distinct,
                 pages_indistinct: census.indistinct.0,
                 collision_probability: collision_probability(census.distinct),

@@ -306,6 +306,11 @@ fn notes(report: &CensusReport, view: View) -> String {
             Bytes(not_counted.pinned_bytes)
         );
     }
+    if report.exactness.nodes_unknown {
+        text.push_str(
+            "merge_across_nodes is 0 and the pages' nodes are not known without root: savings are too high.\n",
+        );
+    }
     if not_counted.swapped_bytes > 0 {
         let _ = writeln!(text, "Swapped out and not touched: {}.", Bytes(not_counted.swapped_bytes));
     }
