@@ -308,7 +308,7 @@ fn notes(report: &CensusReport, view: View) -> String {
     }
     if report.exactness.nodes_unknown {
         text.push_str(
-            "merge_across_nodes is 0 and the pages' nodes are not known without root: savings are too high.\n",
+            "merge_across_nodes is 0 and the pages' nodes are not known without root: savings may be too high.\n",
         );
     }
     if not_counted.swapped_bytes > 0 {
