@@ -175,7 +175,7 @@ fn huge_pages_are_read_whole_and_counted_when_merging_would_split_them() {
 /// The figures of smaps_rollup that belong to a process's anonymous memory, in bytes.
 fn rollup(pid: u32) -> BTreeMap<String, u64> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
-    let fields = ["Rss", "Pss_Anon", "Anonymous", "KSM", "AnonHugePages", "Swap", "Shared_Dirty", "Private_Dirty"];
+    let fields = ["Rss", "Pss_Anon", "Anonymous", "KSM", "AnonHugePages", "Swap"];
     text.lines()
         .filter_map(|line| line.split_once(':'))
         .filter(|(name, _)| fields.contains(name))
