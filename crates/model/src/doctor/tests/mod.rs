@@ -635,6 +635,17 @@ fn regions_are_told_one_by_one_with_their_reason() {
     assert!(findings.iter().all(|f| f.scope == Scope::Process(process.process.id)));
 }
 
+#[test]
+fn a_busy_ksmd_is_told_to_sleep_longer_than_it_does() {
+    for (now, wanted) in [(20, 100), (50, 100), (200, 400), (u64::from(u32::MAX), u64::from(u32::MAX))] {
+        let mut facts = healthy();
+        facts.ksmd = Ok(Ksmd { cpu_seconds: 2000.0, uptime_seconds: 3600.0 });
+        ksm(&mut facts).sleep_millisecs = Ok(now);
+        let finding = examine_host(&facts).into_iter().find(|finding| finding.rule == "ksmd-cpu").unwrap();
+        assert_eq!(finding.remedy, [format!("echo {wanted} > /sys/kernel/mm/ksm/sleep_millisecs")]);
+    }
+}
+
 /// What would unmerge is only advised where memory is there for it.
 #[test]
 fn unmerging_waits_for_memory() {
