@@ -248,6 +248,8 @@ fn settings() {
     check("ksm-pace", Fail, |f| ksm(f).pages_to_scan = Ok(0));
     check("ksm-pace", Unknown, |f| ksm(f).pages_to_scan = Err(Absent::Malformed("x".into())));
     check("ksm-pace", NotApplicable, nothing_enrolled);
+    // What ended is still counted.
+    check("ksm-pace", NotApplicable, |f| f.processes.iter_mut().for_each(unenrol));
     // Before its first pass ksmd's metadata does not speak for those that cannot be seen.
     check("ksm-pace", Unknown, |f| {
         deny(&mut f.processes[1]);
@@ -611,6 +613,7 @@ fn processes() {
 
     check_process("process-pace", Fine, |_, _| ());
     check_process("process-pace", Fail, |h, _| ksm(h).pages_to_scan = Ok(1));
+    check_process("process-pace", NotApplicable, |_, p| unenrol(p));
     check_process("process-pace", Unknown, |h, _| ksm(h).sleep_millisecs = Err(Absent::Denied));
 }
 
