@@ -148,23 +148,19 @@ pub struct Unit {
     pub subject: usize,
     /// How to read them.
     pub way: Way,
-    /// Where they are.
-    pub runs: Vec<Run>,
-    /// Their ordinals.
+    /// Which.
     pub ordinals: Range<u32>,
 }
 
-/// A run with where it belongs.
-#[derive(Clone, Copy, Debug)]
-pub struct PlacedRun {
+/// The pages of a region.
+#[derive(Clone, Debug)]
+pub struct RegionPages {
     /// Position of the subject in the survey.
     pub subject: usize,
     /// Position of the region in the subject.
     pub region: usize,
-    /// Its pages.
-    pub run: Run,
-    /// Ordinal of its first page.
-    pub first: u32,
+    /// Which.
+    pub ordinals: Range<u32>,
 }
 
 /// Pages of a unit: 64 MiB of base pages, some milliseconds of reading.
@@ -204,11 +200,15 @@ impl Index {
         }
         index.areas.shrink_to_fit();
         index.runs.shrink_to_fit();
+        let pages = pages as usize;
+        let no_memory = |_| Error::NoMemory(pages);
+        index.entries.try_reserve_exact(pages).map_err(no_memory)?;
+        index.marks.try_reserve_exact(pages).map_err(no_memory)?;
         // In parallel, because writing to new memory is what costs.
-        let zeroed = |count| (0..count).into_par_iter().map(|_| AtomicU8::new(Mark::UNREAD.0)).collect();
-        index.entries = (0..pages as usize).into_par_iter().map(|_| Entry::EMPTY).collect();
-        index.marks = zeroed(pages as usize);
-        index.nodes = zeroed(if nodes { pages as usize } else { 0 });
+        index.entries.par_extend((0..pages).into_par_iter().map(|_| Entry::EMPTY));
+        let zeroed = || AtomicU8::new(Mark::UNREAD.0);
+        index.marks.par_extend((0..pages).into_par_iter().map(|_| zeroed()));
+        index.nodes.par_extend((0..if nodes { pages } else { 0 }).into_par_iter().map(|_| zeroed()));
         Ok(index)
     }
 
@@ -302,17 +302,41 @@ impl Index {
         again.map_or(ordinal, |position| self.again[position].1)
     }
 
-    /// All runs in the order of their ordinals.
-    pub fn runs(&self) -> impl Iterator<Item = PlacedRun> + '_ {
-        self.areas.iter().enumerate().flat_map(move |(i, area)| {
-            let end = self.areas.get(i + 1).map_or(self.runs.len(), |next| next.runs as usize);
-            (area.runs as usize..end).map(move |position| {
-                let packed = self.runs[position];
-                let after = self.runs.get(position + 1).map_or(self.pages() as u32, |next| next.first);
-                let address = area.base + u64::from(packed.page & !HUGE) * self.page_len;
-                let run = Run { address, pages: after - packed.first, huge: packed.page & HUGE != 0 };
-                PlacedRun { subject: area.subject as usize, region: area.region as usize, run, first: packed.first }
-            })
+    /// The regions with pages, in the order of their ordinals.
+    pub fn regions(&self) -> impl Iterator<Item = RegionPages> + '_ {
+        let region = |area: &Area| (area.subject as usize, area.region as usize);
+        let mut areas = self.areas.iter().peekable();
+        std::iter::from_fn(move || {
+            let first = areas.next()?;
+            let (subject, position) = region(first);
+            while areas.next_if(|area| region(area) == (subject, position)).is_some() {}
+            let end = areas.peek().map_or(self.pages() as u32, |next| self.runs[next.runs as usize].first);
+            let start = self.runs[first.runs as usize].first;
+            Some(RegionPages { subject, region: position, ordinals: start..end })
+        })
+    }
+
+    /// The ordinals of a subject's pages.
+    pub fn pages_of(&self, subject: usize) -> Range<u32> {
+        self.subjects[subject]..self.subjects[subject + 1]
+    }
+
+    /// The runs of some consecutive pages, cut to them, each with its first ordinal.
+    pub fn runs(&self, ordinals: Range<u32>) -> impl Iterator<Item = (Run, u32)> + '_ {
+        let start = self.runs.partition_point(|run| run.first <= ordinals.start).saturating_sub(1);
+        let end = self.runs.partition_point(|run| run.first < ordinals.end);
+        let mut area = self.areas.partition_point(|area| area.runs as usize <= start).saturating_sub(1);
+        (start..end.max(start)).filter_map(move |position| {
+            while self.areas.get(area + 1).is_some_and(|next| next.runs as usize <= position) {
+                area += 1;
+            }
+            let packed = self.runs[position];
+            let after = self.runs.get(position + 1).map_or(self.pages() as u32, |next| next.first);
+            let (first, end) = (packed.first.max(ordinals.start), after.min(ordinals.end));
+            let page = u64::from(packed.page & !HUGE) + u64::from(first - packed.first);
+            let address = self.areas[area].base + page * self.page_len;
+            let pages = end.checked_sub(first).filter(|&pages| pages > 0)?;
+            Some((Run { address, pages, huge: packed.page & HUGE != 0 }, first))
         })
     }
 
@@ -328,26 +352,20 @@ impl Index {
     /// The pages in portions for the reading threads.
     pub fn units(&self, survey: &Survey) -> Vec<Unit> {
         let mut units: Vec<Unit> = Vec::new();
-        for PlacedRun { subject, region, mut run, mut first } in self.runs() {
+        for RegionPages { subject, region, mut ordinals } in self.regions() {
             let way = way(&survey.subjects[subject].regions[region].0);
-            while run.pages > 0 {
+            while !ordinals.is_empty() {
                 let room = match units.last() {
-                    Some(unit) if unit.subject == subject && unit.way == way => {
-                        UNIT_PAGES - (unit.ordinals.end - unit.ordinals.start)
-                    }
+                    Some(unit) if unit.subject == subject && unit.way == way => UNIT_PAGES - unit.ordinals.len() as u32,
                     _ => 0,
                 };
                 if room == 0 {
-                    units.push(Unit { subject, way, runs: Vec::new(), ordinals: first..first });
+                    units.push(Unit { subject, way, ordinals: ordinals.start..ordinals.start });
                     continue;
                 }
-                let pages = run.pages.min(room);
                 let unit = units.last_mut().expect("one was just seen or pushed");
-                unit.runs.push(Run { pages, ..run });
-                unit.ordinals.end += pages;
-                first += pages;
-                run.address += u64::from(pages) * self.page_len;
-                run.pages -= pages;
+                ordinals.start += room.min(ordinals.len() as u32);
+                unit.ordinals.end = ordinals.start;
             }
         }
         units

@@ -76,6 +76,9 @@ pub enum Error {
     /// More pages than the index numbers.
     #[error("{0} resident pages are more than the {max} that one census can hold", max = u32::MAX)]
     TooManyPages(u64),
+    /// There is no memory for the index.
+    #[error("no memory for an index of {0} pages, 13 bytes each: choose fewer processes")]
+    NoMemory(usize),
     /// The kernel gave no random key.
     #[error("cannot draw a random key for the fingerprints")]
     Key(#[source] std::io::Error),
@@ -97,6 +100,7 @@ pub fn take(
     let sharing = observe::ksm(host).map(|ksm| Sharing::of(&ksm)).unwrap_or_default();
     let nodes = if sharing.across_nodes { None } else { observe::Nodes::observe(host).ok() };
     let nodes = nodes.filter(|nodes| nodes.count() > 1);
+    let nodes_unknown = nodes.is_some() && host.frame_flags(&[]).is_err();
     let hasher = pagefold_sys::fingerprint::Hasher::random(host.page_size().as_len()).map_err(Error::Key)?;
 
     let mut index = threads.install(|| Index::list(host, &survey, nodes.is_some()))?;
@@ -130,6 +134,7 @@ pub fn take(
     census.seconds = started.elapsed().as_secs_f64();
     census.bytes_read = progress.bytes_read();
     census.settle = settled.then_some(options.settle);
+    census.nodes_unknown = nodes_unknown;
     census.partial = partial;
     census.sample = options.sample;
     census.implementation = hasher.implementation();

@@ -87,11 +87,9 @@ impl<'a> Pages<'a> {
     fn known(&self, subject: usize) -> BTreeMap<u64, (u32, bool)> {
         let page_len = self.index.page_len();
         self.index
-            .runs()
-            .filter(|placed| placed.subject == subject)
-            .flat_map(|placed| {
-                (0..placed.run.pages)
-                    .map(move |i| (placed.run.address + u64::from(i) * page_len, (placed.first + i, placed.run.huge)))
+            .runs(self.index.pages_of(subject))
+            .flat_map(|(run, first)| {
+                (0..run.pages).map(move |i| (run.address + u64::from(i) * page_len, (first + i, run.huge)))
             })
             .collect()
     }

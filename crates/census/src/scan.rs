@@ -119,7 +119,7 @@ impl Scan<'_> {
             .map(|(unit, slots)| {
                 self.skip_unsampled(shared, &unit);
                 let (mut frames, mut indistinct) = (Vec::new(), 0);
-                let outcome = self.read(&unit, &mut |ordinal, seen| {
+                let outcome = self.read(shared, &unit, &mut |ordinal, seen| {
                     let Some(seen) = seen else { return shared.set_mark(ordinal, Mark::GONE) };
                     let class = match seen.fingerprint {
                         _ if seen.merged => PageClass::Merged,
@@ -159,7 +159,7 @@ impl Scan<'_> {
             .into_par_iter()
             .with_max_len(1)
             .map(|unit| {
-                let outcome = self.read(&unit, &mut |ordinal, seen| {
+                let outcome = self.read(index, &unit, &mut |ordinal, seen| {
                     let mark = index.mark(ordinal);
                     match (mark.class(), seen) {
                         // What was not read in the first pass stays so; what changes, or is merged, is known already.
@@ -195,12 +195,12 @@ impl Scan<'_> {
 
     /// Read a unit's pages. `note` gets each page that was looked at, `None` for one that is gone. An error says why the
     /// rest was not.
-    fn read(&self, unit: &Unit, note: &mut dyn FnMut(u32, Option<Seen>)) -> Reading<()> {
+    fn read(&self, index: &Index, unit: &Unit, note: &mut dyn FnMut(u32, Option<Seen>)) -> Reading<()> {
         if self.stop.load(Ordering::Relaxed) {
             return Ok(());
         }
         let id = self.survey.subjects[unit.subject].process.id;
-        let (runs, ordinals) = self.sampled(unit);
+        let (runs, ordinals) = self.sampled(index, unit);
         let mut bytes = 0;
         let mut see = |position: usize, page: PageView<'_>| {
             let ordinal = ordinals.as_ref().map_or(unit.ordinals.start + position as u32, |list| list[position]);
@@ -232,23 +232,20 @@ impl Scan<'_> {
     }
 
     /// The runs of a unit that are in the sample, and the ordinals of their pages; all of it without a sample.
-    fn sampled(&self, unit: &Unit) -> (Vec<Run>, Option<Vec<u32>>) {
+    fn sampled(&self, index: &Index, unit: &Unit) -> (Vec<Run>, Option<Vec<u32>>) {
+        let all = index.runs(unit.ordinals.clone());
         let Some(rule) = self.sample else {
-            return (unit.runs.clone(), None);
+            return (all.map(|(run, _)| run).collect(), None);
         };
         let page_len = self.host.page_size().bytes();
-        let mut runs: Vec<Run> = Vec::new();
-        let mut ordinals = Vec::new();
-        let mut ordinal = unit.ordinals.start;
-        for run in &unit.runs {
-            for page in 0..run.pages {
-                if rule.takes(ordinal) {
-                    runs.push(Run { address: run.address + u64::from(page) * page_len, pages: 1, huge: run.huge });
-                    ordinals.push(ordinal);
-                }
-                ordinal += 1;
-            }
-        }
+        let (runs, ordinals) = all
+            .flat_map(|(run, first)| (0..run.pages).map(move |page| (run, first, page)))
+            .filter(|&(_, first, page)| rule.takes(first + page))
+            .map(|(run, first, page)| {
+                let address = run.address + u64::from(page) * page_len;
+                (Run { address, pages: 1, ..run }, first + page)
+            })
+            .unzip();
         (runs, Some(ordinals))
     }
 }

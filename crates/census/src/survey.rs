@@ -140,7 +140,7 @@ fn one<T>(
 
 /// Why KSM cannot take the pages of each region.
 fn judge(handle: &dyn Handle, process: &Process, regions: Vec<Region>) -> Vec<(Region, Option<Ineligible>)> {
-    let pinned = guest_ram_pinned(handle, process).then(|| guest_ram(process, &regions)).flatten();
+    let pinned = if guest_ram_pinned(handle, process) { guest_ram(process, &regions) } else { Vec::new() };
     regions
         .into_iter()
         .enumerate()
@@ -148,7 +148,7 @@ fn judge(handle: &dyn Handle, process: &Process, regions: Vec<Region>) -> Vec<(R
             let file = region.anonymous.0 == 0 && region.rss.0 > 0;
             let reason = region
                 .ineligible()
-                .or((pinned == Some(i)).then_some(Ineligible::Vfio))
+                .or(pinned.contains(&i).then_some(Ineligible::Vfio))
                 .or(file.then_some(Ineligible::File));
             (region, reason)
         })
@@ -162,15 +162,27 @@ fn guest_ram_pinned(handle: &dyn Handle, process: &Process) -> bool {
     })
 }
 
-/// The region that holds guest RAM: the smallest private one that is large enough for what the command line says.
-fn guest_ram(process: &Process, regions: &[Region]) -> Option<usize> {
-    let memory = process.identity.vm.as_ref()?.memory?;
-    regions
-        .iter()
-        .enumerate()
-        .filter(|(_, region)| region.ineligible().is_none() && region.range.bytes().0 >= memory)
-        .min_by_key(|(_, region)| region.range.bytes())
-        .map(|(i, _)| i)
+/// The regions that hold guest RAM: the smallest private one that is large enough for all that the command line says,
+/// or, where RAM comes from several backends, the largest ones that together are.
+fn guest_ram(process: &Process, regions: &[Region]) -> Vec<usize> {
+    let Some(memory) = process.identity.vm.as_ref().and_then(|vm| vm.memory) else { return Vec::new() };
+    let size = |i: &usize| regions[*i].range.bytes().0;
+    let mut candidates: Vec<usize> =
+        (0..regions.len()).filter(|&i| regions[i].ineligible().is_none() && regions[i].anonymous.0 > 0).collect();
+    candidates.sort_by_key(size);
+    if let Some(&whole) = candidates.iter().find(|i| size(i) >= memory) {
+        return vec![whole];
+    }
+    let mut total = 0;
+    let mut ram = Vec::new();
+    for i in candidates.into_iter().rev() {
+        if total >= memory {
+            break;
+        }
+        total += size(&i);
+        ram.push(i);
+    }
+    ram
 }
 
 /// How the pages of a region may be read without a trace: `process_vm_readv` only where KSM was never told of the
@@ -195,6 +207,38 @@ mod tests {
         assert!(below("/a", "/a/"));
         assert!(below("/a", "/"));
         assert!(!below("/ab", "/a"));
+    }
+
+    #[test]
+    fn guest_ram_is_found_in_one_region_or_several() {
+        let arguments = |memory: &str| ["qemu-system-x86_64", "-m", memory].map(str::to_owned).to_vec();
+        let process = |memory| {
+            let id = pagefold_model::ProcessId { pid: Pid(1), start_time: 1 };
+            let identity = pagefold_model::identity::Identity::of(&arguments(memory), &Default::default(), None);
+            let why = Absent::Denied;
+            Process {
+                id,
+                comm: "qemu".to_owned(),
+                state: 'S',
+                kernel_thread: false,
+                uid: Err(why.clone()),
+                arguments: Err(why.clone()),
+                cgroup: Err(why.clone()),
+                identity,
+                ksm: pagefold_model::ksm::ProcessKsm::absent(&why),
+                seccomp: Err(why.clone()),
+                pinned: Err(why),
+            }
+        };
+        let region = |mib: u64| {
+            let range = AddressRange { start: 1 << 40, end: (1 << 40) + (mib << 20) };
+            Region { anonymous: Bytes(4096), ..Region::empty(range) }
+        };
+        let regions = [region(8), region(512), region(512), region(2048)];
+        assert_eq!(guest_ram(&process("512"), &regions), [1]);
+        assert_eq!(guest_ram(&process("2048"), &regions), [3]);
+        assert_eq!(guest_ram(&process("1024"), &regions[..3]), [2, 1]);
+        assert_eq!(guest_ram(&process("16384"), &regions).len(), 4);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Counting: by region, process, extent and content, and what each way of enrolling would reach.
 
 use crate::group::{self, Content, Groups};
-use crate::index::{Index, Mark, PlacedRun};
+use crate::index::{Index, Mark, RegionPages};
 use crate::survey::{Subject, Survey};
 use pagefold_host::{Host, PageContent, Run};
 use pagefold_model::census::{
@@ -15,6 +15,7 @@ use pagefold_model::segment::best_segments;
 use pagefold_model::{Absent, AddressRange, Bytes, Counts, Fingerprint, PageClass, PageSize, Pages};
 use pagefold_sys::fingerprint::Hasher;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// Who the rows of a sharing matrix are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -48,13 +49,8 @@ pub struct Plan {
 /// Count everything. Marks the pages that a guided enrolment would cover.
 pub fn tally(survey: Survey, index: &Index, groups: &Groups, plan: &Plan) -> Census {
     let mut counter = Counter::new(&survey.subjects, index, plan);
-    let mut runs = index.runs().peekable();
-    while let Some(first) = runs.next() {
-        let mut region = vec![first];
-        while let Some(run) = runs.next_if(|run| (run.subject, run.region) == (first.subject, first.region)) {
-            region.push(run);
-        }
-        counter.region(&region);
+    for pages in index.regions() {
+        counter.region(&pages);
     }
     let Counter { counts, regions, zeros, extents, mut savings, gone, unread, skipped, .. } = counter;
 
@@ -113,6 +109,7 @@ pub fn tally(survey: Survey, index: &Index, groups: &Groups, plan: &Plan) -> Cen
         unread,
         skipped,
         pinned,
+        nodes_unknown: false,
         indistinct: Pages(index.indistinct),
         swapped,
         subjects,
@@ -196,14 +193,14 @@ impl<'a> Counter<'a> {
     }
 
     /// Count the pages of one region.
-    fn region(&mut self, runs: &[PlacedRun]) {
-        let (subject, region) = (runs[0].subject, runs[0].region);
-        self.choose_ranges(runs);
+    fn region(&mut self, pages: &RegionPages) {
+        let &RegionPages { subject, region, ref ordinals } = pages;
+        self.choose_ranges(ordinals);
         let mut counts = Counts::default();
         let mut extent: Option<Extent> = None;
         // The last huge page of which a part would merge, under whole and under guided enrolment.
         let (mut split, mut split_guided) = (None, None);
-        for (run, ordinal, address) in pages(runs, self.index.page_len()) {
+        for (run, ordinal, address) in each_page(self.index, ordinals) {
             let mark = self.index.mark(ordinal);
             let Some(class) = mark.class() else {
                 match mark {
@@ -247,10 +244,9 @@ impl<'a> Counter<'a> {
     }
 
     /// Mark the pages of a region that are worth enrolling.
-    fn choose_ranges(&mut self, runs: &[PlacedRun]) {
-        let first = runs[0].first;
-        let count: u32 = runs.iter().map(|placed| placed.run.pages).sum();
-        let gains = (first..first + count).map(|ordinal| {
+    fn choose_ranges(&mut self, ordinals: &Range<u32>) {
+        let first = ordinals.start;
+        let gains = ordinals.clone().map(|ordinal| {
             let mark = self.index.mark(ordinal);
             match mark.class() {
                 // Metadata for merged pages is paid for already, and pages that were not seen say nothing.
@@ -289,10 +285,11 @@ impl<'a> Counter<'a> {
     }
 }
 
-/// The pages of runs: the run, the ordinal, the address.
-fn pages(runs: &[PlacedRun], page_len: u64) -> impl Iterator<Item = (Run, u32, u64)> {
-    runs.iter().flat_map(move |placed| {
-        (0..placed.run.pages).map(move |i| (placed.run, placed.first + i, placed.run.address + u64::from(i) * page_len))
+/// Each of some consecutive pages: its run, its ordinal, its address.
+fn each_page(index: &Index, ordinals: &Range<u32>) -> impl Iterator<Item = (Run, u32, u64)> {
+    let page_len = index.page_len();
+    index.runs(ordinals.clone()).flat_map(move |(run, first)| {
+        (0..run.pages).map(move |i| (run, first + i, run.address + u64::from(i) * page_len))
     })
 }
 

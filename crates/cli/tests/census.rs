@@ -342,6 +342,9 @@ fn a_sample_speaks_of_the_whole() {
         // The process has some pages of its own beside what was laid out.
         assert!(end("low") <= truth + 200.0 && truth <= end("high"), "{class}: {}", report["estimate"][class]);
     }
+    let likely = |class: &str| report["estimate"][class]["estimate"].as_f64().unwrap();
+    let gross = report["bytes_reclaimable"]["gross"].as_f64().unwrap() / report["page_size"].as_f64().unwrap();
+    assert!((gross - likely("zero") - likely("redundant")).abs() < 1.0, "the whole and not the sample: {gross}");
 }
 
 #[test]
@@ -442,16 +445,21 @@ fn an_interrupted_census_tells_what_it_saw() {
         return;
     }
     let lab = Lab::layout(&["unique=500"]).unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
-    // A pause long enough to be interrupted for certain.
-    command.args(["census", "--json", "--settle", "10min", &format!("--pid={}", lab.pid())]);
-    let child = command.stdout(std::process::Stdio::piped()).spawn().unwrap();
-    wait_until_idle(child.id());
-    let pid = rustix::process::Pid::from_raw(child.id() as i32).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
-    let output = child.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(3));
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let interrupted = |options: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+        // A pause long enough to be interrupted for certain.
+        command.args(["census", "--settle", "10min", &format!("--pid={}", lab.pid())]).args(options);
+        let child = command.stdout(std::process::Stdio::piped()).spawn().unwrap();
+        wait_until_idle(child.id());
+        let pid = rustix::process::Pid::from_raw(child.id() as i32).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(3));
+        output.stdout
+    };
+    let text = String::from_utf8(interrupted(&[])).unwrap();
+    assert!(text.contains("The second pass was not finished"), "{text}");
+    let report: Value = serde_json::from_slice(&interrupted(&["--json"])).unwrap();
     assert_eq!(report["partial"], true);
     assert!(report["pages"]["unique"].as_u64().unwrap() >= 500, "{}", report["pages"]);
 }

@@ -164,8 +164,9 @@ impl Process for LiveProcess<'_> {
         let (Some(first), Some(last)) = (ranges.first(), ranges.last()) else {
             return Ok(Vec::new());
         };
-        match pagefold_sys::pagemap::resident(self.pagemap()?, first.start..last.end) {
-            Ok(found) => Ok(clip(&found, ranges, self.host.page_size.bytes())),
+        let mut clip = Clip { ranges, page_len: self.host.page_size.bytes(), runs: Vec::new() };
+        match pagefold_sys::pagemap::resident(self.pagemap()?, first.start..last.end, |part| clip.take(part)) {
+            Ok(()) => Ok(clip.runs),
             Err(error) if before_pagemap_scan(&error) => {
                 let runs = ranges.iter().map(|&range| self.resident_by_pagemap(range));
                 Ok(runs.collect::<Reading<Vec<_>>>()?.concat())
@@ -185,27 +186,29 @@ impl Process for LiveProcess<'_> {
     }
 }
 
-/// What of the resident parts lies in the ranges; both ascend.
-fn clip(found: &[ResidentRange], ranges: &[AddressRange], page_len: u64) -> Vec<Run> {
-    // A run counts its pages in 32 bits.
-    let longest = u64::from(u32::MAX / 2) * page_len;
-    let mut runs = Vec::new();
-    let mut parts = found.iter().peekable();
-    for range in ranges {
-        while let Some(part) = parts.peek() {
+/// Collects what of resident parts lies in the ranges; both ascend.
+struct Clip<'a> {
+    /// Those that later parts may lie in.
+    ranges: &'a [AddressRange],
+    page_len: u64,
+    runs: Vec<Run>,
+}
+
+impl Clip<'_> {
+    fn take(&mut self, part: ResidentRange) {
+        // A run counts its pages in 32 bits.
+        let longest = u64::from(u32::MAX / 2) * self.page_len;
+        let passed = self.ranges.iter().take_while(|range| range.end <= part.start).count();
+        self.ranges = &self.ranges[passed..];
+        for range in self.ranges.iter().take_while(|range| range.start < part.end) {
             let (mut start, end) = (part.start.max(range.start), part.end.min(range.end));
             while start < end {
                 let bytes = (end - start).min(longest);
-                runs.push(Run { address: start, pages: (bytes / page_len) as u32, huge: part.huge });
+                self.runs.push(Run { address: start, pages: (bytes / self.page_len) as u32, huge: part.huge });
                 start += bytes;
             }
-            if part.end > range.end {
-                break;
-            }
-            parts.next();
         }
     }
-    runs
 }
 
 /// Whether the kernel does not know PAGEMAP_SCAN.
@@ -233,8 +236,9 @@ mod tests {
         let range = |start: u64, end: u64| AddressRange { start: start * 4096, end: end * 4096 };
         let found = [part(0, 10, false), part(10, 30, true), part(40, 41, false)];
         let ranges = [range(2, 4), range(4, 12), range(20, 21), range(28, 50), range(60, 70)];
-        let runs: Vec<_> =
-            clip(&found, &ranges, 4096).iter().map(|run| (run.address / 4096, run.pages, run.huge)).collect();
+        let mut clip = Clip { ranges: &ranges, page_len: 4096, runs: Vec::new() };
+        found.into_iter().for_each(|part| clip.take(part));
+        let runs: Vec<_> = clip.runs.iter().map(|run| (run.address / 4096, run.pages, run.huge)).collect();
         assert_eq!(runs, [(2, 2, false), (4, 6, false), (10, 2, true), (20, 1, true), (28, 2, true), (40, 1, false)]);
     }
 }

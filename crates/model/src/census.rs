@@ -29,6 +29,9 @@ pub struct Census {
     pub pinned: Bytes,
     /// Pages that others map too, as after a fork, and whose frames may not be known: each is taken for a copy.
     pub indistinct: Pages,
+    /// Whether pages of different NUMA nodes stay apart (`merge_across_nodes` is 0) and it is not known which node each
+    /// is on: the savings then take all for one node's.
+    pub nodes_unknown: bool,
     /// Swapped-out bytes of the processes, never touched.
     pub swapped: Bytes,
     /// By process.

@@ -59,13 +59,12 @@ pub struct ResidentRange {
 /// How many ranges one call returns at most; larger results are fetched in several.
 const BATCH: usize = 4096;
 
-/// The resident anonymous pages of `range`, in address order. Left out: file pages, shared memory, swapped-out pages
-/// and mappings of the kernel's zero page.
+/// Hand the resident anonymous pages of `range` to `found`, in address order. Left out: file pages, shared memory,
+/// swapped-out pages and mappings of the kernel's zero page.
 ///
 /// `pagemap` is an open `/proc/PID/pagemap`. Errors are the ioctl's: `ENOTTY` before 6.7, `ESRCH` when the process's
 /// memory is gone.
-pub fn resident(pagemap: &File, range: Range<u64>) -> io::Result<Vec<ResidentRange>> {
-    let mut found = Vec::new();
+pub fn resident(pagemap: &File, range: Range<u64>, mut found: impl FnMut(ResidentRange)) -> io::Result<()> {
     let mut batch = vec![PageRegion::default(); BATCH];
     let mut start = range.start;
     while start < range.end {
@@ -86,15 +85,14 @@ pub fn resident(pagemap: &File, range: Range<u64>) -> io::Result<Vec<ResidentRan
         // SAFETY: `request` is a valid `pm_scan_arg` of the size it states, and `vec` points to `vec_len` writable
         // `page_region`s that outlive the call. Without PM_SCAN_WP_MATCHING the kernel changes nothing else.
         let count = unsafe { pagemap_scan(pagemap.as_raw_fd(), &mut request) }?;
-        found.extend(batch.iter().take(count as usize).map(|region| ResidentRange {
-            start: region.start,
-            end: region.end,
-            huge: region.categories & PAGE_IS_HUGE != 0,
-        }));
+        for region in batch.iter().take(count as usize) {
+            let huge = region.categories & PAGE_IS_HUGE != 0;
+            found(ResidentRange { start: region.start, end: region.end, huge });
+        }
         if request.walk_end <= start {
             return Err(io::Error::other("PAGEMAP_SCAN made no progress"));
         }
         start = request.walk_end;
     }
-    Ok(found)
+    Ok(())
 }

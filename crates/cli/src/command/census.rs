@@ -2,7 +2,7 @@
 
 use crate::arguments::{DomainBy, Global, MatrixBy, Targets, duration, probability};
 use crate::{Outcome, output, progress, source};
-use anyhow::{Context, bail};
+use anyhow::Context;
 use clap::Args;
 use pagefold_report::census::{CensusReport, Context as ReportContext, text};
 use pagefold_report::wire;
@@ -18,9 +18,6 @@ Examples:
 
 Nothing is changed: no page is faulted in, no sharing is broken, no process is stopped.
 Ctrl-C prints what was seen so far.";
-
-/// More threads than any host has CPUs for; each takes a buffer and a stack.
-const MAX_THREADS: usize = 1024;
 
 /// Arguments of `census`.
 #[derive(Args, Debug)]
@@ -38,8 +35,8 @@ pub struct Options {
     #[arg(long, value_name = "N", requires = "sample")]
     seed: Option<u64>,
     /// Threads that read [default: one for each CPU]
-    #[arg(long, value_name = "N")]
-    threads: Option<usize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
     /// How processes are sorted into trust domains
     #[arg(long, value_enum, value_name = "RULE", default_value_t = DomainBy::User)]
     domains: DomainBy,
@@ -68,10 +65,8 @@ pub struct Options {
 pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let host = source::open(global)?;
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
-    let threads = options.threads.or_else(|| std::thread::available_parallelism().ok().map(Into::into)).unwrap_or(1);
-    if !(1..=MAX_THREADS).contains(&threads) {
-        bail!("--threads {threads}: between 1 and {MAX_THREADS} are needed; more than there are CPUs gain nothing");
-    }
+    let available = || std::thread::available_parallelism().map_or(1, Into::into);
+    let threads = options.threads.map_or_else(available, usize::from);
     let census_options = pagefold_census::Options {
         selection: source::selection(&options.targets, global)?,
         domains: options.domains.into(),

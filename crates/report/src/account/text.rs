@@ -2,7 +2,7 @@
 
 use super::{AccountReport, FootprintReport, GroupAccount, LineReport, ProcessAccount, ReconciliationReport};
 use crate::census::text::unseen;
-use crate::text::{Style, bar, bytes, coloured, cut, net, number};
+use crate::text::{Style, bar, bytes, coloured, cut, net, number, printable};
 use comfy_table::{Cell, CellAlignment, Color};
 use pagefold_model::Bytes;
 use std::fmt::Write;
@@ -159,6 +159,7 @@ fn table(report: &AccountReport, top: usize, style: Style) -> String {
 
 /// A name that fits. Of a path the end tells more.
 fn short(name: &str, longest: usize) -> String {
+    let name = &printable(name);
     let length = name.chars().count();
     if length > longest && name.starts_with('/') {
         return ['…'].into_iter().chain(name.chars().skip(length + 1 - longest)).collect();

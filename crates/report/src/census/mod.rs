@@ -8,6 +8,7 @@ use crate::wire::{Classes, NotSeen, Who};
 use pagefold_model::census::{Census, Extent, SubjectCensus};
 use pagefold_model::content::{ContentKind, collision_probability};
 use pagefold_model::estimate::{self, Interval, Sample};
+use pagefold_model::ksm::RMAP_ITEM_BYTES;
 use pagefold_model::savings::Reach;
 use pagefold_model::{Counts, PageSize};
 use schemars::JsonSchema;
@@ -29,7 +30,7 @@ pub struct CensusReport {
     pub bytes: Classes,
     /// What merging everything would give back.
     pub bytes_reclaimable: Reclaimable,
-    /// What the ways of enrolling would reach.
+    /// What the ways of enrolling would reach; with `--sample`, among the pages of the sample.
     pub savings: SavingsReport,
     /// Wall time in seconds.
     pub seconds: f64,
@@ -73,7 +74,8 @@ pub struct CensusReport {
     pub cost: Cost,
 }
 
-/// Bytes that merging everything would give back.
+/// Bytes that merging everything would give back. With `--sample` the likely values for the whole, from `estimate`; `net`
+/// then pays for metadata alone.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct Reclaimable {
     /// Every redundant page and every page of zeros; of a page that processes share since a fork, one mapping.
@@ -155,6 +157,9 @@ pub struct Exactness {
     /// Pages that others map too, as after a fork, and whose frames only root may know: each was taken for a copy of its
     /// own, which a frame that is mapped twice is not. 0 as root.
     pub pages_indistinct: u64,
+    /// Whether `merge_across_nodes` is 0 and the pages' nodes are not known, for which root is needed: the savings are
+    /// those of one node then, and too high.
+    pub nodes_unknown: bool,
     /// Upper bound of the probability that any two of them share a fingerprint. Pages of zeros are compared.
     pub collision_probability: f64,
 }
@@ -320,16 +325,17 @@ impl CensusReport {
         let page_size = context.page_size;
         let reach = |reach: &Reach| ReachReport::of(reach, page_size);
         let upper = census.savings.upper_bound;
+        let estimate = census.sample.map(|_| EstimateReport::of(census));
         Self {
             schema: "pagefold.census/1",
             host: context.host.clone(),
             page_size: page_size.bytes(),
             pages: Classes::pages(&census.counts),
             bytes: Classes::bytes(&census.counts, page_size),
-            bytes_reclaimable: Reclaimable {
-                gross: upper.gross(page_size).0,
-                net: census.savings.whole.net(page_size).0,
-            },
+            bytes_reclaimable: estimate.map_or_else(
+                || Reclaimable { gross: upper.gross(page_size).0, net: census.savings.whole.net(page_size).0 },
+                |estimate| estimate.reclaimable(page_size),
+            ),
             savings: SavingsReport {
                 upper_bound: ReachReport { metadata: 0, ..reach(&upper) },
                 whole: reach(&census.savings.whole),
@@ -342,9 +348,10 @@ impl CensusReport {
             settle_seconds: census.settle.map(|settle| settle.as_secs_f64()),
             partial: census.partial,
             sample: census.sample,
-            estimate: census.sample.map(|_| EstimateReport::of(census)),
+            estimate,
             exactness: Exactness {
                 fingerprint_bits: 64,
+                nodes_unknown: census.nodes_unknown,
                 distinct_contents: census.distinct,
                 pages_indistinct: census.indistinct.0,
                 collision_probability: collision_probability(census.distinct),
@@ -421,6 +428,14 @@ impl EstimateReport {
             redundant: interval(estimate.redundant),
             unique: interval(estimate.unique),
         }
+    }
+
+    /// What merging the whole would likely give back. Further copies cannot be told from a sample.
+    fn reclaimable(&self, page_size: PageSize) -> Reclaimable {
+        let bytes = |pages: f64, each: u64| (pages.max(0.0) * each as f64) as u64;
+        let gross = bytes(self.zero.estimate + self.redundant.estimate, page_size.bytes());
+        let scanned = self.resident as f64 - self.merged.estimate;
+        Reclaimable { gross, net: gross as i64 - bytes(scanned, RMAP_ITEM_BYTES) as i64 }
     }
 }
 

@@ -136,7 +136,7 @@ fn savings(report: &CensusReport, style: Style) -> String {
 
 fn estimate(report: &CensusReport, style: Style) -> String {
     let Some(estimate) = &report.estimate else { return String::new() };
-    let mut table = style.table(&["whole host, estimated", ">memory", ">from", ">to"]);
+    let mut table = style.table(&["of the whole, estimated", ">memory", ">from", ">to"]);
     let memory = |pages: f64| Bytes((pages.max(0.0) * report.page_size as f64) as u64).to_string();
     for (name, interval) in [
         ("zero", estimate.zero),
@@ -306,6 +306,11 @@ fn notes(report: &CensusReport, view: View) -> String {
             Bytes(not_counted.pinned_bytes)
         );
     }
+    if report.exactness.nodes_unknown {
+        text.push_str(
+            "merge_across_nodes is 0 and the pages' nodes are not known without root: savings may be too high.\n",
+        );
+    }
     if not_counted.swapped_bytes > 0 {
         let _ = writeln!(text, "Swapped out and not touched: {}.", Bytes(not_counted.swapped_bytes));
     }
@@ -322,8 +327,11 @@ fn notes(report: &CensusReport, view: View) -> String {
         let _ = writeln!(text, "{} pages could not be read.", number(not_counted.pages_unread));
     }
     text.push_str(&unseen(&not_counted.processes, view.remedy));
-    if report.settle_seconds.is_none() && !report.partial {
-        text.push_str("One pass: what changes was not told apart.\n");
+    if report.settle_seconds.is_none() {
+        text.push_str(match report.partial {
+            false => "One pass: what changes was not told apart.\n",
+            true => "The second pass was not finished: what changes was not told apart everywhere.\n",
+        });
     }
     if report.exactness.pages_indistinct > 0 {
         let _ = writeln!(
@@ -364,12 +372,12 @@ pub(crate) fn unseen(processes: &[NotSeen], remedy: &str) -> String {
             "Not seen for lack of permission: {} process{}, such as {}. {remedy}",
             denied.len(),
             if denied.len() == 1 { "" } else { "es" },
-            names.join(", ")
+            printable(&names.join(", "))
         );
     }
     for process in processes.iter().filter(|process| process.reason != "denied") {
         let name = printable(process.comm.as_deref().unwrap_or("?"));
-        let _ = writeln!(text, "Not seen: {} ({name}): {}.", process.pid, process.detail);
+        let _ = writeln!(text, "Not seen: {} ({name}): {}.", process.pid, printable(&process.detail));
     }
     text
 }
