@@ -55,7 +55,7 @@ docs: ## Build the API documentation; a broken link is an error
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(LOCKED) --workspace --no-deps --all-features
 
 .PHONY: fuzz
-fuzz: ## Fuzz the parsers (needs a nightly compiler)
+fuzz: ## Fuzz the parsers (ARGS: seconds for each target, 60 without)
 	fuzz/run.sh $(ARGS)
 
 .PHONY: fixtures

@@ -1,13 +1,13 @@
 #!/bin/sh
-# Run every fuzz target for so many seconds, from the seeds and from what earlier runs found.
+# Run every fuzz target for so many seconds (60 unless told otherwise), from the seeds and from what earlier runs found.
 #
-#   fuzz/run.sh SECONDS_PER_TARGET
+#   fuzz/run.sh [SECONDS_PER_TARGET]
 #
 # Needs a C++ compiler for libFuzzer. Takes the nightly toolchain if it is installed, and otherwise lets the default
 # one use the unstable options that the sanitizers need. Exits with 1 if a target failed; the input that broke it is in
 # fuzz/artifacts.
 set -eu
-seconds=${1:?usage: fuzz/run.sh SECONDS_PER_TARGET}
+seconds=${1:-60}
 cd "$(dirname "$0")/.."
 
 cargo fuzz --version >/dev/null 2>&1 || cargo install cargo-fuzz --locked

@@ -11,6 +11,8 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::IoSliceMut;
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Output};
 
 fn pagefold(arguments: &[&str]) -> Output {
@@ -370,6 +372,48 @@ fn a_recording_tells_the_same_as_the_host() {
     }
     assert!(array(&recorded["contents"]).iter().all(|content| content["kind"] != "changed"));
     sums_hold(&recorded);
+}
+
+#[test]
+fn a_recording_holds_those_who_were_chosen_and_is_closed_to_others() {
+    if missing_root() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("host");
+    // A copy under a name of its own, and a title with what nobody else should learn.
+    let program = folder.path().join("pagefold-titled");
+    fs::copy("/bin/sleep", &program).unwrap();
+    let mut chosen = Command::new(&program)
+        .arg0("server: secret-of-the-title")
+        .arg("600")
+        .env("SLURM_JOB_ID", "77")
+        .env("TOKEN", "secret-of-the-environment")
+        .spawn()
+        .unwrap();
+    let output = pagefold(&["record", "--name", "pagefold-titled", path.to_str().unwrap()]);
+    let pid = chosen.id().to_string();
+    chosen.kill().unwrap();
+    chosen.wait().unwrap();
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(matches!(output.status.code(), Some(0 | 3)), "{error}");
+
+    let read = |file: &str| fs::read_to_string(path.join(format!("files/proc/{pid}/{file}"))).unwrap();
+    assert_eq!(read("cmdline"), "server:\0");
+    assert_eq!(read("environ"), "SLURM_JOB_ID=77\0");
+    let ours = std::process::id();
+    assert!(!path.join(format!("files/proc/{ours}")).exists(), "read to choose, and not chosen");
+    assert!(!fs::read_to_string(path.join("absent.txt")).unwrap().contains(&format!("proc/{ours}/")));
+    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o700);
+
+    // Into a folder of somebody else, who could put links there, nothing is written.
+    let trap = folder.path().join("trap");
+    fs::create_dir(&trap).unwrap();
+    chown(&trap, Some(65534), None).unwrap();
+    let output = pagefold(&["record", &format!("--pid={ours}"), trap.to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("belongs to another user"));
+    assert_eq!(fs::read_dir(&trap).unwrap().count(), 0);
 }
 
 /// Wait until a process handles SIGINT and then uses no CPU for a while.

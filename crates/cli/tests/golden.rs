@@ -112,6 +112,31 @@ fn every_command_prints_of_every_recording_what_is_expected() {
     );
 }
 
+#[test]
+fn json_is_of_the_schema_that_is_published() {
+    for recording in recordings() {
+        let whole = json(&recording, &["doctor", "--json"]);
+        assert_eq!(whole["processes"].as_array().map(Vec::len), Some(0), "the host was asked for, and no process");
+        let census = json(&recording, &["census", "--json"]);
+        let pid = format!("--pid={}", census["processes"][0]["pid"]);
+        for arguments in [
+            &["census", "--json", "--regions"][..],
+            &["census", "--json", "--sample", "50%"],
+            &["account", "--json"],
+            &["account", "--json", "--explain", "--by", "cgroup"],
+            &["doctor", "--json"],
+            &["doctor", "--json", &pid],
+        ] {
+            let schema = fs::read(fixtures().join(format!("../docs/schema/{}.json", arguments[0]))).expect("a schema");
+            let schema = serde_json::from_slice(&schema).expect("JSON");
+            let report = json(&recording, arguments);
+            let validator = jsonschema::validator_for(&schema).expect("a schema");
+            let wrong: Vec<String> = validator.iter_errors(&report).map(|error| error.to_string()).collect();
+            assert!(wrong.is_empty(), "{recording} {arguments:?}: {wrong:#?}");
+        }
+    }
+}
+
 /// What the lab laid out: processes with their regions, in the order of `fixtures/scene.sh`.
 fn layouts(recording: &str) -> Option<Vec<(u64, Vec<Region>)>> {
     let text = fs::read_to_string(fixtures().join("recordings").join(recording).join("layouts.txt")).ok()?;

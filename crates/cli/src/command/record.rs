@@ -30,7 +30,7 @@ Examples:
 
 Page contents are replaced by fingerprints under a key that is thrown away. Of environments only the
 variables that name a job are kept, of command lines the first word, except for virtual machines and
-programs that tune KSM. Look the folder through before you give it away.";
+programs that tune KSM. Only you may enter the folder; look it through before you give it away.";
 
 /// Contents whose kinds are kept.
 const KINDS: usize = 256;
@@ -95,9 +95,12 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     );
     tap.finish(&about).with_context(|| format!("cannot write to {}", root.display()))?;
     output::print(&format!(
-        "Recorded {} processes with {lines} lines of pages in {path}.\n\
+        "Recorded {} with {lines} lines of pages in {path}.\n\
          Look it through, then attach it: tar czf recording.tar.gz -C {path} .\n",
-        census.subjects.len(),
+        match census.subjects.len() {
+            1 => "1 process".to_owned(),
+            count => format!("{count} processes"),
+        },
         path = root.display(),
     ))?;
     Ok(if census.partial || !census.unseen.is_empty() { Outcome::Partial } else { Outcome::Done })

@@ -7,6 +7,7 @@ use pagefold_model::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Readin
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
@@ -36,18 +37,25 @@ impl Drop for Tap<'_> {
 }
 
 impl<'a> Tap<'a> {
-    /// Record `host` into a new or empty folder. Command lines are kept whole where `keep_arguments` says so, and cut to
-    /// their first word elsewhere.
+    /// Record `host` into a new or empty folder, which only its owner may enter: it holds what others may not read of
+    /// these processes. Command lines are kept whole where `keep_arguments` says so, and cut to their first word
+    /// elsewhere.
     pub fn new(
         host: &'a dyn Host,
         root: &Path,
         keep_arguments: fn(comm: &str, arguments: &[String]) -> bool,
     ) -> io::Result<Self> {
-        fs::create_dir_all(root)?;
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(root)?;
         if fs::read_dir(root)?.next().is_some() {
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, "the folder is not empty"));
         }
         fs::create_dir(root.join("files"))?;
+        // Who owns the folder could put links where files are about to be written.
+        if fs::metadata(root)?.uid() != fs::metadata(root.join("files"))?.uid() {
+            fs::remove_dir(root.join("files"))?;
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "the folder belongs to another user"));
+        }
+        fs::set_permissions(root, fs::Permissions::from_mode(0o700))?;
         fs::create_dir(root.join("pages"))?;
         Ok(Self {
             host,
@@ -60,7 +68,8 @@ impl<'a> Tap<'a> {
         })
     }
 
-    /// From now on, and in the recording, only these processes are there.
+    /// From now on, and in the recording, only these processes are there. What was read of others, to choose these, is
+    /// not kept.
     ///
     /// # Panics
     /// If a thread panicked while it recorded.
@@ -78,6 +87,9 @@ impl<'a> Tap<'a> {
         if let Some(error) = self.failure.get_mut().expect("no thread panicked").take() {
             return Err(error);
         }
+        if let Some(shown) = self.shown.get_mut().expect("no thread panicked").take() {
+            self.forget_others(&shown)?;
+        }
         let mut absent = String::new();
         for (path, why) in self.absent.get_mut().expect("no thread panicked") {
             absent.push_str(&format!("{path}\t{}\n", reason_to_text(why)));
@@ -89,6 +101,20 @@ impl<'a> Tap<'a> {
             format!("schema = \"{SCHEMA}\"\npage_size = {page_size}\n{about}"),
         )?;
         self.finished = true;
+        Ok(())
+    }
+
+    /// Take out what was kept of processes that are not shown.
+    fn forget_others(&mut self, shown: &BTreeSet<Pid>) -> io::Result<()> {
+        let is_other = |name: &str| name.parse().is_ok_and(|pid| !shown.contains(&Pid(pid)));
+        for entry in fs::read_dir(self.root.join("files/proc"))? {
+            let entry = entry?;
+            if entry.file_name().to_str().is_some_and(is_other) {
+                fs::remove_dir_all(entry.path())?;
+            }
+        }
+        let absent = self.absent.get_mut().expect("no thread panicked");
+        absent.retain(|path, _| !path.split('/').nth(1).is_some_and(is_other));
         Ok(())
     }
 
@@ -203,7 +229,9 @@ impl TappedProcess<'_> {
                 if (self.tap.keep_arguments)(&comm, &arguments) {
                     bytes.to_vec()
                 } else {
-                    arguments.first().map(|first| format!("{first}\0").into_bytes()).unwrap_or_default()
+                    // A program may have put one title over all of its arguments: `postgres: user database host`.
+                    let word = arguments.first().and_then(|first| first.split(' ').next());
+                    word.map(|word| format!("{word}\0").into_bytes()).unwrap_or_default()
                 }
             }
             _ => bytes.to_vec(),

@@ -234,10 +234,13 @@ fn cpu(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
     if share <= 0.5 {
         return Ok(rule.ok(format!("ksmd takes {:.1} % of a CPU", share * 100.0), value));
     }
+    // Five times the kernel's default, and in any case longer than now.
+    let now = *need("sleep_millisecs", &ksm(facts)?.sleep_millisecs)?;
+    let wanted = now.saturating_mul(2).clamp(100, u64::from(u32::MAX));
     Ok(rule
         .warn(format!("ksmd takes {:.0} % of a CPU", share * 100.0), value)
-        .remedy([set("sleep_millisecs", 100)])
-        .verify(is_set("sleep_millisecs", 100)))
+        .remedy([set("sleep_millisecs", wanted)])
+        .verify(is_set("sleep_millisecs", wanted)))
 }
 
 /// More lent than is free is a warning; it becomes a failure only when it is called in, which is what

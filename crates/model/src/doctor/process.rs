@@ -5,7 +5,7 @@
 
 use super::cost::settled;
 use super::enrolment::{PRCTL_EXEC, SECCOMP, START_ENROLLED, blocked_by_reason, lost_flag};
-use super::fleet::{Fleet, blocked, bytes_of, is_share, total, workload};
+use super::fleet::{Fleet, blocked, bytes_of, is_share, total};
 use super::security::{KEYS, is_confidential};
 use super::settings::{ksm, pace, placed_zeros};
 use super::{Finding, HostFacts, Missing, Outcome, ProcessFacts, Rule, Scope, Verdict, is_set, need, set};
@@ -487,11 +487,11 @@ fn keys(rule: &Rule, _: &HostFacts, facts: &ProcessFacts) -> Outcome {
         .verify(format!("! grep -q '^VmFlags:.* mg' /proc/{pid}/smaps")))
 }
 
-/// The pace of the host, for the process shares it with everybody who is enrolled.
+/// The pace of the host, for the process shares it with everybody who is enrolled. That of a host without the memory of
+/// the process would promise too much to one that is not.
 fn process_pace(host: &HostFacts, facts: &ProcessFacts) -> Outcome {
-    let fleet = Fleet::of(host);
-    if !is_enrolled(facts)? && workload(host, &fleet)?.pages == Pages::ZERO {
-        return Ok(PACE.not_applicable("nothing is enrolled", facts.name()));
+    if !is_enrolled(facts)? {
+        return Ok(PACE.not_applicable("not enrolled", facts.name()));
     }
-    pace(&PACE, host, &fleet)
+    pace(&PACE, host, &Fleet::of(host))
 }

@@ -199,6 +199,9 @@ pub(super) fn pace(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
         work.complete?;
         return Ok(rule.not_applicable("nothing to scan", settings));
     }
+    if !anything_enrolled(facts, fleet)? {
+        return Ok(rule.not_applicable(LEFT_OVER, settings));
+    }
     let (verdict, title) = match pass_seconds(work.pages, to_scan, sleep) {
         None => (Verdict::Fail, "ksmd looks at no page".to_owned()),
         Some(s) if s > HOPELESS_SECONDS => (Verdict::Fail, format!("a full pass takes {} or more", duration(s))),

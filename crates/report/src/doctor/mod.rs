@@ -20,7 +20,6 @@ pub struct DoctorReport {
     /// How many findings have which verdict.
     pub counts: VerdictCounts,
     /// The processes that were asked for. Without any the findings are the host's.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub processes: Vec<Who>,
     /// The findings, worst first.
     pub findings: Vec<FindingReport>,

@@ -248,6 +248,8 @@ fn settings() {
     check("ksm-pace", Fail, |f| ksm(f).pages_to_scan = Ok(0));
     check("ksm-pace", Unknown, |f| ksm(f).pages_to_scan = Err(Absent::Malformed("x".into())));
     check("ksm-pace", NotApplicable, nothing_enrolled);
+    // What ended is still counted.
+    check("ksm-pace", NotApplicable, |f| f.processes.iter_mut().for_each(unenrol));
     // Before its first pass ksmd's metadata does not speak for those that cannot be seen.
     check("ksm-pace", Unknown, |f| {
         deny(&mut f.processes[1]);
@@ -611,6 +613,7 @@ fn processes() {
 
     check_process("process-pace", Fine, |_, _| ());
     check_process("process-pace", Fail, |h, _| ksm(h).pages_to_scan = Ok(1));
+    check_process("process-pace", NotApplicable, |_, p| unenrol(p));
     check_process("process-pace", Unknown, |h, _| ksm(h).sleep_millisecs = Err(Absent::Denied));
 }
 
@@ -633,6 +636,17 @@ fn regions_are_told_one_by_one_with_their_reason() {
     let titles: Vec<_> = findings.iter().filter(|f| f.rule == "process-region").map(|f| f.title.as_str()).collect();
     assert_eq!(titles, ["2.00 GiB of hugetlb", "1.00 GiB of shared memory", "4.00 MiB of secret memory"]);
     assert!(findings.iter().all(|f| f.scope == Scope::Process(process.process.id)));
+}
+
+#[test]
+fn a_busy_ksmd_is_told_to_sleep_longer_than_it_does() {
+    for (now, wanted) in [(20, 100), (50, 100), (200, 400), (u64::from(u32::MAX), u64::from(u32::MAX))] {
+        let mut facts = healthy();
+        facts.ksmd = Ok(Ksmd { cpu_seconds: 2000.0, uptime_seconds: 3600.0 });
+        ksm(&mut facts).sleep_millisecs = Ok(now);
+        let finding = examine_host(&facts).into_iter().find(|finding| finding.rule == "ksmd-cpu").unwrap();
+        assert_eq!(finding.remedy, [format!("echo {wanted} > /sys/kernel/mm/ksm/sleep_millisecs")]);
+    }
 }
 
 /// What would unmerge is only advised where memory is there for it.
