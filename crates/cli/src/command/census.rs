@@ -23,8 +23,6 @@ Ctrl-C prints what was seen so far.";
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Options {
-    #[command(flatten)]
-    targets: Targets,
     /// Pause between the two passes that tell volatile pages; 0 for one pass
     #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = duration)]
     settle: Duration,
@@ -59,6 +57,8 @@ pub struct Options {
     #[cfg(feature = "parquet")]
     #[arg(long, value_name = "FILE")]
     parquet: Option<std::path::PathBuf>,
+    #[command(flatten)]
+    targets: Targets,
 }
 
 /// Take the census and print it.

@@ -41,11 +41,11 @@ const KINDS: usize = 256;
 pub struct Options {
     /// The folder to make; it must not exist or be empty
     directory: PathBuf,
-    #[command(flatten)]
-    targets: Targets,
     /// Pause between the two passes that tell volatile pages; 0 for one pass
     #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = duration)]
     settle: Duration,
+    #[command(flatten)]
+    targets: Targets,
 }
 
 /// Make the recording.
