@@ -198,8 +198,9 @@ pub fn way(region: &Region) -> Way {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagefold_model::identity::Identity;
     use pagefold_model::region::VmFlags;
-    use pagefold_model::{AddressRange, Bytes};
+    use pagefold_model::{AddressRange, Bytes, ProcessId};
 
     #[test]
     fn cgroups_contain_what_is_below_them() {
@@ -213,22 +214,9 @@ mod tests {
     fn guest_ram_is_found_in_one_region_or_several() {
         let arguments = |memory: &str| ["qemu-system-x86_64", "-m", memory].map(str::to_owned).to_vec();
         let process = |memory| {
-            let id = pagefold_model::ProcessId { pid: Pid(1), start_time: 1 };
-            let identity = pagefold_model::identity::Identity::of(&arguments(memory), &Default::default(), None);
-            let why = Absent::Denied;
-            Process {
-                id,
-                comm: "qemu".to_owned(),
-                state: 'S',
-                kernel_thread: false,
-                uid: Err(why.clone()),
-                arguments: Err(why.clone()),
-                cgroup: Err(why.clone()),
-                identity,
-                ksm: pagefold_model::ksm::ProcessKsm::absent(&why),
-                seccomp: Err(why.clone()),
-                pinned: Err(why),
-            }
+            let id = ProcessId { pid: Pid(1), start_time: 1 };
+            let identity = Identity::of(&arguments(memory), &Default::default(), None);
+            Process { identity, ..Process::absent(id, &Absent::Denied) }
         };
         let region = |mib: u64| {
             let range = AddressRange { start: 1 << 40, end: (1 << 40) + (mib << 20) };

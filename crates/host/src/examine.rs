@@ -13,8 +13,7 @@
 use crate::{Host, Process as Handle, observe, parse};
 use pagefold_model::doctor::{HostFacts, Ksmd, ProcessFacts, Tuner, USER_HZ, tuner};
 use pagefold_model::domain::DomainRule;
-use pagefold_model::identity::Identity;
-use pagefold_model::ksm::{Ksm, ProcessKsm};
+use pagefold_model::ksm::Ksm;
 use pagefold_model::memory::Memory;
 use pagefold_model::process::Process;
 use pagefold_model::{Absent, Pid, ProcessId, Reading};
@@ -96,19 +95,7 @@ fn see(host: &dyn Host, pid: Pid) -> Option<Seen> {
 
 /// A process of which nothing can be told but that it may be there.
 fn unseen(pid: Pid, why: &Absent) -> ProcessFacts {
-    let process = Process {
-        id: ProcessId { pid, start_time: 0 },
-        comm: "?".to_owned(),
-        state: '?',
-        kernel_thread: false,
-        uid: Err(why.clone()),
-        arguments: Err(why.clone()),
-        cgroup: Err(why.clone()),
-        identity: Identity::default(),
-        ksm: ProcessKsm::absent(why),
-        seccomp: Err(why.clone()),
-        pinned: Err(why.clone()),
-    };
+    let process = Process::absent(ProcessId { pid, start_time: 0 }, why);
     let domain = DomainRule::User.domain(&process);
     ProcessFacts { process, regions: Err(why.clone()), domain, parent_merge_any: Err(why.clone()) }
 }

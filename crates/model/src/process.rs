@@ -2,7 +2,7 @@
 
 use crate::identity::Identity;
 use crate::ksm::ProcessKsm;
-use crate::reading::Reading;
+use crate::reading::{Absent, Reading};
 use crate::units::{Bytes, ProcessId};
 
 /// What is known of a process before its memory is looked at.
@@ -33,6 +33,23 @@ pub struct Process {
 }
 
 impl Process {
+    /// A process of which nothing could be read beyond its number, for one reason.
+    pub fn absent(id: ProcessId, why: &Absent) -> Self {
+        Self {
+            id,
+            comm: "?".to_owned(),
+            state: '?',
+            kernel_thread: false,
+            uid: Err(why.clone()),
+            arguments: Err(why.clone()),
+            cgroup: Err(why.clone()),
+            identity: Identity::default(),
+            ksm: ProcessKsm::absent(why),
+            seccomp: Err(why.clone()),
+            pinned: Err(why.clone()),
+        }
+    }
+
     /// Whether it is dead and waits to be reaped.
     pub fn is_zombie(&self) -> bool {
         matches!(self.state, 'Z' | 'X')

@@ -70,27 +70,14 @@ mod tests {
     use super::*;
     use pagefold_model::census::{Extent, SubjectCensus};
     use pagefold_model::domain::Domain;
-    use pagefold_model::identity::Identity;
-    use pagefold_model::ksm::ProcessKsm;
     use pagefold_model::process::Process;
-    use pagefold_model::{Absent, AddressRange, Bytes, Counts, Pages, Pid, ProcessId};
+    use pagefold_model::{Absent, AddressRange, Counts, Pages, Pid, ProcessId};
     use parquet::file::reader::SerializedFileReader;
 
     #[test]
     fn every_extent_is_a_row_that_comes_back() {
-        let process = Process {
-            id: ProcessId { pid: Pid(7), start_time: 99 },
-            comm: "lab".to_owned(),
-            state: 'S',
-            kernel_thread: false,
-            uid: Ok(1000),
-            arguments: Err(Absent::Denied),
-            cgroup: Err(Absent::Denied),
-            identity: Identity::default(),
-            ksm: ProcessKsm::absent(&Absent::Denied),
-            seccomp: Err(Absent::Denied),
-            pinned: Ok(Bytes(0)),
-        };
+        let id = ProcessId { pid: Pid(7), start_time: 99 };
+        let process = Process { comm: "lab".to_owned(), ..Process::absent(id, &Absent::Denied) };
         let subject =
             SubjectCensus { process, domain: Domain::User(1000), counts: Counts::default(), regions: Vec::new() };
         let extent = |start: u64| Extent {
