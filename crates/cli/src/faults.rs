@@ -8,6 +8,7 @@ use crate::arguments::{Global, When};
 use crate::command::account::{Taken, take};
 use crate::output;
 use pagefold_census::{Progress, Selection};
+use pagefold_host::act::{Action, Effect, Refusal};
 use pagefold_host::faulty::{Fault, Faulty};
 use pagefold_host::recording::Recording;
 use pagefold_host::{FrameFlags, Host, Mapping, PageView, Process, Run, Way, examine};
@@ -315,6 +316,10 @@ impl Host for Reused<'_> {
 
     fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
         self.host.frame_mappings(frames)
+    }
+
+    fn apply(&self, _: &Action) -> Result<Effect, Refusal> {
+        Err(Refusal::ReadOnly)
     }
 }
 

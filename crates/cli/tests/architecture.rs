@@ -21,9 +21,10 @@ use proc_macro2::{TokenStream, TokenTree};
 
 /// What each room may import of ours. `labs` and `benchmarks` may import everything, and nothing imports them.
 const MAY_IMPORT: &[(&str, &[&str])] = &[
-    ("cli", &["watch", "report", "census", "linux", "sim", "engine", "host", "model"]),
+    ("cli", &["watch", "report", "drive", "census", "linux", "sim", "engine", "host", "model"]),
     ("watch", &["host", "model"]),
     ("report", &["host", "model"]),
+    ("drive", &["census", "host", "model"]),
     ("census", &["host", "model", "sys"]),
     ("sim", &["host", "model"]),
     ("linux", &["host", "model", "sys"]),

@@ -1,5 +1,6 @@
 //! A host that fails where it is told to, for tests of everything that reads one.
 
+use crate::act::{Action, Effect, Refusal};
 use crate::{FrameFlags, Host, Mapping, PageView, Process, Run, Way};
 use pagefold_model::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 
@@ -17,7 +18,8 @@ pub enum Fault {
 }
 
 /// Wraps a host. `faults` is asked before every answer, with the path of the file or, for what is no file, of the
-/// process and `#resident`, `#mappings`, `#contents`, or `#frame_flags`, `#frame_mappings`.
+/// process and `#resident`, `#mappings`, `#contents`, or `#frame_flags`, `#frame_mappings`; before an action, with
+/// `#set NAME`, or of the process and `#advise`, `#merge_any`, `#guest_merge`, `#collapse`.
 pub struct Faulty<'a, F> {
     host: &'a dyn Host,
     faults: F,
@@ -86,6 +88,18 @@ impl<F: Fn(&str) -> Option<Fault> + Sync> Host for Faulty<'_, F> {
     fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
         self.check("#frame_mappings")?;
         self.host.frame_mappings(frames)
+    }
+
+    fn apply(&self, action: &Action) -> Result<Effect, Refusal> {
+        let path = match action {
+            Action::Set { setting, .. } => format!("#set {}", setting.file()),
+            Action::Advise { process, .. } => format!("proc/{}#advise", process.pid),
+            Action::MergeAny { process, .. } => format!("proc/{}#merge_any", process.pid),
+            Action::GuestMerge { process, .. } => format!("proc/{}#guest_merge", process.pid),
+            Action::Collapse { process, .. } => format!("proc/{}#collapse", process.pid),
+        };
+        self.check(&path)?;
+        self.host.apply(action)
     }
 }
 

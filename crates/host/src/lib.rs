@@ -1,4 +1,4 @@
-//! The port: all that Pagefold asks of a host, and the adapters that need no privilege.
+//! The port: all that Pagefold asks of a host and does to it, and the adapters that need no privilege.
 //!
 //! [`Host`] and [`Process`] are the only way in which the rest of Pagefold sees a machine. There are three adapters:
 //! the live one (`pagefold-linux`), a [`recording`] read back from a folder, and a [`faulty`] one that wraps another
@@ -8,6 +8,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod act;
 pub mod examine;
 pub mod faulty;
 pub mod footprint;
@@ -15,6 +16,7 @@ pub mod observe;
 pub mod parse;
 pub mod recording;
 
+use act::{Action, Effect, Refusal};
 use pagefold_model::content::ContentKind;
 use pagefold_model::{AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
 
@@ -45,6 +47,9 @@ pub trait Host: Sync {
     /// How many times each frame is mapped (`/proc/kpagecount`), in the order of `frames`, which is ascending. Needs
     /// root.
     fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>>;
+
+    /// Carry out an action. The only way in which anything is changed.
+    fn apply(&self, action: &Action) -> Result<Effect, Refusal>;
 }
 
 /// A process that is held. Dropping it lets go.

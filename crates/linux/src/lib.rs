@@ -2,12 +2,14 @@
 
 #![forbid(unsafe_code)]
 
+mod apply;
 mod contents;
 mod frames;
 mod process;
 
 pub use contents::BATCH_BYTES;
 
+use pagefold_host::act::{Action, Effect, Refusal};
 use pagefold_host::{FrameFlags, Host, Process};
 use pagefold_model::{Absent, PageSize, Pfn, Pid, Reading};
 use std::fs;
@@ -77,6 +79,10 @@ impl Host for LiveHost {
 
     fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
         self.frames.mappings(frames)
+    }
+
+    fn apply(&self, action: &Action) -> Result<Effect, Refusal> {
+        apply::apply(self, action)
     }
 }
 

@@ -88,3 +88,80 @@ pub const RMAP_ITEM_BYTES: u64 = 64;
 
 /// `max_page_sharing` when nothing else is known (mm/ksm.c).
 pub const DEFAULT_MAX_PAGE_SHARING: u64 = 256;
+
+/// A file of `/sys/kernel/mm/ksm` that can be written.
+///
+/// In the order in which several must be written for the kernel to take them: `pages_to_scan` only while no advisor is
+/// on, `max_page_sharing` and `merge_across_nodes` only while nothing is merged, `run` last (mm/ksm.c, `*_store`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Setting {
+    /// `advisor_mode`: `none` or `scan-time` (6.8).
+    AdvisorMode,
+    /// `advisor_target_scan_time`, in seconds (6.8).
+    AdvisorTargetScanTime,
+    /// `advisor_max_cpu`, in percent of one CPU (6.8).
+    AdvisorMaxCpu,
+    /// `advisor_min_pages_to_scan` (6.8).
+    AdvisorMinPagesToScan,
+    /// `advisor_max_pages_to_scan` (6.8).
+    AdvisorMaxPagesToScan,
+    /// `pages_to_scan`: pages of one batch.
+    PagesToScan,
+    /// `sleep_millisecs`: the pause between batches.
+    SleepMillisecs,
+    /// `use_zero_pages`.
+    UseZeroPages,
+    /// `smart_scan` (6.7).
+    SmartScan,
+    /// `max_page_sharing`.
+    MaxPageSharing,
+    /// `merge_across_nodes`.
+    MergeAcrossNodes,
+    /// `run`: 0 stopped with merges kept, 1 running, 2 stopped and everything unmerged.
+    Run,
+}
+
+impl Setting {
+    /// All of them, in the order in which they are written.
+    pub const ALL: [Self; 12] = [
+        Self::AdvisorMode,
+        Self::AdvisorTargetScanTime,
+        Self::AdvisorMaxCpu,
+        Self::AdvisorMinPagesToScan,
+        Self::AdvisorMaxPagesToScan,
+        Self::PagesToScan,
+        Self::SleepMillisecs,
+        Self::UseZeroPages,
+        Self::SmartScan,
+        Self::MaxPageSharing,
+        Self::MergeAcrossNodes,
+        Self::Run,
+    ];
+
+    /// The name of its file.
+    pub fn file(self) -> &'static str {
+        match self {
+            Self::AdvisorMode => "advisor_mode",
+            Self::AdvisorTargetScanTime => "advisor_target_scan_time",
+            Self::AdvisorMaxCpu => "advisor_max_cpu",
+            Self::AdvisorMinPagesToScan => "advisor_min_pages_to_scan",
+            Self::AdvisorMaxPagesToScan => "advisor_max_pages_to_scan",
+            Self::PagesToScan => "pages_to_scan",
+            Self::SleepMillisecs => "sleep_millisecs",
+            Self::UseZeroPages => "use_zero_pages",
+            Self::SmartScan => "smart_scan",
+            Self::MaxPageSharing => "max_page_sharing",
+            Self::MergeAcrossNodes => "merge_across_nodes",
+            Self::Run => "run",
+        }
+    }
+
+    /// The setting of a file's name.
+    pub fn of_file(file: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|setting| setting.file() == file)
+    }
+}
+
+/// Values of settings, as written: numbers, or the word of `advisor_mode`. Iterates in the order in which the kernel
+/// takes them.
+pub type Settings = std::collections::BTreeMap<Setting, String>;

@@ -17,6 +17,7 @@ pub mod estimate;
 pub mod identity;
 pub mod ksm;
 pub mod memory;
+pub mod plan;
 pub mod process;
 pub mod reading;
 pub mod region;

@@ -154,6 +154,12 @@ impl AddressRange {
     pub fn contains(self, address: u64) -> bool {
         (self.start..self.end).contains(&address)
     }
+
+    /// The part that lies in both, if there is any.
+    pub fn overlap(self, other: Self) -> Option<Self> {
+        let both = Self { start: self.start.max(other.start), end: self.end.min(other.end) };
+        (both.start < both.end).then_some(both)
+    }
 }
 
 impl fmt::Display for AddressRange {

@@ -1,4 +1,5 @@
 use super::*;
+use crate::act::{Action, Effect, Refusal};
 use crate::{PageView, Run, Way};
 use pagefold_model::account::Shares;
 use pagefold_model::{PageSize, Pid, ProcessId};
@@ -63,6 +64,10 @@ impl Host for Fake {
     }
     fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
         self.of_frames(frames, |(mappings, _)| mappings)
+    }
+
+    fn apply(&self, _: &Action) -> Result<Effect, Refusal> {
+        Err(Refusal::ReadOnly)
     }
 }
 

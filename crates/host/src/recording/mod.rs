@@ -24,6 +24,7 @@ mod tap;
 
 pub use tap::Tap;
 
+use crate::act::{Action, Effect, Refusal};
 use crate::{FrameFlags, Host, Mapping, PageContent, PageView, Process, Run, Way};
 use pagefold_model::content::ContentKind;
 use pagefold_model::{Absent, AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
@@ -204,6 +205,10 @@ impl Host for Recording {
 
     fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
         self.each_frame(frames, |line| line.mappings)
+    }
+
+    fn apply(&self, _: &Action) -> Result<Effect, Refusal> {
+        Err(Refusal::ReadOnly)
     }
 }
 

@@ -1,6 +1,7 @@
 //! A host that passes every question on to another and keeps the answers in a folder.
 
 use super::{SCHEMA, reason_to_text};
+use crate::act::{Action, Effect, Refusal};
 use crate::parse;
 use crate::{FrameFlags, Host, Mapping, PageView, Process, Run, Way};
 use pagefold_model::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
@@ -201,6 +202,10 @@ impl Host for Tap<'_> {
 
     fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
         self.host.frame_mappings(frames)
+    }
+
+    fn apply(&self, _: &Action) -> Result<Effect, Refusal> {
+        Err(Refusal::ReadOnly)
     }
 }
 
