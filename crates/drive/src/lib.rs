@@ -6,6 +6,9 @@
 #![forbid(unsafe_code)]
 
 pub mod journal;
+pub mod ksmd;
+pub mod merge;
 pub mod session;
+pub mod verify;
 
 pub use session::Session;

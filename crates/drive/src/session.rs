@@ -10,9 +10,10 @@
 
 use crate::journal::{self, Entry, Journal};
 use pagefold_host::Host;
-use pagefold_host::act::{self, Action, Effect, Refusal};
+use pagefold_host::act::{self, Action, Advice, Effect, Refusal};
 use pagefold_model::Absent;
 use pagefold_model::ksm::{Setting, Settings};
+use std::fmt;
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
@@ -76,6 +77,27 @@ pub struct Remains {
     pub undo: Action,
     /// Why it was not.
     pub why: String,
+}
+
+impl fmt::Display for Remains {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.undo {
+            Action::Set { setting, value } => write!(f, "/sys/kernel/mm/ksm/{} was {value}", setting.file())?,
+            Action::Advise { process, advice, ranges } => {
+                let was = if *advice == Advice::Mergeable { "enrolled" } else { "not enrolled" };
+                write!(f, "{} ranges of process {} were {was}", ranges.len(), process.pid)?;
+            }
+            Action::MergeAny { process, on } => {
+                write!(f, "process {} was {}enrolled whole", process.pid, if *on { "" } else { "not " })?;
+            }
+            Action::GuestMerge { process, backend, on, .. } => {
+                let was = if *on { "" } else { "not " };
+                write!(f, "{backend} of the guest of process {} was {was}enrolled", process.pid)?;
+            }
+            Action::Collapse { process, .. } => write!(f, "huge pages of process {}", process.pid)?,
+        }
+        write!(f, ": {}", self.why)
+    }
 }
 
 /// The right to change a host, and what is to be put back.
@@ -147,6 +169,13 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
+    /// Whether settings can be written at all, found out by writing one that changes nothing.
+    pub fn writable(&self) -> Result<(), Error> {
+        let value = act::setting_now(self.host, Setting::Run).map_err(Error::Unknown)?;
+        self.host.apply(&Action::Set { setting: Setting::Run, value })?;
+        Ok(())
+    }
+
     /// Whether every setting still has the value that this session wrote.
     pub fn uncontested(&self) -> Result<(), Error> {
         for entry in &self.journal.entries {
@@ -158,7 +187,7 @@ impl<'a> Session<'a> {
     }
 
     /// Put everything back that was changed for now, newest first.
-    pub fn finish(mut self) -> Result<Vec<Remains>, Error> {
+    pub fn finish(&mut self) -> Result<Vec<Remains>, Error> {
         self.put_back()
     }
 
@@ -234,11 +263,11 @@ impl Drop for Session<'_> {
     fn drop(&mut self) {
         match self.put_back() {
             Ok(remains) => {
-                for Remains { undo, why } in remains {
-                    eprintln!("pagefold: could not be put back: {undo:?}: {why}");
+                for remains in remains {
+                    eprintln!("pagefold: not put back: {remains}");
                 }
             }
-            Err(error) => eprintln!("pagefold: could not be put back: {error}"),
+            Err(error) => eprintln!("pagefold: not put back: {error}"),
         }
     }
 }

@@ -17,6 +17,8 @@ pub mod estimate;
 pub mod identity;
 pub mod ksm;
 pub mod memory;
+pub mod outcome;
+pub mod pace;
 pub mod plan;
 pub mod process;
 pub mod reading;
