@@ -10,5 +10,6 @@ pub mod ksmd;
 pub mod merge;
 pub mod session;
 pub mod verify;
+pub mod watch;
 
 pub use session::Session;

@@ -16,6 +16,7 @@ pub mod domain;
 pub mod estimate;
 pub mod identity;
 pub mod ksm;
+pub mod lasting;
 pub mod memory;
 pub mod outcome;
 pub mod pace;

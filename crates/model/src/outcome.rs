@@ -1,9 +1,11 @@
 //! What a merge came to, beside what was planned.
 
 use crate::ksm::RMAP_ITEM_BYTES;
+use crate::lasting::Seen;
 use crate::plan::Plan;
 use crate::reading::Reading;
 use crate::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, Pid};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// The result of a merge.
@@ -31,8 +33,10 @@ pub struct Outcome {
     pub huge: (Reading<Bytes>, Reading<Bytes>),
     /// For how long a thread of a target was stopped, each time.
     pub stops: Vec<Duration>,
-    /// Pages that were merged for a trial, and how many of them were written while they were watched.
-    pub trial: Option<Trial>,
+    /// What was seen of merged pages while they were watched.
+    pub watched: Watched,
+    /// What was withdrawn because it did not stay merged: by position of the target in the plan.
+    pub withdrawn: BTreeMap<usize, Vec<AddressRange>>,
     /// What could not be enrolled.
     pub missed: Vec<Missed>,
     /// What was changed for the time being and could not be put back, in words.
@@ -85,17 +89,13 @@ pub struct Sample {
     pub ksmd: Duration,
 }
 
-/// Pages merged for a trial.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Trial {
-    /// Pages that merged.
-    pub merged: Pages,
-    /// Those that were written, and so copied, while they were watched.
-    pub broken: Pages,
-    /// For how long they were watched.
-    pub watched: Duration,
-    /// Pages of the plan that were left alone because of it.
-    pub dropped: Pages,
+/// Merged pages that were watched.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Watched {
+    /// What was seen of a sample of them.
+    pub seen: Seen,
+    /// Pages of the plan that were withdrawn because they did not stay merged for long enough to pay.
+    pub withdrawn: Pages,
 }
 
 /// Something that could not be enrolled.
@@ -123,6 +123,11 @@ impl Outcome {
         NetBytes(page_size.of(self.saved()).0 as i64 - metadata as i64)
     }
 
+    /// Whether at least nine tenths of what was predicted came back.
+    pub fn met(&self) -> bool {
+        self.saved().0 * 10 >= self.plan.predicted.reach.freed.0 * 9
+    }
+
     /// When a share of the final savings was reached, by the timeline; `None` if nothing was saved.
     pub fn time_to(&self, share: f64) -> Option<Duration> {
         let last = self.timeline.last()?.saved.0 as f64;
@@ -143,11 +148,11 @@ impl Outcome {
         let resident = self.after.merged + self.after.apart;
         let zero = self.after.zero.saturating_sub(self.before.zero);
         let left = planned as i64 - (resident.0.saturating_sub(self.before.merged.0) + zero.0) as i64;
-        let dropped = self.trial.map_or(0, |trial| trial.dropped.0 as i64);
+        let withdrawn = self.watched.withdrawn.0 as i64;
         let mut reasons = Vec::new();
         let mut rest = predicted - reached;
         for (why, pages) in [
-            ("did not stay merged on trial, and were left alone", dropped),
+            ("did not stay merged, and were withdrawn", withdrawn),
             ("left memory, or came to it, since the census", left),
         ] {
             if pages != 0 {

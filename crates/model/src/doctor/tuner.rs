@@ -82,7 +82,7 @@ impl Tuner {
     }
 
     /// The commands that end its writing. KubeVirt and Harvester write run=0 as their last act.
-    pub(super) fn stop(self) -> &'static [&'static str] {
+    pub fn stop(self) -> &'static [&'static str] {
         match self {
             Self::Ksmtuned => &["systemctl disable --now ksmtuned.service"],
             // Stopping the unit would run `ksmctl stop`, which writes run=0.
