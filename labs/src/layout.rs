@@ -16,6 +16,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use pagefold_labs::content::{self, Origin};
 use pagefold_labs::lines::Region;
+use pagefold_labs::mixture::Mixture;
 use pagefold_labs::spec::{Item, Kind};
 use pagefold_sys::forked::ForkedCopy;
 use pagefold_sys::mapping::{self, Access, Advice, Mapping};
@@ -125,6 +126,26 @@ pub fn lay_out(items: &[Item], options: &Options) -> Result<Layout> {
     Ok(Layout { regions, _still: still, _volatile: volatile, _child: child })
 }
 
+/// Lay out a mixture.
+pub fn mix(mixture: &Mixture, huge: bool, seed: &str, salt: &str) -> Result<Mapping> {
+    let page = mapping::page_size();
+    let bytes = usize::try_from(mixture.pages)? * page;
+    let mut memory =
+        if huge { Mapping::anonymous_aligned(bytes, huge_page_size()?)? } else { Mapping::anonymous(bytes)? };
+    advise_if_known(&mut memory, if huge { Advice::HugePage } else { Advice::NoHugePage })?;
+    mixture.fill(memory.as_mut_slice(), page, seed, salt);
+    if huge {
+        advise_if_known(&mut memory, Advice::Collapse)?;
+    }
+    Ok(memory)
+}
+
+/// The size of a transparent huge page, in bytes.
+fn huge_page_size() -> Result<usize> {
+    let huge = fs::read_to_string(HUGE_PAGE_SIZE).with_context(|| format!("reading {HUGE_PAGE_SIZE}"))?;
+    huge.trim().parse().with_context(|| format!("{HUGE_PAGE_SIZE} says {huge:?}"))
+}
+
 /// Where a region's content comes from. Content that is equal between processes knows neither the salt nor the place
 /// of the region in the SPEC.
 fn origin(item: &Item, place: usize, salt: &str) -> Origin {
@@ -148,8 +169,7 @@ fn map(item: &Item, origin: Origin, options: &Options) -> Result<Mapping> {
                 .with_context(|| format!("a file without a name (O_TMPFILE) in {}", directory.display()))?
         }
         Kind::Huge | Kind::HugeZero => {
-            let huge = fs::read_to_string(HUGE_PAGE_SIZE).with_context(|| format!("reading {HUGE_PAGE_SIZE}"))?;
-            let huge: usize = huge.trim().parse().with_context(|| format!("{HUGE_PAGE_SIZE} says {huge:?}"))?;
+            let huge = huge_page_size()?;
             ensure!(bytes.is_multiple_of(huge), "huge pages must be filled: ask for a multiple of {}", huge / page);
             Mapping::anonymous_aligned(bytes, huge)?
         }
