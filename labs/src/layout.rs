@@ -108,8 +108,8 @@ pub fn lay_out(items: &[Item], options: &Options) -> Result<Layout> {
             distinct: truth.distinct,
             child: None,
         });
-        if item.kind == Kind::Volatile {
-            volatile.push((origin, mapping));
+        if item.kind.is_rewritten() {
+            volatile.push(((item.kind == Kind::Volatile).then_some(origin), mapping));
         } else {
             still.push(mapping);
         }
@@ -195,7 +195,7 @@ fn fill(item: &Item, origin: Origin, mapping: &mut Mapping) {
                 black_box(page[0]);
             }
         }
-        Kind::Zero | Kind::HugeZero => mapping.as_mut_slice().fill(0),
+        Kind::Zero | Kind::HotZero | Kind::HugeZero => mapping.as_mut_slice().fill(0),
         Kind::Text => mapping.as_mut_slice().chunks_mut(page).for_each(content::text),
         Kind::Pattern => mapping.as_mut_slice().chunks_mut(page).for_each(content::pattern),
         Kind::Elf => mapping.as_mut_slice().chunks_mut(page).for_each(content::elf),
@@ -229,7 +229,7 @@ fn cut(item: &Item, mapping: &mut Mapping, cut: Cut) -> io::Result<u64> {
         Cut::Regions(regions) => regions.clamp(1, item.pages),
         Cut::Pages => item.pages,
     };
-    if item.kind.is_huge() || item.kind == Kind::Volatile {
+    if item.kind.is_huge() || item.kind.is_rewritten() {
         return Ok(1);
     }
     let page = mapping::page_size();
@@ -251,7 +251,7 @@ fn become_user(uid: u32) -> io::Result<()> {
     Ok(rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?)
 }
 
-/// A thread that rewrites pages, each time with content that was never there before.
+/// A thread that rewrites pages, each time with content that was never there before, or with zeros.
 #[derive(Debug)]
 struct Rewriter {
     stop: Arc<AtomicBool>,
@@ -259,7 +259,7 @@ struct Rewriter {
 }
 
 impl Rewriter {
-    fn start(mut mappings: Vec<(Origin, Mapping)>, interval: Duration) -> Self {
+    fn start(mut mappings: Vec<(Option<Origin>, Mapping)>, interval: Duration) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         let thread = std::thread::spawn(move || {
@@ -270,7 +270,10 @@ impl Rewriter {
                 std::thread::sleep(interval);
                 for ((origin, mapping), written) in mappings.iter_mut().zip(&mut written) {
                     for page in mapping.as_mut_slice().chunks_mut(page) {
-                        origin.write(page, *written);
+                        match origin {
+                            Some(origin) => origin.write(page, *written),
+                            None => black_box(&mut *page).fill(0),
+                        }
                         *written += 1;
                     }
                 }
