@@ -277,7 +277,7 @@ mod tests {
     #[test]
     fn help_names_every_kind_and_no_other() {
         let listed: Vec<_> = HELP.lines().skip(1).map(|line| line.trim_start().split('=').next().unwrap()).collect();
-        assert_eq!(listed.len(), 16);
+        assert_eq!(listed.len(), 17);
         for name in listed {
             assert_eq!(Kind::named(name).unwrap().name(), name);
         }
