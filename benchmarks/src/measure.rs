@@ -86,7 +86,7 @@ impl Order {
     fn whole(&self, host: &LiveHost) -> Result<Counted> {
         let options = Options {
             selection: self.selection(),
-            domains: DomainRule::User,
+            domains: DomainRule::User.into(),
             settle: Duration::ZERO,
             threads: self.threads,
             sample: None,
@@ -110,7 +110,7 @@ impl Order {
             last = now;
         };
         let threads = rayon::ThreadPoolBuilder::new().num_threads(self.threads).build()?;
-        let survey = threads.install(|| survey::survey(host, &self.selection(), DomainRule::User))?;
+        let survey = threads.install(|| survey::survey(host, &self.selection(), &DomainRule::User.into()))?;
         lap("survey");
         let mut index = threads.install(|| Index::list(host, &survey, false))?;
         lap("list");

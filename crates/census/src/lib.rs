@@ -32,7 +32,7 @@ pub use survey::{Selection, Survey};
 
 use pagefold_host::{Host, observe};
 use pagefold_model::census::Census;
-use pagefold_model::domain::DomainRule;
+use pagefold_model::domain::Domains;
 use pagefold_model::savings::{Costs, Sharing};
 use pagefold_model::{Absent, PageSize};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -44,7 +44,7 @@ pub struct Options {
     /// Which processes.
     pub selection: Selection,
     /// How they are sorted into trust domains.
-    pub domains: DomainRule,
+    pub domains: Domains,
     /// Pause between the two passes; zero for one pass, which finds no volatile pages.
     pub settle: Duration,
     /// Threads that read.
@@ -98,7 +98,7 @@ pub fn take(
 ) -> Result<(Census, Index), Error> {
     let started = Instant::now();
     let threads = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build()?;
-    let mut survey = threads.install(|| survey::survey(host, &options.selection, options.domains))?;
+    let mut survey = threads.install(|| survey::survey(host, &options.selection, &options.domains))?;
     let sharing = observe::ksm(host).map(|ksm| Sharing::of(&ksm)).unwrap_or_default();
     let nodes = if sharing.across_nodes { None } else { observe::Nodes::observe(host).ok() };
     let nodes = nodes.filter(|nodes| nodes.count() > 1);

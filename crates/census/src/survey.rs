@@ -4,7 +4,7 @@ use crate::Error;
 use globset::{Glob, GlobMatcher};
 use pagefold_host::{Host, Process as Handle, Way, observe};
 use pagefold_model::census::Unseen;
-use pagefold_model::domain::{Domain, DomainRule};
+use pagefold_model::domain::{Domain, Domains};
 use pagefold_model::process::Process;
 use pagefold_model::region::{Ineligible, Region};
 use pagefold_model::{Absent, Pid, Reading};
@@ -75,10 +75,10 @@ pub struct Survey {
 }
 
 /// Choose processes and read their regions.
-pub fn survey(host: &dyn Host, selection: &Selection, rule: DomainRule) -> Result<Survey, Error> {
+pub fn survey(host: &dyn Host, selection: &Selection, domains: &Domains) -> Result<Survey, Error> {
     let (mut subjects, unseen) = choose(host, selection, |handle, process| {
         let regions = judge(handle, &process, observe::regions(handle)?);
-        Ok(Subject { domain: rule.domain(&process), process, regions })
+        Ok(Subject { domain: domains.domain(&process), process, regions })
     })?;
     subjects.sort_by(|a, b| (&a.domain, a.process.id).cmp(&(&b.domain, b.process.id)));
     Ok(Survey { subjects, unseen })

@@ -92,7 +92,7 @@ fn forged(path: &str, fault: &Fault) -> bool {
 fn take_census(host: &dyn Host) -> Result<Census, pagefold_census::Error> {
     let options = pagefold_census::Options {
         selection: Selection::default(),
-        domains: DomainRule::User,
+        domains: DomainRule::User.into(),
         settle: Duration::ZERO,
         threads: 1,
         sample: None,

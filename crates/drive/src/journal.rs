@@ -1,7 +1,8 @@
 //! What is written down before a host is changed, so that it can be put back by whoever comes after a crash.
 //!
 //! One JSON file in a directory on a file system that does not outlive the kernel (`/run/pagefold`), replaced atomically.
-//! It names the boot it belongs to: after a reboot there is nothing to put back.
+//! It names the boot it belongs to: after a reboot there is nothing to put back. A second file of the same form keeps
+//! what the host had before a policy was set, which lasts beyond the command that set it.
 
 use pagefold_host::act::{Action, Advice};
 use pagefold_model::ksm::Setting;
@@ -12,7 +13,11 @@ use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-const FILE: &str = "journal.json";
+/// What is to be put back when the session ends.
+pub const SESSION: &str = "journal.json";
+
+/// What is to be put back when the policy is.
+pub const POLICY: &str = "policy.json";
 
 /// What is to be put back, oldest first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -21,6 +26,8 @@ pub struct Journal {
     pub boot: String,
     /// The process that writes it.
     pub writer: u32,
+    /// What they were made for, where that outlasts the process: the name of a policy.
+    pub purpose: Option<String>,
     /// In the order in which they were made.
     pub entries: Vec<Entry>,
 }
@@ -57,9 +64,9 @@ pub enum Error {
 }
 
 impl Journal {
-    /// The one in a directory, if there is one.
-    pub fn load(directory: &Path) -> Result<Option<Self>, Error> {
-        let path = directory.join(FILE);
+    /// The one of a name in a directory, if there is one.
+    pub fn load(directory: &Path, file: &str) -> Result<Option<Self>, Error> {
+        let path = directory.join(file);
         let bytes = match fs::read(&path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -71,9 +78,9 @@ impl Journal {
         }
     }
 
-    /// Replace the one in a directory; remove it if there is nothing to put back.
-    pub fn store(&self, directory: &Path) -> Result<(), Error> {
-        let path = directory.join(FILE);
+    /// Replace the one of a name in a directory; remove it if there is nothing to put back.
+    pub fn store(&self, directory: &Path, file: &str) -> Result<(), Error> {
+        let path = directory.join(file);
         let failed = |source| Error::Io { path: path.clone(), source };
         if self.entries.is_empty() {
             return match fs::remove_file(&path) {
@@ -81,7 +88,7 @@ impl Journal {
                 _ => Ok(()),
             };
         }
-        let temporary = directory.join("journal.json.new");
+        let temporary = directory.join(format!("{file}.new"));
         let text = serde_json::to_vec(&Wire::from(self)).map_err(|error| failed(error.into()))?;
         let write = || {
             let mut file =
@@ -99,6 +106,8 @@ impl Journal {
 struct Wire {
     boot: String,
     writer: u32,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    purpose: Option<String>,
     entries: Vec<WireEntry>,
 }
 
@@ -206,6 +215,7 @@ impl From<&Journal> for Wire {
         Self {
             boot: journal.boot.clone(),
             writer: journal.writer,
+            purpose: journal.purpose.clone(),
             entries: journal.entries.iter().map(entry).collect(),
         }
     }
@@ -214,7 +224,8 @@ impl From<&Journal> for Wire {
 impl From<Wire> for Journal {
     fn from(wire: Wire) -> Self {
         let entry = |entry: WireEntry| Entry { undo: entry.undo.into(), written: entry.written };
-        Self { boot: wire.boot, writer: wire.writer, entries: wire.entries.into_iter().map(entry).collect() }
+        let entries = wire.entries.into_iter().map(entry).collect();
+        Self { boot: wire.boot, writer: wire.writer, purpose: wire.purpose, entries }
     }
 }
 
@@ -235,20 +246,21 @@ mod tests {
             Action::Collapse { process, ranges },
         ];
         let entries = undo.map(|undo| Entry { undo, written: vec!["1".to_owned()] }).to_vec();
-        let journal = Journal { boot: "b".to_owned(), writer: 3, entries };
-        assert_eq!(Journal::load(directory.path()).unwrap(), None);
-        journal.store(directory.path()).unwrap();
-        assert_eq!(Journal::load(directory.path()).unwrap(), Some(journal.clone()));
-        Journal { entries: Vec::new(), ..journal }.store(directory.path()).unwrap();
-        assert_eq!(Journal::load(directory.path()).unwrap(), None);
+        let journal = Journal { boot: "b".to_owned(), writer: 3, purpose: Some("default".to_owned()), entries };
+        assert_eq!(Journal::load(directory.path(), SESSION).unwrap(), None);
+        journal.store(directory.path(), SESSION).unwrap();
+        assert_eq!(Journal::load(directory.path(), SESSION).unwrap(), Some(journal.clone()));
+        assert_eq!(Journal::load(directory.path(), POLICY).unwrap(), None);
+        Journal { entries: Vec::new(), ..journal }.store(directory.path(), SESSION).unwrap();
+        assert_eq!(Journal::load(directory.path(), SESSION).unwrap(), None);
     }
 
     #[test]
     fn what_is_not_a_journal_is_named() {
         let directory = tempfile::tempdir().unwrap();
         for text in ["", "{}", r#"{"boot":"","writer":1,"entries":[{"undo":{"set":{"setting":"x","value":""}}}]}"#] {
-            fs::write(directory.path().join(FILE), text).unwrap();
-            let error = Journal::load(directory.path()).unwrap_err();
+            fs::write(directory.path().join(SESSION), text).unwrap();
+            let error = Journal::load(directory.path(), SESSION).unwrap_err();
             assert!(error.to_string().contains("journal.json"), "{error}");
         }
     }

@@ -21,6 +21,7 @@ use pagefold_model::ksm::{Setting, Settings};
 use pagefold_model::lasting::Seen;
 use pagefold_model::outcome::{End, Found, Missed, Outcome, Sample, Watched};
 use pagefold_model::pace::{Pace, Settle};
+use pagefold_model::policy::{DEFAULT_PAGES_TO_SCAN, GUIDED_SLEEP_MILLISECS};
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::{Absent, AddressRange, Pages, Reading};
 use rustix::time::{ClockId, clock_gettime};
@@ -46,7 +47,7 @@ pub struct Options {
     pub deadline: Option<Duration>,
     /// For how long merged pages of running targets are watched at least; zero for not at all.
     pub watch: Duration,
-    /// Whether narrowed enrolments stay narrowed.
+    /// Whether ksmd is left running slowly, with narrowed enrolments as they are.
     pub keep: bool,
 }
 
@@ -93,7 +94,7 @@ impl Progress {
 ///
 /// Targets that end meanwhile, or refuse, are told in the outcome and do not stop the others.
 pub fn carry_out(
-    session: &mut Session<'_>,
+    mut session: Session<'_>,
     plan: Plan,
     options: &Options,
     started: Instant,
@@ -115,7 +116,7 @@ pub fn carry_out(
         counters: Counters::read(host).map_err(unknown)?,
         ksmd_before: Err(Absent::NotOnThisKernel),
         pace: Pace::new(options.share),
-        session,
+        session: &mut session,
         options,
         started,
         progress,
@@ -141,7 +142,16 @@ pub fn carry_out(
     let after = verify::found(host, &plan).map_err(unknown)?;
     let ksmd = work.ksmd_since();
     let Work { timeline, stops, missed, watched, withdrawn, .. } = work;
-    let remains = session.finish()?;
+    let remains = if options.keep && !yielded {
+        session.set(&Settings::from([
+            (Setting::PagesToScan, DEFAULT_PAGES_TO_SCAN.to_string()),
+            (Setting::SleepMillisecs, GUIDED_SLEEP_MILLISECS.to_string()),
+            (Setting::Run, "1".to_owned()),
+        ]))?;
+        session.keep("guided")?
+    } else {
+        session.finish()?
+    };
     let outcome = Outcome {
         end,
         before,

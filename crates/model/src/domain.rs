@@ -3,8 +3,13 @@
 //! KSM has one tree: whoever is enrolled shares with everybody else who is, and a write to a shared page takes longer
 //! than one to a page of one's own, so sharing tells a neighbour what one's memory holds. A census therefore counts
 //! what lies within a domain and what crosses domains apart.
+//!
+//! A [`DomainRule`] sorts everybody; a configuration may put some into [`Group`]s before it is asked. Limits: names of
+//! programs, of virtual machines and of containers are what a process, or whoever started it, says of itself. A group
+//! by such a name alone trusts everybody who can choose a name; one that gives users beside it trusts those users.
 
 use crate::process::Process;
+use globset::GlobMatcher;
 use std::fmt;
 
 /// How processes are sorted into trust domains.
@@ -34,6 +39,84 @@ pub enum Domain {
     Vm(Option<String>, u32),
     /// A process, by its number.
     Process(u32),
+    /// A group of the configuration, by its name.
+    Group(String),
+}
+
+/// How processes are sorted into trust domains: by the first group that they belong to, otherwise by the rule.
+#[derive(Clone, Debug, Default)]
+pub struct Domains {
+    /// For whoever is in no group.
+    pub rule: DomainRule,
+    /// In the order in which they are tried.
+    pub groups: Vec<Group>,
+}
+
+/// Processes that trust each other. Kinds of conditions narrow each other down; within a kind any one is enough. A
+/// group without a condition has nobody in it.
+#[derive(Clone, Debug, Default)]
+pub struct Group {
+    /// What the domain is called.
+    pub name: String,
+    /// Effective users.
+    pub users: Vec<u32>,
+    /// Cgroup paths, each with all below it; patterns, whose `*` takes `/` too.
+    pub cgroups: Vec<GlobMatcher>,
+    /// Names of virtual machines.
+    pub vms: Vec<GlobMatcher>,
+    /// The kernel's names of programs.
+    pub names: Vec<GlobMatcher>,
+    /// Containers, as `docker:4c01db0b339c` or `lxc:web`.
+    pub containers: Vec<GlobMatcher>,
+    /// Jobs, as `slurm:1234.0`.
+    pub jobs: Vec<GlobMatcher>,
+}
+
+impl From<DomainRule> for Domains {
+    fn from(rule: DomainRule) -> Self {
+        Self { rule, groups: Vec::new() }
+    }
+}
+
+impl Domains {
+    /// The domain of a process.
+    pub fn domain(&self, process: &Process) -> Domain {
+        match self.groups.iter().find(|group| group.has(process)) {
+            Some(group) => Domain::Group(group.name.clone()),
+            None => self.rule.domain(process),
+        }
+    }
+}
+
+impl Group {
+    /// Whether it says who belongs to it.
+    pub fn has_condition(&self) -> bool {
+        let Self { name: _, users, cgroups, vms, names, containers, jobs } = self;
+        !users.is_empty() || [cgroups, vms, names, containers, jobs].iter().any(|patterns| !patterns.is_empty())
+    }
+
+    /// Whether a process belongs to it. What cannot be read of a process fits nothing.
+    pub fn has(&self, process: &Process) -> bool {
+        let Self { name: _, users, cgroups, vms, names, containers, jobs } = self;
+        let fits = |patterns: &[GlobMatcher], text: Option<&str>| {
+            patterns.is_empty() || text.is_some_and(|text| patterns.iter().any(|pattern| pattern.is_match(text)))
+        };
+        let identity = &process.identity;
+        let vm = identity.vm.as_ref().and_then(|vm| vm.name.as_deref());
+        self.has_condition()
+            && (users.is_empty() || process.uid.as_ref().is_ok_and(|uid| users.contains(uid)))
+            && (cgroups.is_empty() || process.cgroup.as_ref().is_ok_and(|path| fits_above(cgroups, path)))
+            && fits(vms, vm)
+            && fits(names, Some(&process.comm))
+            && fits(containers, identity.container.as_deref())
+            && fits(jobs, identity.job.as_ref().map(|job| job.name.as_str()))
+    }
+}
+
+/// Whether a cgroup or one that it is below fits.
+fn fits_above(patterns: &[GlobMatcher], path: &str) -> bool {
+    let ends = path.match_indices('/').map(|(end, _)| end).filter(|&end| end > 0).chain([path.len()]);
+    ends.map(|end| &path[..end]).any(|above| patterns.iter().any(|pattern| pattern.is_match(above)))
 }
 
 impl DomainRule {
@@ -66,6 +149,79 @@ impl fmt::Display for Domain {
             Self::Vm(Some(name), _) => write!(f, "vm {name}"),
             Self::Vm(None, pid) => write!(f, "vm of process {pid}"),
             Self::Process(pid) => write!(f, "process {pid}"),
+            Self::Group(name) => write!(f, "group {name}"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::identity::Identity;
+    use crate::reading::Absent;
+    use crate::units::{Pid, ProcessId};
+    use globset::Glob;
+    use std::collections::BTreeMap;
+
+    fn process(uid: u32, cgroup: &str, arguments: &[&str]) -> Process {
+        let arguments: Vec<String> = arguments.iter().map(|&argument| argument.to_owned()).collect();
+        let job = BTreeMap::from([("SLURM_JOB_ID".to_owned(), "7".to_owned())]);
+        Process {
+            comm: arguments[0].clone(),
+            uid: Ok(uid),
+            cgroup: Ok(cgroup.to_owned()),
+            identity: Identity::of(&arguments, &job, Some(cgroup)),
+            arguments: Ok(arguments),
+            ..Process::absent(ProcessId { pid: Pid(7), start_time: 1 }, &Absent::Denied)
+        }
+    }
+
+    fn globs(patterns: &[&str]) -> Vec<GlobMatcher> {
+        patterns.iter().map(|pattern| Glob::new(pattern).unwrap().compile_matcher()).collect()
+    }
+
+    fn group(name: &str) -> Group {
+        Group { name: name.to_owned(), ..Group::default() }
+    }
+
+    #[test]
+    fn the_first_group_that_fits_is_the_domain() {
+        let groups = vec![
+            Group { vms: globs(&["web-*"]), ..group("web") },
+            Group { users: vec![1000, 1001], names: globs(&["solver"]), ..group("solvers") },
+            Group { cgroups: globs(&["/machine.slice"]), ..group("machines") },
+            Group { containers: globs(&["docker:*"]), ..group("containers") },
+            Group { jobs: globs(&["slurm:7"]), names: globs(&["rank"]), ..group("job") },
+            group("nobody"),
+        ];
+        let domains = Domains { rule: DomainRule::User, groups };
+        let check = |process: Process, expected: &str| assert_eq!(domains.domain(&process).to_string(), expected);
+        let qemu = |name: &str, cgroup: &str| process(0, cgroup, &["qemu-system-x86_64", "-name", name]);
+        check(qemu("web-1", "/machine.slice/web"), "group web");
+        check(qemu("db", "/machine.slice/db"), "group machines");
+        check(qemu("db", "/machine.slice"), "group machines");
+        check(qemu("db", "/machine.slices/db"), "vm db");
+        check(process(1000, "/", &["solver"]), "group solvers");
+        check(process(1001, "/", &["solver"]), "group solvers");
+        check(process(1001, "/", &["other"]), "user 1001");
+        check(process(1002, "/", &["solver"]), "user 1002");
+        check(process(5, "/", &["rank"]), "group job");
+        check(process(5, &format!("/docker/{}", "ab".repeat(32)), &["nginx"]), "group containers");
+        check(Process::absent(ProcessId { pid: Pid(9), start_time: 1 }, &Absent::Denied), "process 9");
+    }
+
+    #[test]
+    fn without_groups_the_rule_decides() {
+        let check = |rule: DomainRule, process: &Process, expected: &str| {
+            assert_eq!(Domains::from(rule).domain(process).to_string(), expected);
+        };
+        let vm = process(0, "/machine.slice/web", &["qemu-system-x86_64", "-name", "web"]);
+        check(DomainRule::User, &vm, "vm web");
+        check(DomainRule::Cgroup, &vm, "cgroup /machine.slice/web");
+        check(DomainRule::Process, &vm, "vm web");
+        check(DomainRule::Host, &vm, "host");
+        check(DomainRule::User, &process(0, "/", &["bash"]), "user 0");
+        let hidden = Process { uid: Err(Absent::Denied), ..process(0, "/", &["bash"]) };
+        check(DomainRule::User, &hidden, "process 7");
     }
 }

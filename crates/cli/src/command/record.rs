@@ -57,7 +57,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
     let census_options = pagefold_census::Options {
         selection: source::selection(&options.targets, global)?,
-        domains: DomainRule::default(),
+        domains: DomainRule::default().into(),
         settle: options.settle,
         threads: std::thread::available_parallelism().map_or(1, Into::into),
         sample: None,

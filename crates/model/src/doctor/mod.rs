@@ -28,6 +28,7 @@ mod tuner;
 mod writers;
 
 pub use pace::{SCAN_MICROSECONDS, pages_for, pass_seconds};
+pub(crate) use tuner::program;
 pub use tuner::{Tuner, tuner};
 
 use crate::domain::Domain;

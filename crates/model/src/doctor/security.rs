@@ -5,8 +5,8 @@
 
 use super::enrolment::some_of;
 use super::fleet::{Fleet, total};
-use super::tuner::runs;
 use super::{HostFacts, HostRule, Outcome, ProcessFacts, Rule};
+use crate::exclusion::Exclusions;
 use crate::units::Bytes;
 use std::collections::BTreeMap;
 
@@ -60,37 +60,9 @@ fn domains(rule: &Rule, _: &HostFacts, fleet: &Fleet) -> Outcome {
     })
 }
 
-/// Programs that hold private keys or passwords in memory.
-const KEY_HOLDERS: [&str; 20] = [
-    "bao",
-    "charon",
-    "gnome-keyring-daemon",
-    "gpg-agent",
-    "keepassxc",
-    "krb5kdc",
-    "kwalletd5",
-    "kwalletd6",
-    "pcscd",
-    "scdaemon",
-    "ssh-agent",
-    "sshd",
-    "sshd-auth",
-    "sshd-session",
-    "step-ca",
-    "swtpm",
-    "systemd-cryptsetup",
-    "tangd",
-    "vault",
-    "wpa_supplicant",
-];
-
-/// Whether a process holds keys, or runs a guest whose memory is encrypted (QEMU's `confidential-guest-support`,
-/// formerly `memory-encryption`).
+/// Whether a process holds keys, or runs a guest whose memory is encrypted.
 pub(super) fn is_confidential(facts: &ProcessFacts) -> bool {
-    let arguments = facts.process.arguments.as_deref().unwrap_or_default();
-    KEY_HOLDERS.iter().any(|name| runs(name, &facts.process.comm, arguments))
-        || (facts.process.identity.vm.is_some()
-            && arguments.iter().any(|a| a.contains("confidential-guest-support=") || a.contains("memory-encryption=")))
+    Exclusions::default().reason(&facts.process).is_some()
 }
 
 /// A warning: no harm by itself, and easily avoided.

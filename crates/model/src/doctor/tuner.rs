@@ -45,21 +45,29 @@ pub fn tuner(comm: &str, arguments: &[String]) -> Option<Tuner> {
 
 /// Whether a process runs the program of that name: by its arguments, where it has any, and also when an interpreter
 /// runs it as a script; otherwise by `comm`, which the kernel cuts at 15 bytes (`TASK_COMM_LEN`).
-pub(super) fn runs(name: &str, comm: &str, arguments: &[String]) -> bool {
-    let base = |path: &str| path.rsplit('/').next().unwrap_or_default().to_owned();
-    let Some((first, rest)) = arguments.split_first() else {
-        return comm == name || (comm.len() == 15 && name.starts_with(comm));
-    };
+pub(crate) fn runs(name: &str, comm: &str, arguments: &[String]) -> bool {
+    match program(arguments) {
+        Some(program) => program == name,
+        None => comm == name || (comm.len() == 15 && name.starts_with(comm)),
+    }
+}
+
+/// The base name of the program that arguments start, of the script where an interpreter runs it. `None` where there
+/// are no arguments; empty for an interpreter without a script.
+pub(crate) fn program(arguments: &[String]) -> Option<&str> {
+    let (first, rest) = arguments.split_first()?;
+    let base = |path: &str| path.rfind('/').map_or(0, |slash| slash + 1);
     // A server may rewrite its arguments to one title: `sshd: user [priv]`.
-    let program = base(first.split(' ').next().unwrap_or_default().trim_end_matches(':'));
+    let first = first.split(' ').next().unwrap_or_default().trim_end_matches(':');
+    let program = &first[base(first)..];
     let interpreter = ["python", "bash", "dash", "sh", "perl"].iter().any(|shell| {
         program.strip_prefix(shell).is_some_and(|version| version.chars().all(|c| c.is_ascii_digit() || c == '.'))
     });
     if !interpreter {
-        return program == name;
+        return Some(program);
     }
     let script = rest.iter().find(|argument| !argument.starts_with('-') || argument.as_str() == "-c");
-    script.is_some_and(|script| base(script) == name)
+    Some(script.map_or("", |script| &script[base(script)..]))
 }
 
 impl Tuner {
