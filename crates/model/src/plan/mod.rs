@@ -1,9 +1,18 @@
 //! A plan: what is to be enrolled, what that should save, and what it should cost. Pure data, made from a census.
+//!
+//! [`plan`](fn@plan) makes one, [`Plan::probe`] cuts it in two, and [`lasting`] tells from the first part whether the
+//! second pays.
+
+mod assemble;
+pub mod lasting;
+mod probe;
+
+pub use assemble::{Constraints, Speed, plan};
 
 use crate::domain::Domain;
 use crate::process::Process;
 use crate::savings::Reach;
-use crate::units::{AddressRange, Pages, Pid};
+use crate::units::{AddressRange, Pages, Pid, ProcessId};
 use std::time::Duration;
 
 /// What is to be enrolled in KSM.
@@ -17,6 +26,27 @@ pub struct Plan {
     pub predicted: Predicted,
     /// Processes of the census that are left alone on purpose.
     pub left_alone: Vec<LeftAlone>,
+}
+
+impl Plan {
+    /// How many ranges there are, those that the programs have enrolled already included.
+    pub fn ranges(&self) -> usize {
+        self.targets.iter().map(|target| target.ranges.len()).sum()
+    }
+
+    /// What is still to be enrolled, by process, where there is anything: ascending ranges, those that touch joined.
+    pub fn to_enrol(&self) -> impl Iterator<Item = (ProcessId, Vec<AddressRange>)> + '_ {
+        self.targets.iter().filter_map(|target| {
+            let mut ranges: Vec<AddressRange> = Vec::new();
+            for planned in target.ranges.iter().filter(|planned| !planned.enrolled) {
+                match ranges.last_mut() {
+                    Some(last) if last.end == planned.range.start => last.end = planned.range.end,
+                    _ => ranges.push(planned.range),
+                }
+            }
+            (!ranges.is_empty()).then_some((target.process.id, ranges))
+        })
+    }
 }
 
 /// A process in a plan.
@@ -38,6 +68,8 @@ pub struct Target {
 pub struct PlannedRange {
     /// Where.
     pub range: AddressRange,
+    /// The region that it lies in, as the census saw it.
+    pub region: AddressRange,
     /// Resident pages in it that are not merged yet: what ksmd has to scan.
     pub pages: Pages,
     /// Those of them that have a copy or hold zeros: what should merge.
