@@ -78,6 +78,8 @@ pub struct Options {
     pub across_domains: bool,
     /// Regions that a process may have (`vm.max_map_count`).
     pub max_map_count: u64,
+    /// Whether pages of zeros will be mapped to the kernel's page of zeros, whatever `use_zero_pages` says now.
+    pub use_zero_pages: bool,
 }
 
 /// Which pages are read in the second pass.
@@ -99,7 +101,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             selection: Selection::default(),
-            domains: DomainRule::default(),
+            domains: Domains::default(),
             settle: Duration::ZERO,
             threads: 1,
             sample: None,
@@ -111,6 +113,7 @@ impl Default for Options {
             costs: None,
             across_domains: false,
             max_map_count: DEFAULT_MAX_MAP_COUNT,
+            use_zero_pages: false,
         }
     }
 }
@@ -153,7 +156,8 @@ pub fn take(
     let started = Instant::now();
     let threads = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build()?;
     let mut survey = threads.install(|| survey::survey(host, &options.selection, &options.domains))?;
-    let sharing = observe::ksm(host).map(|ksm| Sharing::of(&ksm)).unwrap_or_default();
+    let mut sharing = observe::ksm(host).map(|ksm| Sharing::of(&ksm)).unwrap_or_default();
+    sharing.use_zero_pages |= options.use_zero_pages;
     let nodes = if sharing.across_nodes { None } else { observe::Nodes::observe(host).ok() };
     let nodes = nodes.filter(|nodes| nodes.count() > 1);
     let nodes_unknown = nodes.is_some() && host.frame_flags(&[]).is_err();

@@ -192,7 +192,8 @@ mod tests {
 
     #[test]
     fn amounts_of_memory_have_binary_and_decimal_units() {
-        for (text, expected) in [("0", 0), ("4096", 4096), ("64MiB", 64 << 20), ("1 GiB", 1 << 30), ("2MB", 2_000_000)] {
+        for (text, expected) in [("0", 0), ("4096", 4096), ("64MiB", 64 << 20), ("1 GiB", 1 << 30), ("2MB", 2_000_000)]
+        {
             assert_eq!(bytes(text), Ok(Bytes(expected)), "{text}");
         }
         assert!(bytes("much").is_err() && bytes("-1").is_err());

@@ -4,6 +4,7 @@
 //! again costs ksmd's work once more. Pages that last shorter than that work is worth are a loss: MPI codes that write
 //! zero over zero in each step ran 20 to 45 % longer under KSM for savings that were gone within the step.
 
+use crate::savings::CPU_SECOND_BYTES;
 use crate::units::Pages;
 use std::ops::Add;
 use std::time::Duration;
@@ -15,9 +16,9 @@ const MERGE: f64 = 6e-6;
 /// on 6.18 (x86-64), the fault being most of it.
 const BREAK: f64 = 2.5e-6;
 
-/// What a CPU second is taken to be worth: so many bytes held for so many seconds. A host whose memory is short pays
-/// a second of one core gladly for 100 MiB over a minute, and hardly for less.
-const WORTH: f64 = (100 << 20) as f64 * 60.0;
+/// For how many seconds memory is taken to be held where nothing else is known. With it, the price of CPU time
+/// ([`CPU_SECOND_BYTES`]) makes one core worth 6 GiB held all the while, about what comes with a core in a server.
+const HELD: f64 = 60.0;
 
 /// The quantile of the normal distribution for a one-sided confidence of 95 %.
 const Z95: f64 = 1.645;
@@ -56,8 +57,8 @@ impl Seen {
 
     /// Whether merging such pages pays: unless they are known to last shorter than what merging and breaking one costs.
     pub fn pays(&self, page_bytes: u64) -> bool {
-        let worth_it = (MERGE + BREAK) * WORTH / page_bytes as f64;
-        self.rate_at_least() * worth_it <= 1.0
+        let must_last = (MERGE + BREAK) * CPU_SECOND_BYTES as f64 * HELD / page_bytes as f64;
+        self.rate_at_least() * must_last <= 1.0
     }
 }
 

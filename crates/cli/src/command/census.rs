@@ -4,6 +4,7 @@ use crate::arguments::{DomainBy, Global, MatrixBy, Targets, duration, probabilit
 use crate::{Outcome, output, progress, source};
 use anyhow::Context;
 use clap::Args;
+use pagefold_model::domain::DomainRule;
 use pagefold_report::census::{CensusReport, Context as ReportContext, text};
 use pagefold_report::wire;
 use std::time::Duration;
@@ -69,7 +70,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let threads = options.threads.map_or_else(available, usize::from);
     let census_options = pagefold_census::Options {
         selection: source::selection(&options.targets, global)?,
-        domains: options.domains.into(),
+        domains: DomainRule::from(options.domains).into(),
         settle: options.settle,
         threads,
         sample: options.sample,

@@ -1,11 +1,8 @@
 //! A plan: what is to be enrolled, what that should save, and what it should cost. Pure data, made from a census.
 //!
-//! [`plan`](fn@plan) makes one, [`Plan::probe`] cuts it in two, and [`lasting`] tells from the first part whether the
-//! second pays.
+//! [`plan`](fn@plan) makes one; [`crate::lasting`] judges afterwards what of it stays merged.
 
 mod assemble;
-pub mod lasting;
-mod probe;
 
 pub use assemble::{Constraints, Speed, plan};
 
