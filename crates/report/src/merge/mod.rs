@@ -355,7 +355,7 @@ impl OutcomeReport {
             huge_before: outcome.huge.0.as_ref().ok().map(|bytes| bytes.0),
             huge_after: outcome.huge.1.as_ref().ok().map(|bytes| bytes.0),
             stops: stops.len() as u64,
-            stop_median_us: stops.get(stops.len() / 2).copied().unwrap_or(0.0),
+            stop_median_us: stops.get(stops.len().saturating_sub(1) / 2).copied().unwrap_or(0.0),
             stop_max_us: stops.last().copied().unwrap_or(0.0),
             watched: (outcome.watched.seen.page_seconds > 0.0).then_some(WatchedReport {
                 merged_pages: outcome.watched.seen.merged.0,

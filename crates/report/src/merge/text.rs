@@ -128,7 +128,12 @@ fn account(outcome: &OutcomeReport, page_size: u64, style: Style) -> String {
         cpu.filter(|_| gib > 0.0).map(|cpu| format!("; {} for each GiB saved", seconds(cpu / gib))).unwrap_or_default(),
     ));
     if let (Some(before), Some(after)) = (outcome.available_before, outcome.available_after) {
-        line(format!("MemAvailable: {} before, {} after.", Bytes(before), Bytes(after)));
+        line(format!(
+            "MemAvailable: {} before, {} after ({}).",
+            Bytes(before),
+            Bytes(after),
+            net(after as i64 - before as i64)
+        ));
     }
     if outcome.stops > 0 {
         line(format!(
