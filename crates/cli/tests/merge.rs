@@ -143,7 +143,7 @@ fn what_is_written_all_the_time_is_withdrawn() {
     let Some(ksm) = ksm() else { return };
     let state = tempfile::tempdir().unwrap();
     let lab = Lab::layout(&["zero=4000", "hot-zero=4000", "--interval", "20"]).unwrap();
-    let merged = report(&merge(state.path(), &[&lab], &["--json", "--cpu", "100"]), 1);
+    let merged = report(&merge(state.path(), &[&lab], &["--json", "--cpu", "100", "--watch", "2s"]), 1);
     let watched = &merged["outcome"]["watched"];
     assert!(watched["withdrawn_pages"].as_u64() >= Some(4000), "{watched}");
     assert_eq!(enrolled(&lab, lab.region("hot-zero")), 0);
@@ -175,7 +175,8 @@ fn an_interrupt_ends_it_early_with_a_report() {
     let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
     let child = slow(state.path(), &labs.iter().collect::<Vec<_>>());
     until("ksmd", || ksm.counter("run") == 1);
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(child.id() as i32), nix::sys::signal::SIGINT).unwrap();
+    let pid = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
     let merged = report(&child.wait_with_output().unwrap(), 3);
     assert_eq!(merged["outcome"]["end"], "stopped", "{merged}");
     unchanged(&ksm);

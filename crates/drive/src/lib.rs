@@ -5,9 +5,11 @@
 
 #![forbid(unsafe_code)]
 
+pub mod follow;
 pub mod journal;
 pub mod ksmd;
 pub mod merge;
+pub mod prepare;
 pub mod session;
 pub mod verify;
 pub mod watch;

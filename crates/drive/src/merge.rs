@@ -112,6 +112,7 @@ pub fn carry_out(
         withdrawn: BTreeMap::new(),
         watched: Watched::default(),
         lost: Seen::default(),
+        found_fleeting: started,
         ksmd: Ksmd::find(host),
         counters: Counters::read(host).map_err(unknown)?,
         ksmd_before: Err(Absent::NotOnThisKernel),
@@ -184,6 +185,7 @@ struct Work<'w, 'h> {
     withdrawn: BTreeMap<usize, Vec<AddressRange>>,
     watched: Watched,
     lost: Seen,
+    found_fleeting: Instant,
     session: &'w mut Session<'h>,
     options: &'w Options,
     started: Instant,
@@ -272,7 +274,8 @@ impl Work<'_, '_> {
             self.timeline.push(Sample { at: self.started.elapsed(), saved, ksmd });
             self.progress.saved.store(saved.0, Ordering::Relaxed);
             settled |= settle.look(now.full_scans, saved);
-            let watched = began.elapsed() >= self.options.watch;
+            // While looks still find something that does not last, more may come.
+            let watched = began.elapsed() >= self.options.watch && self.found_fleeting.elapsed() >= 3 * AGAIN;
             if settled && (watched || self.watch.as_mut().is_none_or(|watch| !watch.ran(self.plan))) {
                 return Ok(End::Settled);
             }
@@ -309,6 +312,9 @@ impl Work<'_, '_> {
         }
         let page_size = self.session.host().page_size();
         let gone = watch.withdraw(|seen| seen.pays(page_size.bytes()));
+        if !gone.is_empty() {
+            self.found_fleeting = Instant::now();
+        }
         self.lost = gone.iter().fold(self.lost, |sum, piece| sum + piece.seen);
         self.watched.seen = watch.seen() + self.lost;
         for pieces in gone.chunk_by(|a, b| a.target == b.target) {

@@ -4,16 +4,15 @@ use crate::arguments::{DomainBy, Global, Targets, bytes, duration, percent};
 use crate::{Outcome, output, progress, source};
 use anyhow::{Context, bail};
 use clap::Args;
-use pagefold_census::{DEFAULT_MAX_MAP_COUNT, Second};
+use pagefold_drive::prepare::{Request, prepare};
 use pagefold_drive::{Session, ksmd, merge};
 use pagefold_host::{Host, observe};
 use pagefold_model::census::Census;
 use pagefold_model::domain::DomainRule;
-use pagefold_model::plan::{self, Plan, Speed};
+use pagefold_model::plan::Plan;
 use pagefold_model::{Absent, Bytes};
 use pagefold_report::merge::{MergeReport, text};
 use pagefold_report::wire;
-use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
@@ -86,7 +85,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let host = source::open(global)?;
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
     let session = if options.dry_run { None } else { Some(begin(&*host, options, global)?) };
-    let (census, plan) = prepare(&*host, options, global, &stop)?;
+    let (census, plan) = plan(&*host, options, global, &stop)?;
     let page_size = host.page_size();
     let mut report = MergeReport::of_plan(host.describe(), page_size, &census, &plan);
     drop(census);
@@ -113,39 +112,24 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
 }
 
 /// Take the census that a plan needs, and plan.
-fn prepare(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBool) -> anyhow::Result<(Census, Plan)> {
-    let selection = source::selection(&options.targets, global)?;
+fn plan(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBool) -> anyhow::Result<(Census, Plan)> {
     let available = || std::thread::available_parallelism().map_or(1, Into::into);
-    let max_map_count = observe::max_map_count(host).unwrap_or(DEFAULT_MAX_MAP_COUNT);
-    let census_options = pagefold_census::Options {
-        selection,
+    let request = Request {
+        selection: source::selection(&options.targets, global)?,
         domains: DomainRule::from(options.domains).into(),
-        settle: options.settle,
-        second: Second::Candidates,
-        threads: options.threads.map_or_else(available, usize::from),
         across_domains: options.across_domains,
-        max_map_count,
-        use_zero_pages: true,
-        ..Default::default()
+        settle: options.settle,
+        threads: options.threads.map_or_else(available, usize::from),
+        whole: options.whole,
+        min_profit: options.min_profit,
+        share: options.cpu,
     };
-    let (census, _) = progress::show(host.page_size(), stop, |progress| {
-        pagefold_census::take(host, &census_options, progress, stop)
-    })?;
-    source::seen(!census.subjects.is_empty(), &census_options.selection, &census.unseen, global)?;
+    let (census, plan) =
+        progress::show(host.page_size(), stop, |progress| prepare(host, &request, &|_| None, progress, stop))?;
+    source::seen(!census.subjects.is_empty(), &request.selection, &census.unseen, global)?;
     if census.partial {
         bail!("stopped during the census: nothing was changed");
     }
-    let constraints = plan::Constraints {
-        page_size: host.page_size(),
-        whole: options.whole,
-        min_profit: options.min_profit,
-        max_map_count,
-        regions: BTreeMap::new(),
-        cpu: options.cpu,
-        narrow: true,
-        speed: Speed::default(),
-    };
-    let plan = plan::plan(&census, &constraints, &|_| None);
     Ok((census, plan))
 }
 

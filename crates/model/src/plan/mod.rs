@@ -31,6 +31,15 @@ impl Plan {
         self.targets.iter().map(|target| target.ranges.len()).sum()
     }
 
+    /// Leave out what of the ranges lies in `without`. Counts shrink in proportion, and the prediction stays: it is that
+    /// of the whole plan.
+    pub fn leave_out(&mut self, process: ProcessId, without: &[AddressRange]) {
+        for target in self.targets.iter_mut().filter(|target| target.process.id == process) {
+            target.ranges = target.ranges.iter().flat_map(|range| range.without(without)).collect();
+        }
+        self.targets.retain(|target| !target.ranges.is_empty());
+    }
+
     /// What is still to be enrolled, by process, where there is anything: ascending ranges, those that touch joined.
     pub fn to_enrol(&self) -> impl Iterator<Item = (ProcessId, Vec<AddressRange>)> + '_ {
         self.targets.iter().filter_map(|target| {
@@ -77,6 +86,33 @@ pub struct PlannedRange {
     pub enrolled: bool,
 }
 
+impl PlannedRange {
+    /// The parts of it that lie outside of some ranges.
+    fn without(&self, ranges: &[AddressRange]) -> Vec<Self> {
+        let mut parts = vec![self.range];
+        for &hole in ranges {
+            parts = parts
+                .into_iter()
+                .flat_map(|part| {
+                    [
+                        AddressRange { start: part.start, end: part.end.min(hole.start) },
+                        AddressRange { start: part.start.max(hole.end), end: part.end },
+                    ]
+                })
+                .filter(|part| part.start < part.end)
+                .collect();
+        }
+        let whole = self.range.bytes().0.max(1) as u128;
+        parts
+            .into_iter()
+            .map(|range| {
+                let part = |pages: Pages| Pages((u128::from(pages.0) * u128::from(range.bytes().0) / whole) as u64);
+                Self { range, pages: part(self.pages), merging: part(self.merging), zero: part(self.zero), ..*self }
+            })
+            .collect()
+    }
+}
+
 /// What a plan should come to.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Predicted {
@@ -101,4 +137,46 @@ pub struct LeftAlone {
     pub comm: String,
     /// Why, in one phrase.
     pub why: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const fn range(start: u64, end: u64) -> AddressRange {
+        AddressRange { start, end }
+    }
+
+    fn planned(start: u64, end: u64) -> PlannedRange {
+        let pages = Pages(end - start);
+        let range = range(start, end);
+        PlannedRange { range, region: range, pages, merging: pages, zero: Pages::ZERO, enrolled: false }
+    }
+
+    #[test]
+    fn what_is_left_out_is_cut_out() {
+        let check = |holes: &[AddressRange], expected: &[(u64, u64)]| {
+            let parts: Vec<_> = planned(10, 20).without(holes).iter().map(|p| (p.range.start, p.range.end)).collect();
+            assert_eq!(parts, expected);
+        };
+        check(&[], &[(10, 20)]);
+        check(&[range(0, 10), range(20, 30)], &[(10, 20)]);
+        check(&[range(12, 14)], &[(10, 12), (14, 20)]);
+        check(&[range(12, 14), range(5, 11), range(13, 19)], &[(11, 12), (19, 20)]);
+        check(&[range(0, 99)], &[]);
+    }
+
+    proptest! {
+        #[test]
+        fn each_page_is_kept_or_left_out(holes in prop::collection::vec((0u64..50, 0u64..20), 0..8)) {
+            let holes: Vec<_> = holes.into_iter().map(|(start, length)| range(start, start + length)).collect();
+            let parts = planned(5, 45).without(&holes);
+            for page in 5..45 {
+                let kept = parts.iter().filter(|part| part.range.contains(page)).count();
+                prop_assert_eq!(kept, usize::from(!holes.iter().any(|hole| hole.contains(page))));
+            }
+            prop_assert!(parts.iter().map(|part| part.pages.0).sum::<u64>() <= 40);
+        }
+    }
 }
