@@ -68,28 +68,25 @@ pub struct Rule {
     pub across_domains: bool,
 }
 
-/// Numbers for the trust domains: equal ones are side by side in a survey.
-pub(crate) fn domain_numbers(survey: &Survey) -> Vec<u32> {
+/// Numbers for the trust domains of the subjects: equal ones are side by side in a survey.
+pub(crate) fn domain_numbers<'a>(domains: impl Iterator<Item = &'a Domain>) -> Vec<u32> {
     let mut number = 0;
     let mut last: Option<&Domain> = None;
-    survey
-        .subjects
-        .iter()
-        .map(|subject| {
-            number += u32::from(last.is_some_and(|last| *last != subject.domain));
-            last = Some(&subject.domain);
+    domains
+        .map(|domain| {
+            number += u32::from(last.is_some_and(|last| last != domain));
+            last = Some(domain);
             number
         })
         .collect()
 }
 
-/// Walk over the groups in parallel. `visit` gets the sorted members of each group of two or more and where it begins.
-pub fn walk<T, F>(index: &Index, survey: &Survey, visit: F) -> Vec<T>
+/// Walk over the groups in parallel, with the number of each subject's trust domain. `visit` gets the sorted members of each group of two or more and where it begins.
+pub fn walk<T, F>(index: &Index, domains: &[u32], visit: F) -> Vec<T>
 where
     T: Default + Send,
     F: Fn(&mut T, usize, &[Member]) + Sync,
 {
-    let domains = domain_numbers(survey);
     let base = index.entries.as_ptr().addr();
     let first = |group: &[Entry]| (group.as_ptr().addr() - base) / size_of::<Entry>();
     index.entries[..index.paired]
@@ -174,19 +171,17 @@ pub fn classify(index: &mut Index, survey: &Survey, pairs: &Pairs, rule: Rule, t
     index.entries = entries;
     index.paired = paired;
     let index = &*index;
+    let domains = survey.domains();
 
-    let partials: Vec<Partial> = walk(index, survey, |partial: &mut Partial, start, members| {
+    let partials: Vec<Partial> = walk(index, &domains, |partial: &mut Partial, start, members| {
         partial.visit(index, rule, top, start, members);
     });
-    let mut groups = Groups::default();
+    let mut groups = Groups { merged_zero: merged_zeros(index, &domains), ..Groups::default() };
     let mut best = Vec::new();
     let (mut paired, mut unique) = (0, 0);
     for partial in partials {
         groups.freed += partial.groups.freed;
         groups.freed_within_domains += partial.groups.freed_within_domains;
-        for (domain, pages) in partial.groups.merged_zero {
-            *groups.merged_zero.entry(domain).or_default() += pages;
-        }
         groups.distinct += partial.groups.distinct;
         for (times, contents) in partial.groups.seen {
             *groups.seen.entry(times).or_default() += contents;
@@ -206,14 +201,25 @@ pub fn classify(index: &mut Index, survey: &Survey, pairs: &Pairs, rule: Rule, t
     groups.seen.retain(|_, contents| *contents > 0);
     // With `use_zero_pages` zeros are mapped to the kernel's zero page, which everybody maps anyway.
     if !rule.across_domains && !rule.sharing.use_zero_pages {
-        forbid_zeros(index, survey, &groups.merged_zero);
+        forbid_zeros(index, &domains, &groups.merged_zero);
     }
     groups
 }
 
+/// Pages of zeros that KSM merged with one another, by trust domain.
+fn merged_zeros(index: &Index, domains: &[u32]) -> BTreeMap<u32, u64> {
+    // Unmerged ones are not among the entries, and no fingerprint is less.
+    let paired = index.entries[..index.paired].iter().take_while(|entry| entry.fingerprint() == Fingerprint::ZERO_PAGE);
+    let alone = index.entries[index.paired..].iter().filter(|entry| entry.fingerprint() == Fingerprint::ZERO_PAGE);
+    let mut pages = BTreeMap::new();
+    for entry in paired.chain(alone) {
+        *pages.entry(domains[index.subject(entry.ordinal)]).or_default() += 1;
+    }
+    pages
+}
+
 /// Forbid the pages of zeros of all trust domains but one: the one that has merged some already, or else has the most.
-fn forbid_zeros(index: &Index, survey: &Survey, merged: &BTreeMap<u32, u64>) {
-    let domains = domain_numbers(survey);
+fn forbid_zeros(index: &Index, domains: &[u32], merged: &BTreeMap<u32, u64>) {
     let zeros = |subject: usize| {
         index.pages_of(subject).into_par_iter().filter(|&page| index.mark(page).class() == Some(PageClass::Zero))
     };
@@ -262,9 +268,6 @@ impl Partial {
         let fingerprint = index.entries[start].fingerprint();
         let merged = members.iter().filter(|member| member.merged).count();
         if fingerprint == Fingerprint::ZERO_PAGE {
-            for member in members {
-                *self.groups.merged_zero.entry(member.domain).or_default() += u64::from(member.merged);
-            }
             return;
         }
         self.groups.distinct += 1;

@@ -47,8 +47,8 @@ impl Mark {
 
     const FIRST_CLASS: u8 = 3;
     /// Added to the state of a page that must not be covered. Zeros and duplicates are the only ones of which there is
-    /// anything to forbid.
-    const FORBIDDEN: u8 = PageClass::ALL.len() as u8 + 1;
+    /// anything to forbid: their states come again after that of unique pages.
+    const FORBIDDEN: u8 = PageClass::Unique as u8 + 1 - PageClass::Zero as u8;
     const FIRST_FORBIDDEN: u8 = Self::FIRST_CLASS + PageClass::Zero as u8 + Self::FORBIDDEN;
     const STATE: u8 = 0x0f;
     const REDUNDANT: u8 = 0x10;

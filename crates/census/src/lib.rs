@@ -32,12 +32,14 @@ pub mod group;
 pub mod index;
 pub mod pages;
 pub mod pairs;
+mod plan;
 pub mod scan;
 pub mod survey;
 pub mod tally;
 
 pub use index::Index;
 use pairs::Pairs;
+pub use plan::plan;
 pub use scan::Progress;
 pub use survey::{Selection, Survey};
 

@@ -64,7 +64,7 @@ pub fn tally(survey: Survey, index: &Index, groups: &Groups, plan: &Plan) -> Cen
         freed: groups.freed_within_domains + zeros.domains.iter().map(|zeros| zero(zeros, 0)).sum(),
         ..savings.whole
     };
-    let covered = group::walk(index, &survey, |sum: &mut Pages, _, members| {
+    let covered = group::walk(index, &survey.domains(), |sum: &mut Pages, _, members| {
         *sum += group::freed(index, sharing, members, |member| index.mark(member.ordinal).is_covered());
     });
     savings.guided.freed = covered.into_iter().sum::<Pages>() + zero(&zeros.covered, merged_zero);
@@ -286,7 +286,7 @@ fn matrix(survey: &Survey, index: &Index, counts: &[Counts], plan: &Plan) -> Mat
         parties.push("others".to_owned());
     }
     let size = parties.len();
-    let sums = group::walk(index, survey, |sum: &mut (Vec<u64>, Vec<u64>), start, members| {
+    let sums = group::walk(index, &survey.domains(), |sum: &mut (Vec<u64>, Vec<u64>), start, members| {
         let alone = |member: &group::Member| index.mark(member.ordinal).class() == Some(PageClass::Unique);
         if index.entries[start].fingerprint() == Fingerprint::ZERO_PAGE || members.iter().all(alone) {
             return;
