@@ -5,7 +5,13 @@
 
 #![forbid(unsafe_code)]
 
+#[cfg(test)]
+mod fake;
 pub mod journal;
+pub mod ksmd;
+pub mod merge;
+pub mod policy;
 pub mod session;
+pub mod verify;
 
 pub use session::Session;

@@ -18,6 +18,8 @@ pub mod exclusion;
 pub mod identity;
 pub mod ksm;
 pub mod memory;
+pub mod outcome;
+pub mod pace;
 pub mod plan;
 pub mod policy;
 pub mod process;

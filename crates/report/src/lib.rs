@@ -8,5 +8,6 @@
 pub mod account;
 pub mod census;
 pub mod doctor;
+pub mod merge;
 pub mod text;
 pub mod wire;

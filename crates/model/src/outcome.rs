@@ -1,0 +1,168 @@
+//! What a merge came to, beside what was planned.
+
+use crate::ksm::RMAP_ITEM_BYTES;
+use crate::plan::Plan;
+use crate::reading::Reading;
+use crate::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, Pid};
+use std::time::Duration;
+
+/// The result of a merge.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// What was planned.
+    pub plan: Plan,
+    /// How it ended.
+    pub end: End,
+    /// What KSM held of the planned ranges before.
+    pub before: Found,
+    /// What it holds of them now, read with ksmd stopped.
+    pub after: Found,
+    /// What is saved, over time from the start of the command.
+    pub timeline: Vec<Sample>,
+    /// From the start of the command to the first enrolment: the census and the plan.
+    pub census: Duration,
+    /// CPU time of ksmd since the start of the command.
+    pub ksmd: Reading<Duration>,
+    /// CPU time of this process since it started.
+    pub own: Duration,
+    /// `MemAvailable` before and after; others use and free memory too.
+    pub available: (Reading<Bytes>, Reading<Bytes>),
+    /// Huge pages of the targets before and after, in bytes.
+    pub huge: (Reading<Bytes>, Reading<Bytes>),
+    /// For how long a thread of a target was stopped, each time.
+    pub stops: Vec<Duration>,
+    /// Pages that were merged for a trial, and how many of them were written while they were watched.
+    pub trial: Option<Trial>,
+    /// What could not be enrolled.
+    pub missed: Vec<Missed>,
+    /// What was changed for the time being and could not be put back, in words.
+    pub remains: Vec<String>,
+}
+
+/// How a merge ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum End {
+    /// Nothing more was to come.
+    Settled,
+    /// The deadline was reached first.
+    Deadline,
+    /// It was told to stop.
+    Stopped,
+    /// Somebody else writes KSM's settings; this is what they did.
+    Yielded(String),
+}
+
+/// What KSM holds of some ranges.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Found {
+    /// Pages that are mapped to a KSM frame.
+    pub merged: Pages,
+    /// Those frames.
+    pub frames: Pages,
+    /// Pages of zeros that KSM mapped to the kernel's zero page, in the whole of the processes.
+    pub zero: Pages,
+    /// Resident pages that are not merged.
+    pub apart: Pages,
+    /// Pages ksmd keeps metadata for, in the whole of the processes.
+    pub rmap_items: Pages,
+}
+
+impl Found {
+    /// Frames that are saved.
+    pub fn saved(&self) -> Pages {
+        self.merged.saturating_sub(self.frames) + self.zero
+    }
+}
+
+/// What was saved at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sample {
+    /// Since the start of the command.
+    pub at: Duration,
+    /// By the kernel's counters: `pages_sharing` and `ksm_zero_pages` beyond what they were.
+    pub saved: Pages,
+    /// CPU time of ksmd since the start of the command.
+    pub ksmd: Duration,
+}
+
+/// Pages merged for a trial.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Trial {
+    /// Pages that merged.
+    pub merged: Pages,
+    /// Those that were written, and so copied, while they were watched.
+    pub broken: Pages,
+    /// For how long they were watched.
+    pub watched: Duration,
+    /// Pages of the plan that were left alone because of it.
+    pub dropped: Pages,
+}
+
+/// Something that could not be enrolled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Missed {
+    /// Of which process.
+    pub pid: Pid,
+    /// Its name.
+    pub comm: String,
+    /// Where; `None` for all of it.
+    pub range: Option<AddressRange>,
+    /// Why.
+    pub why: String,
+}
+
+impl Outcome {
+    /// Frames that came back.
+    pub fn saved(&self) -> Pages {
+        self.after.saved().saturating_sub(self.before.saved())
+    }
+
+    /// Bytes that came back less ksmd's metadata for the targets.
+    pub fn net(&self, page_size: PageSize) -> NetBytes {
+        let metadata = self.after.rmap_items.saturating_sub(self.before.rmap_items).0 * RMAP_ITEM_BYTES;
+        NetBytes(page_size.of(self.saved()).0 as i64 - metadata as i64)
+    }
+
+    /// When a share of the final savings was reached, by the timeline; `None` if nothing was saved.
+    pub fn time_to(&self, share: f64) -> Option<Duration> {
+        let last = self.timeline.last()?.saved.0 as f64;
+        if last == 0.0 {
+            return None;
+        }
+        self.timeline.iter().find(|sample| sample.saved.0 as f64 >= last * share).map(|sample| sample.at)
+    }
+
+    /// Why what was reached is not what was predicted: pages by reason, as far as they can be told apart.
+    ///
+    /// `predicted - reached` is the sum of the savings that the reasons account for; where a partner went away, one
+    /// page that changed takes a second one's saving with it, which is why the last line is a rest.
+    pub fn differences(&self) -> Vec<(&'static str, i64)> {
+        let predicted = self.plan.predicted.reach.freed.0 as i64;
+        let reached = self.saved().0 as i64;
+        let planned: u64 = self.plan.targets.iter().flat_map(|target| &target.ranges).map(|range| range.pages.0).sum();
+        let resident = self.after.merged + self.after.apart;
+        let zero = self.after.zero.saturating_sub(self.before.zero);
+        let left = planned as i64 - (resident.0.saturating_sub(self.before.merged.0) + zero.0) as i64;
+        let dropped = self.trial.map_or(0, |trial| trial.dropped.0 as i64);
+        let mut reasons = Vec::new();
+        let mut rest = predicted - reached;
+        for (why, pages) in [
+            ("did not stay merged on trial, and were left alone", dropped),
+            ("left memory, or came to it, since the census", left),
+        ] {
+            if pages != 0 {
+                reasons.push((why, pages));
+                rest -= pages;
+            }
+        }
+        if rest != 0 {
+            let why = if rest > 0 {
+                "were written since the census, or lost their partner, or were not reached in time"
+            } else {
+                "were merged beyond the prediction: with pages outside of the plan, or with contents that came since"
+            };
+            reasons.push((why, rest));
+        }
+        reasons
+    }
+}

@@ -1,0 +1,387 @@
+//! A plan and what it came to, on the wire.
+
+pub mod text;
+
+use crate::wire::{NotSeen, Who};
+use pagefold_model::census::{Census, Unseen};
+use pagefold_model::outcome::{End, Outcome};
+use pagefold_model::plan::{Plan, Target};
+use pagefold_model::savings::Reach;
+use pagefold_model::{PageSize, Pages};
+use schemars::JsonSchema;
+use serde::Serialize;
+use std::time::Duration;
+
+/// Points of the timeline that are told at most.
+const TIMELINE: usize = 400;
+
+/// The result of `pagefold merge`.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct MergeReport {
+    /// `pagefold.merge/1`.
+    pub schema: &'static str,
+    /// What was merged: `this host`.
+    pub host: String,
+    /// Bytes of a page.
+    pub page_size: u64,
+    /// The processes that the census looked at.
+    pub processes: u64,
+    /// What was planned.
+    pub plan: PlanReport,
+    /// What it came to; absent for a dry run, and where nothing pays.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub outcome: Option<OutcomeReport>,
+    /// Processes that were chosen and not seen.
+    pub not_seen: Vec<NotSeen>,
+}
+
+/// What is to be enrolled, and what it should come to.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct PlanReport {
+    /// Whether processes are enrolled whole.
+    pub whole: bool,
+    /// The processes.
+    pub targets: Vec<TargetReport>,
+    /// Processes that are left alone on purpose.
+    pub left_alone: Vec<LeftAloneReport>,
+    /// What should be saved.
+    pub savings: Savings,
+    /// Pages that should merge, kept copies included.
+    pub merging_pages: u64,
+    /// Ranges in all.
+    pub ranges: u64,
+    /// Memory regions that the ranges add to the processes, at most.
+    pub regions_added: u64,
+    /// CPU seconds that ksmd should need.
+    pub ksmd_seconds: f64,
+    /// Seconds from enrolling until merged.
+    pub wall_seconds: f64,
+}
+
+/// A process of the plan.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct TargetReport {
+    /// Who it is.
+    #[serde(flatten)]
+    pub who: Who,
+    /// Pages that ksmd has to scan.
+    pub pages: u64,
+    /// Pages that should merge, pages of zeros included.
+    pub merging_pages: u64,
+    /// Pages of zeros.
+    pub zero_pages: u64,
+    /// Bytes that the program enrolled itself and that are withdrawn while ksmd works.
+    pub narrowed_bytes: u64,
+    /// What is enrolled.
+    pub ranges: Vec<RangeReport>,
+}
+
+/// A range of the plan.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct RangeReport {
+    /// Its first address.
+    pub start: u64,
+    /// The first address after it.
+    pub end: u64,
+    /// Pages that ksmd has to scan.
+    pub pages: u64,
+    /// Pages that should merge.
+    pub merging_pages: u64,
+    /// Whether the program has enrolled it already.
+    pub enrolled: bool,
+}
+
+/// A process that is left alone.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct LeftAloneReport {
+    /// Its number.
+    pub pid: u32,
+    /// Its name.
+    pub comm: String,
+    /// Why.
+    pub why: String,
+}
+
+/// Bytes saved, or to be saved.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct Savings {
+    /// Frames that come back.
+    pub gross: u64,
+    /// ksmd's metadata: 64 bytes a page that it scans.
+    pub metadata: u64,
+    /// `gross - metadata`.
+    pub net: i64,
+    /// Huge pages split.
+    pub huge_pages_split: u64,
+}
+
+/// What a merge came to.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct OutcomeReport {
+    /// `settled`, `deadline`, `stopped` or `yielded`.
+    pub end: &'static str,
+    /// What somebody else did to KSM's settings, for `yielded`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub yielded_to: Option<String>,
+    /// Bytes saved, read from page tables with ksmd stopped.
+    pub saved: u64,
+    /// `saved` less ksmd's metadata for the targets.
+    pub net: i64,
+    /// Pages mapped to frames that KSM shares.
+    pub merged_pages: u64,
+    /// Those frames.
+    pub ksm_frames: u64,
+    /// Pages of zeros mapped to the kernel's zero page.
+    pub zero_pages: u64,
+    /// Why `saved` is not what was predicted, in pages; a gain is negative.
+    pub differences: Vec<Difference>,
+    /// Seconds of the census and the plan.
+    pub census_seconds: f64,
+    /// Seconds from the start of the command to 50, 90 and 99 % of what was saved.
+    pub seconds_to_50: Option<f64>,
+    /// See `seconds_to_50`.
+    pub seconds_to_90: Option<f64>,
+    /// See `seconds_to_50`.
+    pub seconds_to_99: Option<f64>,
+    /// CPU seconds of ksmd; absent if they cannot be read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ksmd_seconds: Option<f64>,
+    /// CPU seconds of pagefold, the census included.
+    pub pagefold_seconds: f64,
+    /// `MemAvailable` before; others use and free memory too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub available_before: Option<u64>,
+    /// `MemAvailable` after.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub available_after: Option<u64>,
+    /// Bytes in huge pages of the targets before.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub huge_before: Option<u64>,
+    /// Bytes in huge pages of the targets after.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub huge_after: Option<u64>,
+    /// How often a thread of a target was stopped.
+    pub stops: u64,
+    /// Microseconds of such a stop at the median.
+    pub stop_median_us: f64,
+    /// Microseconds of the longest.
+    pub stop_max_us: f64,
+    /// Pages merged for a trial first; absent if there was none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trial: Option<TrialReport>,
+    /// What could not be enrolled.
+    pub missed: Vec<MissedReport>,
+    /// What was changed for the time being and could not be put back.
+    pub not_put_back: Vec<String>,
+    /// What was saved over time, by the kernel's counters.
+    pub timeline: Vec<Point>,
+}
+
+/// Why a prediction was not met.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct Difference {
+    /// The reason.
+    pub why: &'static str,
+    /// Pages.
+    pub pages: i64,
+}
+
+/// Pages merged for a trial.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct TrialReport {
+    /// Pages that merged.
+    pub merged_pages: u64,
+    /// Those that were written while they were watched.
+    pub broken_pages: u64,
+    /// For how long they were watched.
+    pub seconds: f64,
+    /// Pages of the plan that were left alone because of it.
+    pub dropped_pages: u64,
+}
+
+/// Something that could not be enrolled.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct MissedReport {
+    /// Of which process.
+    pub pid: u32,
+    /// Its name.
+    pub comm: String,
+    /// The first address; absent for the whole process.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub start: Option<u64>,
+    /// The first address after it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub end: Option<u64>,
+    /// Why.
+    pub why: String,
+}
+
+/// A point of the timeline.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct Point {
+    /// Seconds since the start of the command.
+    pub seconds: f64,
+    /// Bytes saved.
+    pub saved: u64,
+    /// CPU seconds of ksmd so far.
+    pub ksmd_seconds: f64,
+}
+
+impl MergeReport {
+    /// A plan that is not, or not yet, carried out.
+    pub fn of_plan(host: String, page_size: PageSize, census: &Census, plan: &Plan) -> Self {
+        Self {
+            schema: "pagefold.merge/1",
+            host,
+            page_size: page_size.bytes(),
+            processes: census.subjects.len() as u64,
+            plan: PlanReport::of(plan, page_size),
+            outcome: None,
+            not_seen: census
+                .unseen
+                .iter()
+                .map(|Unseen { pid, comm, why }| NotSeen::of(pid.0, comm.clone(), why))
+                .collect(),
+        }
+    }
+
+    /// With what it came to.
+    #[must_use]
+    pub fn with_outcome(self, outcome: &Outcome, page_size: PageSize) -> Self {
+        Self { outcome: Some(OutcomeReport::of(outcome, page_size)), ..self }
+    }
+
+    /// Whether something that was asked for was not seen or not done.
+    pub fn is_incomplete(&self) -> bool {
+        let unfinished = |outcome: &OutcomeReport| {
+            let cut_short = outcome.end == "stopped" || outcome.end == "yielded";
+            cut_short || !outcome.missed.is_empty() || !outcome.not_put_back.is_empty()
+        };
+        !self.not_seen.is_empty() || self.outcome.as_ref().is_some_and(unfinished)
+    }
+}
+
+impl PlanReport {
+    fn of(plan: &Plan, page_size: PageSize) -> Self {
+        let left_alone = plan.left_alone.iter().map(|left| LeftAloneReport {
+            pid: left.pid.0,
+            comm: left.comm.clone(),
+            why: left.why.clone(),
+        });
+        Self {
+            whole: plan.whole,
+            targets: plan.targets.iter().map(TargetReport::of).collect(),
+            left_alone: left_alone.collect(),
+            savings: Savings::of(&plan.predicted.reach, page_size),
+            merging_pages: plan.predicted.merging.0,
+            ranges: plan.targets.iter().map(|target| target.ranges.len() as u64).sum(),
+            regions_added: plan.predicted.regions_added,
+            ksmd_seconds: plan.predicted.ksmd.as_secs_f64(),
+            wall_seconds: plan.predicted.wall.as_secs_f64(),
+        }
+    }
+}
+
+impl TargetReport {
+    fn of(target: &Target) -> Self {
+        let sum = |pages: fn(&RangeReport) -> u64, ranges: &[RangeReport]| ranges.iter().map(pages).sum();
+        let ranges: Vec<RangeReport> = target
+            .ranges
+            .iter()
+            .map(|range| RangeReport {
+                start: range.range.start,
+                end: range.range.end,
+                pages: range.pages.0,
+                merging_pages: range.merging.0,
+                enrolled: range.enrolled,
+            })
+            .collect();
+        Self {
+            who: Who::of(&target.process, Some(&target.domain)),
+            pages: sum(|range| range.pages, &ranges),
+            merging_pages: sum(|range| range.merging_pages, &ranges),
+            zero_pages: target.ranges.iter().map(|range| range.zero.0).sum(),
+            narrowed_bytes: target.narrowed.iter().map(|range| range.bytes().0).sum(),
+            ranges,
+        }
+    }
+}
+
+impl Savings {
+    fn of(reach: &Reach, page_size: PageSize) -> Self {
+        Self {
+            gross: reach.gross(page_size).0,
+            metadata: reach.metadata().0,
+            net: reach.net(page_size).0,
+            huge_pages_split: reach.huge_split.0,
+        }
+    }
+}
+
+impl OutcomeReport {
+    fn of(outcome: &Outcome, page_size: PageSize) -> Self {
+        let seconds = |share| outcome.time_to(share).map(|time: Duration| time.as_secs_f64());
+        let mut stops: Vec<f64> = outcome.stops.iter().map(|stop| stop.as_secs_f64() * 1e6).collect();
+        stops.sort_by(f64::total_cmp);
+        let step = outcome.timeline.len().div_ceil(TIMELINE).max(1);
+        let last = outcome.timeline.len().saturating_sub(1);
+        let points = outcome.timeline.iter().enumerate().filter(|(i, _)| i % step == 0 || *i == last);
+        let since = |before: Pages, after: Pages| after.saturating_sub(before).0;
+        Self {
+            end: match outcome.end {
+                End::Settled => "settled",
+                End::Deadline => "deadline",
+                End::Stopped => "stopped",
+                End::Yielded(_) => "yielded",
+            },
+            yielded_to: match &outcome.end {
+                End::Yielded(what) => Some(what.clone()),
+                _ => None,
+            },
+            saved: page_size.of(outcome.saved()).0,
+            net: outcome.net(page_size).0,
+            merged_pages: outcome.after.merged.0,
+            ksm_frames: outcome.after.frames.0,
+            zero_pages: since(outcome.before.zero, outcome.after.zero),
+            differences: outcome.differences().into_iter().map(|(why, pages)| Difference { why, pages }).collect(),
+            census_seconds: outcome.census.as_secs_f64(),
+            seconds_to_50: seconds(0.5),
+            seconds_to_90: seconds(0.9),
+            seconds_to_99: seconds(0.99),
+            ksmd_seconds: outcome.ksmd.as_ref().ok().map(Duration::as_secs_f64),
+            pagefold_seconds: outcome.own.as_secs_f64(),
+            available_before: outcome.available.0.as_ref().ok().map(|bytes| bytes.0),
+            available_after: outcome.available.1.as_ref().ok().map(|bytes| bytes.0),
+            huge_before: outcome.huge.0.as_ref().ok().map(|bytes| bytes.0),
+            huge_after: outcome.huge.1.as_ref().ok().map(|bytes| bytes.0),
+            stops: stops.len() as u64,
+            stop_median_us: stops.get(stops.len() / 2).copied().unwrap_or(0.0),
+            stop_max_us: stops.last().copied().unwrap_or(0.0),
+            trial: outcome.trial.map(|trial| TrialReport {
+                merged_pages: trial.merged.0,
+                broken_pages: trial.broken.0,
+                seconds: trial.watched.as_secs_f64(),
+                dropped_pages: trial.dropped.0,
+            }),
+            missed: outcome
+                .missed
+                .iter()
+                .map(|missed| MissedReport {
+                    pid: missed.pid.0,
+                    comm: missed.comm.clone(),
+                    start: missed.range.map(|range| range.start),
+                    end: missed.range.map(|range| range.end),
+                    why: missed.why.clone(),
+                })
+                .collect(),
+            not_put_back: outcome.remains.clone(),
+            timeline: points
+                .map(|(_, sample)| Point {
+                    seconds: sample.at.as_secs_f64(),
+                    saved: page_size.of(sample.saved).0,
+                    ksmd_seconds: sample.ksmd.as_secs_f64(),
+                })
+                .collect(),
+        }
+    }
+}

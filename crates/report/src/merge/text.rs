@@ -1,0 +1,238 @@
+//! A plan and what it came to, for people.
+
+use super::{MergeReport, OutcomeReport, PlanReport, TargetReport};
+use crate::census::text::unseen;
+use crate::text::{Style, bar, bytes, cut, net, number, percent, printable};
+use pagefold_model::Bytes;
+use std::cmp::Reverse;
+use std::fmt::Write;
+
+/// Columns of the bar.
+const BAR: usize = 12;
+
+/// What could not be enrolled, in lines at most.
+const MISSED: usize = 5;
+
+/// The whole report. Tables have `top` rows.
+pub fn render(report: &MergeReport, top: usize, remedy: &str, style: Style) -> String {
+    let mut text = style.paragraph(&title(report), 0);
+    if let Some(outcome) = &report.outcome {
+        text.push('\n');
+        text.push_str(&comparison(report, outcome, style));
+        text.push_str(&account(outcome, report.page_size, style));
+    }
+    text.push_str(&targets(report, top, style));
+    if report.outcome.is_none() && !report.plan.targets.is_empty() {
+        text.push_str(&forecast(&report.plan, style));
+    }
+    text.push_str(&notes(report, top, remedy, style));
+    text
+}
+
+fn processes(count: u64) -> String {
+    format!("{} process{}", number(count), if count == 1 { "" } else { "es" })
+}
+
+fn title(report: &MergeReport) -> String {
+    let plan = &report.plan;
+    let seen = processes(report.processes);
+    let Some(outcome) = &report.outcome else {
+        if plan.targets.is_empty() {
+            return format!("Nothing pays: merging would save nothing in the {seen} of {}.", report.host);
+        }
+        return format!(
+            "Plan for {}: {} net from {} of {seen}. Nothing was changed.",
+            report.host,
+            net(plan.savings.net),
+            number(plan.targets.len() as u64),
+        );
+    };
+    let end = match outcome.end {
+        "settled" => "Settled: nothing more comes.".to_owned(),
+        "deadline" => "Ended by its deadline before it settled.".to_owned(),
+        "stopped" => "Stopped before it settled; what is merged stays merged.".to_owned(),
+        _ => format!("Yielded: {}.", outcome.yielded_to.as_deref().unwrap_or("somebody else drives KSM")),
+    };
+    format!(
+        "Merged {} of {}: {} saved, {} net of metadata. {end}",
+        processes(plan.targets.len() as u64),
+        report.host,
+        Bytes(outcome.saved),
+        net(outcome.net),
+    )
+}
+
+fn seconds(seconds: f64) -> String {
+    if seconds < 10.0 { format!("{seconds:.2} s") } else { format!("{seconds:.1} s") }
+}
+
+fn known(seconds_used: Option<f64>) -> String {
+    seconds_used.map_or_else(|| "?".to_owned(), seconds)
+}
+
+/// Predicted beside reached.
+fn comparison(report: &MergeReport, outcome: &OutcomeReport, style: Style) -> String {
+    let plan = &report.plan;
+    let mut table = style.table(&["", ">predicted", ">reached", ">of it"]);
+    let metadata = outcome.saved as i64 - outcome.net;
+    table.add_row([
+        "saved, gross".to_owned(),
+        Bytes(plan.savings.gross).to_string(),
+        Bytes(outcome.saved).to_string(),
+        percent(outcome.saved, plan.savings.gross),
+    ]);
+    table.add_row(["metadata".to_owned(), Bytes(plan.savings.metadata).to_string(), net(metadata), String::new()]);
+    table.add_row([
+        "saved, net".to_owned(),
+        net(plan.savings.net),
+        net(outcome.net),
+        percent(outcome.net.max(0) as u64, plan.savings.net.max(0) as u64),
+    ]);
+    table.add_row(["CPU of ksmd".to_owned(), seconds(plan.ksmd_seconds), known(outcome.ksmd_seconds), String::new()]);
+    if let (Some(before), Some(after)) = (outcome.huge_before, outcome.huge_after)
+        && before > 0
+    {
+        table.add_row([
+            "huge pages split".to_owned(),
+            number(plan.savings.huge_pages_split),
+            format!("{} of {}", bytes(before.saturating_sub(after)), bytes(before)),
+            String::new(),
+        ]);
+    }
+    let mut text = style.render(&table);
+    for difference in &outcome.differences {
+        let pages = Bytes(difference.pages.unsigned_abs() * report.page_size);
+        let sign = if difference.pages > 0 { "-" } else { "+" };
+        text.push_str(&style.paragraph(&format!("  {sign}{pages} {}", difference.why), 4));
+    }
+    text
+}
+
+/// Time, CPU, memory, stops.
+fn account(outcome: &OutcomeReport, page_size: u64, style: Style) -> String {
+    let mut text = String::from("\n");
+    let mut line = |sentence: String| text.push_str(&style.paragraph(&sentence, 2));
+    line(format!(
+        "Time from the start: {} to 50 %, {} to 90 %, {} to 99 %; the census took {} of it.",
+        known(outcome.seconds_to_50),
+        known(outcome.seconds_to_90),
+        known(outcome.seconds_to_99),
+        seconds(outcome.census_seconds),
+    ));
+    let gib = outcome.saved as f64 / f64::from(1 << 30);
+    let cpu = outcome.ksmd_seconds.map(|ksmd| ksmd + outcome.pagefold_seconds);
+    line(format!(
+        "CPU: {} of ksmd, {} of pagefold{}.",
+        known(outcome.ksmd_seconds),
+        seconds(outcome.pagefold_seconds),
+        cpu.filter(|_| gib > 0.0).map(|cpu| format!("; {} for each GiB saved", seconds(cpu / gib))).unwrap_or_default(),
+    ));
+    if let (Some(before), Some(after)) = (outcome.available_before, outcome.available_after) {
+        line(format!("MemAvailable: {} before, {} after.", Bytes(before), Bytes(after)));
+    }
+    if outcome.stops > 0 {
+        line(format!(
+            "A thread of a target was stopped {}, {:.0} us at the median, {:.0} us at most.",
+            match outcome.stops {
+                1 => "once".to_owned(),
+                stops => format!("{} times", number(stops)),
+            },
+            outcome.stop_median_us,
+            outcome.stop_max_us
+        ));
+    }
+    if let Some(trial) = &outcome.trial {
+        line(format!(
+            "Trial: of {} pages that were merged first, {} were written within {}; {} of the plan left alone.",
+            number(trial.merged_pages),
+            number(trial.broken_pages),
+            seconds(trial.seconds),
+            Bytes(trial.dropped_pages * page_size),
+        ));
+    }
+    text
+}
+
+fn targets(report: &MergeReport, top: usize, style: Style) -> String {
+    let plan = &report.plan;
+    if plan.targets.is_empty() {
+        return String::new();
+    }
+    let page = report.page_size;
+    let mut rows: Vec<&TargetReport> = plan.targets.iter().collect();
+    rows.sort_by_key(|target| (Reverse(target.merging_pages), target.who.pid));
+    let most = rows.first().map_or(1, |target| target.merging_pages.max(1));
+    let mut table = style.table(&[">PID", "name", "domain", ">ranges", ">to scan", ">to merge", ">zeros", ""]);
+    for target in rows.iter().take(top) {
+        table.add_row([
+            target.who.pid.to_string(),
+            cut(&target.who.label(), 24),
+            cut(target.who.domain.as_deref().unwrap_or("?"), 24),
+            if plan.whole { "whole".to_owned() } else { number(target.ranges.len() as u64) },
+            bytes(target.pages * page),
+            bytes(target.merging_pages * page),
+            bytes(target.zero_pages * page),
+            bar(target.merging_pages as f64 / most as f64, BAR),
+        ]);
+    }
+    let mut text = style.heading(if report.outcome.is_some() { "What was enrolled" } else { "What would be enrolled" });
+    text.push_str(&style.render(&table));
+    if rows.len() > top {
+        let _ = writeln!(text, "... and {} more (--top)", number((rows.len() - top) as u64));
+    }
+    text
+}
+
+fn forecast(plan: &PlanReport, style: Style) -> String {
+    let mut text = String::from("\n");
+    let mut line = |sentence: String| text.push_str(&style.paragraph(&sentence, 2));
+    line(format!(
+        "Should save {} gross, {} net of {} of metadata.",
+        Bytes(plan.savings.gross),
+        net(plan.savings.net),
+        Bytes(plan.savings.metadata),
+    ));
+    line(format!("Should take {} and {} of ksmd's CPU.", seconds(plan.wall_seconds), seconds(plan.ksmd_seconds),));
+    line(format!(
+        "Adds {} memory regions at most; splits {} huge pages.",
+        number(plan.regions_added),
+        number(plan.savings.huge_pages_split),
+    ));
+    text
+}
+
+fn notes(report: &MergeReport, top: usize, remedy: &str, style: Style) -> String {
+    let mut text = String::new();
+    let narrowed: u64 = report.plan.targets.iter().map(|target| target.narrowed_bytes).sum();
+    if narrowed > 0 {
+        text.push_str(&style.paragraph(
+            &format!(
+                "{} that programs enrolled themselves do not pay and {} withdrawn while ksmd works.",
+                Bytes(narrowed),
+                if report.outcome.is_some() { "were" } else { "would be" },
+            ),
+            2,
+        ));
+    }
+    for left in report.plan.left_alone.iter().take(top) {
+        let _ = writeln!(text, "Left alone: {} ({}): {}.", left.pid, printable(&left.comm), printable(&left.why));
+    }
+    if let Some(outcome) = &report.outcome {
+        for missed in outcome.missed.iter().take(MISSED) {
+            let place = match (missed.start, missed.end) {
+                (Some(start), Some(end)) => format!(" {start:08x}-{end:08x}"),
+                _ => String::new(),
+            };
+            let comm = printable(&missed.comm);
+            let _ = writeln!(text, "Not enrolled: {} ({comm}){place}: {}.", missed.pid, printable(&missed.why));
+        }
+        if outcome.missed.len() > MISSED {
+            let _ = writeln!(text, "... and {} more ranges not enrolled (--json)", outcome.missed.len() - MISSED);
+        }
+    }
+    for remains in report.outcome.iter().flat_map(|outcome| &outcome.not_put_back) {
+        let _ = writeln!(text, "Not put back: {}.", printable(remains));
+    }
+    text.push_str(&unseen(&report.not_seen, remedy));
+    if text.is_empty() { text } else { format!("\n{text}") }
+}
