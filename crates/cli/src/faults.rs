@@ -37,7 +37,7 @@ fn recording() -> Recording {
 }
 
 fn plain() -> Style {
-    output::style(&Global { host: "recording".to_owned(), color: When::Never })
+    output::style(&Global { host: "recording".to_owned(), color: When::Never, state: PathBuf::new() })
 }
 
 /// Every fault of every path that `command` asks for, each by itself: `check` gets the path, the fault and the host.

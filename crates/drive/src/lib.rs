@@ -5,10 +5,13 @@
 
 #![forbid(unsafe_code)]
 
+#[cfg(test)]
+mod fake;
 pub mod follow;
 pub mod journal;
 pub mod ksmd;
 pub mod merge;
+pub mod policy;
 pub mod prepare;
 pub mod session;
 pub mod verify;

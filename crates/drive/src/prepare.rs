@@ -1,11 +1,12 @@
 //! From a host to a plan: the census that a plan needs, and the plan.
 
-use pagefold_census::{DEFAULT_MAX_MAP_COUNT, Index, Second, Selection};
+use pagefold_census::plan::plan;
+use pagefold_census::{DEFAULT_MAX_MAP_COUNT, Second, Selection};
 use pagefold_host::{Host, observe};
 use pagefold_model::Bytes;
 use pagefold_model::census::Census;
 use pagefold_model::domain::Domains;
-use pagefold_model::plan::{Constraints, Plan, Speed, plan};
+use pagefold_model::plan::{Constraints, Plan, Speed};
 use pagefold_model::process::Process;
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
@@ -54,7 +55,7 @@ pub fn prepare(
         use_zero_pages: true,
         ..Default::default()
     };
-    let (census, _): (Census, Index) = pagefold_census::take(host, &options, progress, stop)?;
+    let (census, index) = pagefold_census::take(host, &options, progress, stop)?;
     let constraints = Constraints {
         page_size: host.page_size(),
         whole: request.whole,
@@ -65,6 +66,6 @@ pub fn prepare(
         narrow: true,
         speed: Speed::default(),
     };
-    let plan = plan(&census, &constraints, excluded);
+    let plan = plan(&census, &index, &constraints, excluded);
     Ok((census, plan))
 }

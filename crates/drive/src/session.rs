@@ -16,7 +16,7 @@
 
 use crate::journal::{self, Entry, Journal, POLICY, SESSION};
 use pagefold_host::Host;
-use pagefold_host::act::{self, Action, Effect, Refusal};
+use pagefold_host::act::{self, Action, Advice, Effect, Refusal};
 use pagefold_model::Absent;
 use pagefold_model::ksm::{Setting, Settings};
 use pagefold_model::policy::DEFAULT_PAGES_TO_SCAN;
@@ -53,7 +53,9 @@ pub enum Error {
         source: io::Error,
     },
     /// Others could write what is to be put back.
-    #[error("{0} can be written by others: whoever can write the journal decides what is done; use a directory of yours")]
+    #[error(
+        "{0} can be written by others: whoever can write the journal decides what is done; use a directory of yours"
+    )]
     Exposed(PathBuf),
     /// The journal cannot be read or written.
     #[error(transparent)]
@@ -110,27 +112,29 @@ pub struct Remains {
 
 impl fmt::Display for Remains {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", Described(&self.undo), self.why)
+        write!(f, "{}: {}", Was(&self.undo), self.why)
     }
 }
 
-/// An action for people, as what it leads to.
-pub struct Described<'a>(pub &'a Action);
+/// What puts a change back, for people: as what there was before it.
+pub struct Was<'a>(pub &'a Action);
 
-impl fmt::Display for Described<'_> {
+impl fmt::Display for Was<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let enrolled = |on: bool| if on { "enrolled" } else { "withdrawn" };
         match self.0 {
-            Action::Set { setting, value } => write!(f, "{} = {value}", setting.file()),
+            Action::Set { setting, value } => write!(f, "/sys/kernel/mm/ksm/{} was {value}", setting.file()),
             Action::Advise { process, advice, ranges } => {
-                let on = *advice == act::Advice::Mergeable;
-                write!(f, "{} ranges of process {} {}", ranges.len(), process.pid, enrolled(on))
+                let was = if *advice == Advice::Mergeable { "enrolled" } else { "not enrolled" };
+                write!(f, "{} ranges of process {} were {was}", ranges.len(), process.pid)
             }
-            Action::MergeAny { process, on } => write!(f, "process {} {}", process.pid, enrolled(*on)),
+            Action::MergeAny { process, on } => {
+                write!(f, "process {} was {}enrolled whole", process.pid, if *on { "" } else { "not " })
+            }
             Action::GuestMerge { process, backend, on, .. } => {
-                write!(f, "{backend} of process {} {}", process.pid, enrolled(*on))
+                let was = if *on { "" } else { "not " };
+                write!(f, "{backend} of the guest of process {} was {was}enrolled", process.pid)
             }
-            Action::Collapse { process, .. } => write!(f, "huge pages of process {} collapsed", process.pid),
+            Action::Collapse { process, .. } => write!(f, "huge pages of process {}", process.pid),
         }
     }
 }
@@ -159,8 +163,7 @@ impl<'a> Session<'a> {
         let boot = boot(host).map_err(Error::Unknown)?;
         let left = Journal::load(directory, SESSION)?.filter(|journal| journal.boot == boot);
         let empty = Journal { boot, writer: std::process::id(), purpose: None, entries: Vec::new() };
-        let mut session =
-            Self { host, directory: directory.to_owned(), journal: empty, left: Vec::new(), _lock: lock };
+        let mut session = Self { host, directory: directory.to_owned(), journal: empty, left: Vec::new(), _lock: lock };
         let Some(left) = left else { return Ok((session, Vec::new(), Vec::new())) };
         session.journal.entries = left.entries;
         let (undone, remains) = session.put_back()?;
@@ -190,12 +193,11 @@ impl<'a> Session<'a> {
         self.host.apply(action).map_err(|refusal| {
             // Nothing was changed, so there is nothing to put back. Where something may have been, taking back what was
             // not done does no harm.
-            if matches!(action, Action::Set { .. }) || !matches!(refusal, Refusal::Failed(_)) {
-                if let Err(error) = self.forget(noted) {
-                    return error;
-                }
+            let untouched = matches!(action, Action::Set { .. }) || !matches!(refusal, Refusal::Failed(_));
+            match if untouched { self.forget(noted) } else { Ok(()) } {
+                Ok(()) => refusal.into(),
+                Err(error) => error,
             }
-            refusal.into()
         })
     }
 
@@ -229,13 +231,13 @@ impl<'a> Session<'a> {
     }
 
     /// Put everything back that was changed for now, newest first.
-    pub fn finish(mut self) -> Result<Vec<Remains>, Error> {
+    pub fn finish(&mut self) -> Result<Vec<Remains>, Error> {
         Ok(self.put_back()?.1)
     }
 
     /// End with the settings as they are now, as a policy's, and write down what they were before the first policy.
     /// Anything else that was changed for now comes back.
-    pub fn keep(mut self, policy: &str) -> Result<Vec<Remains>, Error> {
+    pub fn keep(&mut self, policy: &str) -> Result<Vec<Remains>, Error> {
         let mut kept = self.policy()?.unwrap_or_else(|| Journal { entries: Vec::new(), ..self.journal.clone() });
         let settings = |entry: &Entry| matches!(entry.undo, Action::Set { .. });
         for entry in self.journal.entries.iter().filter(|entry| settings(entry)) {
@@ -258,7 +260,7 @@ impl<'a> Session<'a> {
     }
 
     /// Put back what the host had before a policy was set. Tells what was put back and what was not.
-    pub fn restore_policy(mut self) -> Result<(Vec<Action>, Vec<Remains>), Error> {
+    pub fn restore_policy(&mut self) -> Result<(Vec<Action>, Vec<Remains>), Error> {
         let Some(policy) = self.policy()? else { return Ok((Vec::new(), Vec::new())) };
         self.journal.entries.extend(policy.entries);
         // From here on it is this session's to put back, also after it was killed.
@@ -294,7 +296,8 @@ impl<'a> Session<'a> {
         let mut noted = Noted { length: self.journal.entries.len(), written: Vec::new() };
         if let Action::Set { setting, value } = action {
             let now = self.now(*setting)?;
-            if *setting == Setting::AdvisorMode && now != *value && (now == "none" || self.known(Setting::PagesToScan)) {
+            if *setting == Setting::AdvisorMode && now != *value && (now == "none" || self.known(Setting::PagesToScan))
+            {
                 self.note_setting(Setting::PagesToScan, &DEFAULT_PAGES_TO_SCAN.to_string(), &mut noted)?;
             }
             if now != *value || self.known(*setting) {
@@ -374,11 +377,13 @@ impl<'a> Session<'a> {
             }
             if *setting == Setting::PagesToScan && read(Setting::AdvisorMode).as_deref() == Ok("scan-time") {
                 let advisor = Action::Set { setting: Setting::AdvisorMode, value: "scan-time".to_owned() };
-                // The advisor was on before, and sets it.
-                return match self.journal.entries.iter().any(|older| older.undo == advisor) {
-                    true => Ok(()),
-                    false => Err(("the advisor is on, which somebody else switched on".to_owned(), false)),
-                };
+                if self.left.iter().any(|entry| sets(entry, Setting::AdvisorMode)) {
+                    return Err(("the advisor is on, which could not be switched off".to_owned(), true));
+                }
+                // If the advisor was on before, it sets this.
+                let before = self.journal.entries.iter().any(|older| older.undo == advisor);
+                let foreign = || ("the advisor is on, which somebody else switched on".to_owned(), false);
+                return if before { Ok(()) } else { Err(foreign()) };
             }
             if !entry.written.contains(&now) {
                 return Err((format!("it is {now} now, which somebody else wrote"), false));
@@ -396,10 +401,10 @@ impl Drop for Session<'_> {
         match self.put_back() {
             Ok((_, remains)) => {
                 for remains in remains {
-                    eprintln!("pagefold: could not be put back: {remains}");
+                    eprintln!("pagefold: not put back: {remains}");
                 }
             }
-            Err(error) => eprintln!("pagefold: could not be put back: {error}"),
+            Err(error) => eprintln!("pagefold: not put back: {error}"),
         }
     }
 }

@@ -10,7 +10,7 @@ use pagefold_model::ksm::Setting;
 use pagefold_model::{AddressRange, Pid, ProcessId};
 use pagefold_sys::inject;
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 
 /// Carry out one action.
 pub fn apply(host: &LiveHost, action: &Action) -> Result<Effect, Refusal> {
@@ -26,7 +26,9 @@ pub fn apply(host: &LiveHost, action: &Action) -> Result<Effect, Refusal> {
 /// Write a file of `/sys/kernel/mm/ksm`.
 fn set(setting: Setting, value: &str) -> Result<(), Refusal> {
     let path = format!("/sys/kernel/mm/ksm/{}", setting.file());
-    fs::write(&path, value).map_err(|error| {
+    // Without O_CREAT, which sysfs answers with EACCES where there is no such file.
+    let write = || fs::OpenOptions::new().write(true).open(&path)?.write_all(value.as_bytes());
+    write().map_err(|error| {
         let said = format!("writing {value} to {path}: {error}");
         match error.kind() {
             io::ErrorKind::NotFound => Refusal::Unsupported(format!("this kernel has no {path}")),

@@ -1,8 +1,8 @@
 //! `/proc/meminfo` (fs/proc/meminfo.c), `/proc/vmstat` (mm/vmstat.c) and `/proc/pressure/*` (kernel/sched/psi.c).
 
 use super::text::{field, kib, lines, malformed, number};
-use pagefold_model::Reading;
 use pagefold_model::memory::{Memory, Pressure, PressureLine};
+use pagefold_model::{Bytes, Reading};
 use std::collections::BTreeMap;
 
 /// The host's memory from `/proc/meminfo`.
@@ -18,6 +18,12 @@ pub fn meminfo(bytes: &[u8]) -> Memory {
         swap_free: amount("SwapFree"),
         hugetlb: amount("Hugetlb"),
     }
+}
+
+/// `Buffers` and `Cached` of `/proc/meminfo` together.
+pub fn cache(bytes: &[u8]) -> Reading<Bytes> {
+    let amount = |key| field(bytes, key).and_then(kib);
+    Ok(amount("Buffers")? + amount("Cached")?)
 }
 
 /// Both lines of a file under `/proc/pressure` (4.20). `cpu` has no `full` line before 5.13.
@@ -60,7 +66,7 @@ pub fn vmstat(bytes: &[u8]) -> BTreeMap<String, u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_model::{Absent, Bytes};
+    use pagefold_model::Absent;
     use proptest::prelude::*;
 
     #[test]
@@ -68,6 +74,7 @@ mod tests {
         let kib = |amount| Ok(Bytes::from_kib(amount));
         let memory = meminfo(include_bytes!("samples/meminfo"));
         assert_eq!(memory.total, kib(24_684_092));
+        assert!(cache(include_bytes!("samples/meminfo")).unwrap() > Bytes::ZERO);
         assert_eq!((memory.swap_total, memory.swap_free, memory.hugetlb), (kib(0), kib(0), kib(4096)));
         assert!(memory.anon.unwrap() > Bytes::ZERO && memory.available.unwrap() < memory.total.unwrap());
         assert!(memory.free.is_ok() && memory.anon_huge.is_ok());

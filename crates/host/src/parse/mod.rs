@@ -18,7 +18,7 @@ mod smaps;
 mod text;
 
 pub use ksm::{ksm, process_ksm};
-pub use memory::{meminfo, pressure, vmstat};
+pub use memory::{cache, meminfo, pressure, vmstat};
 pub use process::{PF_KTHREAD, Stat, Status, arguments, cgroup, job_environment, stat, status};
 pub use smaps::{rollup, smaps};
 pub use text::{bracketed, number, number_list};

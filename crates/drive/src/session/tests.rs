@@ -1,0 +1,310 @@
+//! Sessions over a host in memory: whatever fails, the settings come back or it is said what remains.
+
+use super::*;
+use crate::fake::Fake;
+use pagefold_host::faulty::{Fault, Faulty};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+fn settings(of: &[(Setting, &str)]) -> Settings {
+    of.iter().map(|&(setting, value)| (setting, value.to_owned())).collect()
+}
+
+fn busy() -> Settings {
+    settings(&[
+        (Setting::AdvisorMode, "none"),
+        (Setting::PagesToScan, "5000"),
+        (Setting::SleepMillisecs, "1"),
+        (Setting::UseZeroPages, "1"),
+        (Setting::Run, "1"),
+    ])
+}
+
+fn advised() -> Settings {
+    settings(&[(Setting::AdvisorMode, "scan-time"), (Setting::AdvisorTargetScanTime, "20"), (Setting::Run, "1")])
+}
+
+/// What a killed session leaves: lock gone, journal there.
+fn kill(session: Session<'_>, directory: &Path) {
+    let bytes = fs::read(directory.join(SESSION)).ok();
+    drop(session);
+    match bytes {
+        Some(bytes) => fs::write(directory.join(SESSION), bytes).unwrap(),
+        None => assert!(!directory.join(SESSION).exists()),
+    }
+}
+
+fn begin<'a>(host: &'a dyn Host, directory: &Path) -> Session<'a> {
+    let (session, undone, remains) = Session::begin(host, directory).unwrap();
+    assert_eq!((undone, remains), (Vec::new(), Vec::new()));
+    session
+}
+
+#[test]
+fn what_is_set_comes_back_run_first() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let before = host.values();
+    let mut session = begin(&host, directory.path());
+    session.set(&busy()).unwrap();
+    session.set(&settings(&[(Setting::PagesToScan, "7000")])).unwrap();
+    session.uncontested().unwrap();
+    assert_eq!((host.value("pages_to_scan"), host.value("run")), ("7000".to_owned(), "1".to_owned()));
+    assert_eq!(session.finish().unwrap(), Vec::new());
+    assert_eq!(host.values(), before);
+    let back = host.written().split_off(5);
+    assert_eq!(back, ["run=0", "use_zero_pages=0", "sleep_millisecs=20", "pages_to_scan=100"]);
+    drop(session);
+    assert!(!directory.path().join(SESSION).exists());
+}
+
+#[test]
+fn the_advisor_takes_no_setting_with_it() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    host.put("pages_to_scan", "777");
+    let before = host.values();
+    let mut session = begin(&host, directory.path());
+    session.set(&advised()).unwrap();
+    // The kernel moves it while the advisor is on: nobody else's doing.
+    host.put("pages_to_scan", "4321");
+    session.uncontested().unwrap();
+    session.set(&busy()).unwrap();
+    assert_eq!(host.value("pages_to_scan"), "5000");
+    session.set(&advised()).unwrap();
+    assert_eq!(session.finish().unwrap(), Vec::new());
+    assert_eq!(host.values(), before);
+}
+
+#[test]
+fn the_advisor_that_was_on_goes_on() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    host.put("advisor_mode", "scan-time");
+    host.put("pages_to_scan", "4321");
+    let mut session = begin(&host, directory.path());
+    session.set(&busy()).unwrap();
+    session.uncontested().unwrap();
+    assert_eq!(host.value("pages_to_scan"), "5000");
+    session.set(&advised()).unwrap();
+    session.set(&busy()).unwrap();
+    assert_eq!(session.finish().unwrap(), Vec::new());
+    // Where the advisor starts: it finds its own way from there.
+    assert_eq!((host.value("advisor_mode").as_str(), host.value("pages_to_scan").as_str()), ("scan-time", "500"));
+    assert_eq!(host.value("run"), "0");
+}
+
+#[test]
+fn a_session_that_is_killed_anywhere_is_put_back_by_the_next() {
+    for (before, wanted) in [("none", advised()), ("none", busy()), ("scan-time", busy())] {
+        for steps in 0..=wanted.len() {
+            let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+            if before == "none" {
+                host.put("pages_to_scan", "777");
+            } else {
+                host.put("advisor_mode", "scan-time");
+                host.put("pages_to_scan", "500");
+            }
+            let before = host.values();
+            let mut session = begin(&host, directory.path());
+            session.set(&wanted.iter().take(steps).map(|(s, v)| (*s, v.clone())).collect()).unwrap();
+            let (now, journal) = (host.values(), fs::read(directory.path().join(SESSION)).ok());
+            drop(session);
+            assert_eq!(host.values(), before, "{steps} steps");
+            // As it was when it was killed.
+            for line in &now {
+                let (file, value) = line.split_once('=').unwrap();
+                host.put(file, value);
+            }
+            if let Some(journal) = journal {
+                fs::write(directory.path().join(SESSION), journal).unwrap();
+            }
+            let (_, undone, remains) = Session::begin(&host, directory.path()).unwrap();
+            assert_eq!(remains, Vec::new(), "{steps} steps");
+            assert_eq!(undone.is_empty(), now == before, "{steps} steps");
+            assert_eq!(host.values(), before, "{steps} steps");
+            assert!(!directory.path().join(SESSION).exists());
+        }
+    }
+}
+
+#[test]
+fn killed_between_the_note_and_the_change() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let before = host.values();
+    let mut session = begin(&host, directory.path());
+    session.set(&settings(&[(Setting::Run, "1")])).unwrap();
+    session.note(&Action::Set { setting: Setting::PagesToScan, value: "9".to_owned() }).unwrap();
+    session.note(&Action::Set { setting: Setting::Run, value: "2".to_owned() }).unwrap();
+    let journal = fs::read(directory.path().join(SESSION)).unwrap();
+    drop(session);
+    host.put("run", "1");
+    fs::write(directory.path().join(SESSION), journal).unwrap();
+    let (_, _, remains) = Session::begin(&host, directory.path()).unwrap();
+    assert_eq!(remains, Vec::new());
+    assert_eq!(host.values(), before);
+}
+
+/// Every write and every read of a setting fails in turn: afterwards the host is as before, or it is said what is not,
+/// and the next session mends that.
+#[test]
+fn whatever_fails_the_settings_come_back_or_it_is_said() {
+    for wanted in [busy(), advised()] {
+        let mut failing = 0;
+        loop {
+            let (fake, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+            fake.put("pages_to_scan", "777");
+            let before = fake.values();
+            let asked = AtomicUsize::new(0);
+            let fault = |path: &str| {
+                let counts = path.starts_with("#set") || path.starts_with("sys/kernel/mm/ksm/");
+                (counts && asked.fetch_add(1, Ordering::Relaxed) == failing).then_some(Fault::Absent(Absent::Denied))
+            };
+            let host = Faulty::new(&fake, fault);
+            let mut session = begin(&host, directory.path());
+            let set = session.set(&wanted);
+            let remains = session.finish().unwrap();
+            drop(session);
+            if asked.into_inner() <= failing {
+                assert!(set.is_ok());
+                break;
+            }
+            if remains.is_empty() {
+                assert_eq!(fake.values(), before, "{failing}");
+            } else {
+                assert!(set.is_ok(), "one fault at a time");
+                assert!(remains.iter().any(|remains| remains.kept), "{failing}: {remains:?}");
+                let (_, _, remains) = Session::begin(&fake, directory.path()).unwrap();
+                // What the kernel reset in between stays for the same reason.
+                assert_eq!(remains, Vec::new(), "{failing}");
+                assert_eq!(fake.values(), before, "{failing}");
+            }
+            failing += 1;
+        }
+        assert!(failing > 12, "{failing}");
+    }
+}
+
+#[test]
+fn what_somebody_else_wrote_stays() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let mut session = begin(&host, directory.path());
+    session.set(&busy()).unwrap();
+    host.put("sleep_millisecs", "33");
+    let error = session.uncontested().unwrap_err();
+    assert_eq!(error.to_string(), "somebody else writes /sys/kernel/mm/ksm/sleep_millisecs: it was 1, it is 33");
+    assert!(matches!(session.set(&busy()), Err(Error::Contested { .. })));
+    let remains = session.finish().unwrap();
+    assert_eq!(remains.len(), 1);
+    assert_eq!(
+        remains[0].to_string(),
+        "/sys/kernel/mm/ksm/sleep_millisecs was 20: it is 33 now, which somebody else wrote"
+    );
+    assert!(!remains[0].kept);
+    assert_eq!((host.value("sleep_millisecs"), host.value("run")), ("33".to_owned(), "0".to_owned()));
+    drop(session);
+    begin(&host, directory.path());
+}
+
+#[test]
+fn an_advisor_that_somebody_else_switched_on_stays() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let mut session = begin(&host, directory.path());
+    session.set(&settings(&[(Setting::PagesToScan, "5000")])).unwrap();
+    host.apply(&Action::Set { setting: Setting::AdvisorMode, value: "scan-time".to_owned() }).unwrap();
+    assert!(session.uncontested().is_err());
+    let remains = session.finish().unwrap();
+    assert_eq!(remains.len(), 1, "{remains:?}");
+    assert_eq!(host.value("advisor_mode"), "scan-time");
+}
+
+#[test]
+fn a_change_that_is_refused_leaves_nothing_to_put_back() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let mut session = begin(&host, directory.path());
+    session.set(&settings(&[(Setting::MaxPageSharing, "64")])).unwrap();
+    let bad = settings(&[(Setting::MaxPageSharing, "1")]);
+    assert!(matches!(session.set(&bad), Err(Error::Refused(_))));
+    // Refused is not contested.
+    session.uncontested().unwrap();
+    session.set(&settings(&[(Setting::MaxPageSharing, "128")])).unwrap();
+    let bad = settings(&[(Setting::SleepMillisecs, "-1")]);
+    assert!(matches!(session.set(&bad), Err(Error::Refused(_))));
+    assert!(!session.known(Setting::SleepMillisecs));
+    assert_eq!(session.finish().unwrap(), Vec::new());
+    assert_eq!(host.value("max_page_sharing"), "256");
+}
+
+#[test]
+fn what_is_changed_for_good_stays() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let mut session = begin(&host, directory.path());
+    session.set(&settings(&[(Setting::Run, "1")])).unwrap();
+    let stop = Action::Set { setting: Setting::Run, value: "2".to_owned() };
+    session.apply(&stop, Stays::ForGood).unwrap();
+    assert_eq!(session.finish().unwrap(), Vec::new());
+    assert_eq!(host.value("run"), "2");
+}
+
+#[test]
+fn one_at_a_time_by_name() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let session = begin(&host, directory.path());
+    let error = Session::begin(&host, directory.path()).err().unwrap();
+    assert!(error.to_string().contains(&format!("(process {})", std::process::id())), "{error}");
+    drop(session);
+    begin(&host, directory.path());
+}
+
+#[test]
+fn a_directory_that_others_can_write_is_refused() {
+    use std::os::unix::fs::PermissionsExt;
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    assert!(matches!(Session::begin(&host, directory.path()), Err(Error::Exposed(_))));
+}
+
+#[test]
+fn a_journal_of_another_boot_is_void() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let mut session = begin(&host, directory.path());
+    session.set(&busy()).unwrap();
+    kill(session, directory.path());
+    host.file("proc/sys/kernel/random/boot_id", "another\n");
+    host.put("run", "1");
+    begin(&host, directory.path());
+    assert_eq!(host.value("run"), "1");
+}
+
+#[test]
+fn the_first_settings_survive_several_policies() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    host.put("pages_to_scan", "777");
+    let before = host.values();
+    for (name, wanted) in [("advisor", advised()), ("busy", busy()), ("advisor", advised())] {
+        let mut session = begin(&host, directory.path());
+        session.set(&wanted).unwrap();
+        assert_eq!(session.keep(name).unwrap(), Vec::new());
+        assert_eq!(session.policy().unwrap().unwrap().purpose.as_deref(), Some(name));
+        drop(session);
+        assert_eq!(host.value("run"), "1", "a policy lasts");
+    }
+    // What others change for a time comes back to the policy's.
+    let mut session = begin(&host, directory.path());
+    session.set(&busy()).unwrap();
+    drop(session);
+    assert_eq!(host.value("advisor_mode"), "scan-time");
+
+    let mut session = begin(&host, directory.path());
+    let (undone, remains) = session.restore_policy().unwrap();
+    assert!(undone.len() >= 4 && remains.is_empty(), "{undone:?} {remains:?}");
+    assert_eq!(host.values(), before);
+    assert_eq!(session.policy().unwrap(), None);
+    assert_eq!(session.restore_policy().unwrap(), (Vec::new(), Vec::new()));
+}
+
+#[test]
+fn a_kernel_without_ksm_is_named() {
+    let (fake, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let gone = |path: &str| path.starts_with("sys/kernel/mm/ksm").then_some(Fault::Absent(Absent::NotOnThisKernel));
+    let host = Faulty::new(&fake, gone);
+    let mut session = begin(&host, directory.path());
+    let error = session.set(&settings(&[(Setting::Run, "1")])).unwrap_err();
+    assert!(error.to_string().contains("/sys/kernel/mm/ksm/run (a kernel with CONFIG_KSM"), "{error}");
+}
