@@ -1,6 +1,6 @@
 //! From a host to a plan: the census that a plan needs, and the plan.
 
-use pagefold_census::plan::plan;
+use pagefold_census::plan;
 use pagefold_census::{DEFAULT_MAX_MAP_COUNT, Second, Selection};
 use pagefold_host::{Host, observe};
 use pagefold_model::Bytes;

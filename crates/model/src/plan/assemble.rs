@@ -122,7 +122,9 @@ fn whole(census: &Census, constraints: &Constraints, subject: &SubjectCensus) ->
     for RegionCensus { region, counts, .. } in subject.regions.iter().filter(eligible) {
         let foreign = if census.across_domains { counts.foreign } else { Pages::ZERO };
         let duplicate = counts.within + counts.across + foreign;
-        gives += counts.zero + counts.redundant.min(duplicate);
+        // Which of two copies is the redundant one is a matter of order: each stands for half a frame at least, or the
+        // first of two equal processes would seem to give nothing.
+        gives += counts.zero + counts.redundant.min(duplicate).max(Pages(duplicate.0 / 2));
         ranges.push(PlannedRange {
             range: region.range,
             region: region.range,
