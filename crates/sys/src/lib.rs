@@ -5,5 +5,6 @@
 
 pub mod fingerprint;
 pub mod forked;
+pub mod launch;
 pub mod mapping;
 pub mod pagemap;

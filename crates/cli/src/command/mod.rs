@@ -5,4 +5,5 @@ pub mod census;
 pub mod completions;
 pub mod doctor;
 pub mod record;
+pub mod run;
 pub mod schema;
