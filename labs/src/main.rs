@@ -4,6 +4,7 @@
 
 mod fleet;
 mod layout;
+mod refuse;
 
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -46,6 +47,15 @@ enum Workload {
     /// Without a COMMAND prints one line of JSON for each guest, then `READY guests=N`. The guests run without KVM and
     /// without network, and are gone when this ends, however it ends. `labs/setup.sh` prepares what they need.
     Fleet(FleetArguments),
+    /// Run a program to which the kernel refuses prctl(PR_SET_MEMORY_MERGE), by a seccomp filter
+    RefusePrctl {
+        /// The error it gets: 1 is EPERM, 22 is EINVAL as on a kernel that does not know it
+        #[arg(long, default_value_t = 1)]
+        errno: u32,
+        /// The program and its arguments
+        #[arg(last = true, required = true)]
+        command: Vec<OsString>,
+    },
     /// Run a program that is killed when its parent ends
     #[command(hide = true)]
     Bound {
@@ -177,6 +187,7 @@ fn main() -> ExitCode {
         Workload::Layout(arguments) => run_layout(arguments),
         Workload::Mixture(arguments) => run_mixture(&arguments),
         Workload::Fleet(arguments) => run_fleet(arguments),
+        Workload::RefusePrctl { errno, command } => run_refused(errno, &command),
         Workload::Bound { parent, command } => run_bound(parent, &command),
     };
     outcome.unwrap_or_else(|error| {
@@ -258,6 +269,12 @@ fn run_fleet(arguments: FleetArguments) -> Result<ExitCode> {
         timeout: Duration::from_secs(timeout),
     };
     fleet::run(&options, &arguments.command)
+}
+
+fn run_refused(errno: u32, command: &[OsString]) -> Result<ExitCode> {
+    let (program, arguments) = command.split_first().context("no program")?;
+    refuse::prctl(errno).context("seccomp")?;
+    Err(Command::new(program).args(arguments).exec()).with_context(|| format!("starting {}", program.to_string_lossy()))
 }
 
 fn run_bound(parent: i32, command: &[OsString]) -> Result<ExitCode> {

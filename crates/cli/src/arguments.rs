@@ -61,6 +61,8 @@ pub enum Command {
     Merge(command::merge::Options),
     /// Tell the true footprint of processes, where RSS is blind to merging
     Account(command::account::Options),
+    /// Start a program with its whole process tree enrolled in KSM
+    Run(command::run::Options),
     /// Print the JSON schema of a report
     Schema(command::schema::Options),
     /// Print a completion script for a shell

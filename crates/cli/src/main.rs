@@ -46,6 +46,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
         Command::Doctor(options) => command::doctor::run(options, &arguments.global),
         Command::Account(options) => command::account::run(options, &arguments.global),
         Command::Merge(options) => command::merge::run(options, &arguments.global),
+        Command::Run(options) => command::run::run(options, &arguments.global),
         Command::Schema(options) => command::schema::run(options),
         Command::Completions(options) => command::completions::run(options),
     }

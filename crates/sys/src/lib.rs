@@ -8,5 +8,6 @@ pub mod fault;
 pub mod fingerprint;
 pub mod forked;
 pub mod inject;
+pub mod launch;
 pub mod mapping;
 pub mod pagemap;

@@ -6,4 +6,5 @@ pub mod completions;
 pub mod doctor;
 pub mod merge;
 pub mod record;
+pub mod run;
 pub mod schema;
