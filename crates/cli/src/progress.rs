@@ -35,14 +35,14 @@ pub fn show_merge<T: Send>(
 ) -> T {
     let progress = merge::Progress::default();
     let draw = |bar: &ProgressBar| {
-        let (saved, expected) = progress.saved();
+        let (merged, expected) = progress.merged();
         let what = match progress.stage() {
             _ if stop.load(Ordering::Relaxed) => "stopping",
             merge::Stage::Waiting | merge::Stage::Enrolling => "enrolling",
             merge::Stage::Merging => "merging",
             merge::Stage::Verifying => "verifying",
         };
-        bar.set_message(format!("{what}: {} of {} saved", page_size.of(saved), page_size.of(expected)));
+        bar.set_message(format!("{what}: {} of {} merged", page_size.of(merged), page_size.of(expected)));
         bar.tick();
     };
     watch("enrolling", draw, || work(&progress))

@@ -8,10 +8,10 @@
 //! 4. ksmd is stopped, page tables are read, and its settings come back. Merged pages stay merged: their ranges stay
 //!    enrolled, because withdrawing them would unmerge.
 //!
-//! KSM has one tree and one ksmd: it also looks at what others have enrolled. Their merges show in the timeline, which
-//! is made of counters, and not in the verdict, which is made of page tables.
+//! KSM has one tree and one ksmd: it also looks at what others have enrolled. The timeline is made of the targets' own
+//! counters, and the verdict of their page tables.
 
-use crate::ksmd::{Counters, Ksmd};
+use crate::ksmd::{Gauge, Ksmd, full_scans};
 use crate::session::{self, Session, Stays};
 use crate::verify;
 use crate::watch::Watch;
@@ -21,8 +21,8 @@ use pagefold_model::ksm::{Setting, Settings};
 use pagefold_model::lasting::Seen;
 use pagefold_model::outcome::{End, Found, Missed, Outcome, Sample, Watched};
 use pagefold_model::pace::{Pace, Settle};
-use pagefold_model::policy::{DEFAULT_PAGES_TO_SCAN, GUIDED_SLEEP_MILLISECS};
 use pagefold_model::plan::{Plan, Target};
+use pagefold_model::policy::{DEFAULT_PAGES_TO_SCAN, GUIDED_SLEEP_MILLISECS};
 use pagefold_model::{Absent, AddressRange, Pages, Reading};
 use rustix::time::{ClockId, clock_gettime};
 use std::collections::BTreeMap;
@@ -31,6 +31,9 @@ use std::time::{Duration, Instant};
 
 /// How often the counters are read.
 const LOOK: Duration = Duration::from_millis(5);
+
+/// The pause between looks in times of what a look takes: looking stays below a twentieth of one CPU.
+const LOOKING: u32 = 20;
 
 /// How often the speed is adapted and other writers are looked for.
 const ADAPT: Duration = Duration::from_millis(50);
@@ -55,7 +58,7 @@ pub struct Options {
 #[derive(Debug, Default)]
 pub struct Progress {
     stage: AtomicU64,
-    saved: AtomicU64,
+    merged: AtomicU64,
     expected: AtomicU64,
 }
 
@@ -80,9 +83,9 @@ impl Progress {
         STAGES[self.stage.load(Ordering::Relaxed) as usize % STAGES.len()]
     }
 
-    /// Pages saved so far, and pages expected.
-    pub fn saved(&self) -> (Pages, Pages) {
-        (Pages(self.saved.load(Ordering::Relaxed)), Pages(self.expected.load(Ordering::Relaxed)))
+    /// Pages merged so far, kept copies included, and pages expected.
+    pub fn merged(&self) -> (Pages, Pages) {
+        (Pages(self.merged.load(Ordering::Relaxed)), Pages(self.expected.load(Ordering::Relaxed)))
     }
 
     fn enter(&self, stage: Stage) {
@@ -114,7 +117,7 @@ pub fn carry_out(
         lost: Seen::default(),
         found_fleeting: started,
         ksmd: Ksmd::find(host),
-        counters: Counters::read(host).map_err(unknown)?,
+        gauge: Gauge::new(host, &plan),
         ksmd_before: Err(Absent::NotOnThisKernel),
         pace: Pace::new(options.share),
         session: &mut session,
@@ -128,7 +131,7 @@ pub fn carry_out(
     };
     work.ksmd_before = work.ksmd_cpu();
     let census = started.elapsed();
-    progress.expected.store(plan.predicted.reach.freed.0, Ordering::Relaxed);
+    progress.expected.store(plan.predicted.merging.0, Ordering::Relaxed);
 
     let end = match work.merge() {
         Ok(end) => end,
@@ -193,7 +196,7 @@ struct Work<'w, 'h> {
     stop: &'w AtomicBool,
     ksmd: Reading<Ksmd<'h>>,
     ksmd_before: Reading<Duration>,
-    counters: Counters,
+    gauge: Gauge<'h>,
     pace: Pace,
     timeline: Vec<Sample>,
     stops: Vec<Duration>,
@@ -206,7 +209,7 @@ impl Work<'_, '_> {
         self.narrow()?;
         self.enrol()?;
         self.progress.enter(Stage::Merging);
-        self.settle(Some(self.plan.predicted.reach.freed))
+        self.settle(Some(self.plan.predicted.merging))
     }
 
     /// Withdraw for now what programs enrolled themselves and does not pay.
@@ -262,18 +265,22 @@ impl Work<'_, '_> {
         let unknown = session::Error::Unknown;
         let host = self.session.host();
         self.run()?;
-        let mut settle = Settle::new(Counters::read(host).map_err(unknown)?.full_scans, expected);
+        let mut settle = Settle::new(full_scans(host).map_err(unknown)?, expected);
         let mut adapted = (Instant::now(), self.ksmd_cpu());
         let (began, mut looked) = (Instant::now(), Instant::now());
         let mut settled = false;
+        let mut pause = LOOK;
         loop {
-            std::thread::sleep(LOOK);
-            let now = Counters::read(host).map_err(unknown)?;
-            let saved = now.saved.saturating_sub(self.counters.saved);
+            std::thread::sleep(pause);
+            let began_to_look = Instant::now();
+            let scans = full_scans(host).map_err(unknown)?;
+            let merged = self.gauge.merged();
             let ksmd = self.ksmd_since().unwrap_or_default();
-            self.timeline.push(Sample { at: self.started.elapsed(), saved, ksmd });
-            self.progress.saved.store(saved.0, Ordering::Relaxed);
-            settled |= settle.look(now.full_scans, saved);
+            self.timeline.push(Sample { at: self.started.elapsed(), merged, ksmd });
+            self.progress.merged.store(merged.0, Ordering::Relaxed);
+            settled |= settle.look(scans, merged);
+            // Many targets take longer to count.
+            pause = LOOK.max(began_to_look.elapsed() * LOOKING);
             // While looks still find something that does not last, more may come.
             let watched = began.elapsed() >= self.options.watch && self.found_fleeting.elapsed() >= 3 * AGAIN;
             if settled && (watched || self.watch.as_mut().is_none_or(|watch| !watch.ran(self.plan))) {

@@ -19,7 +19,7 @@ pub struct Outcome {
     pub before: Found,
     /// What it holds of them now, read with ksmd stopped.
     pub after: Found,
-    /// What is saved, over time from the start of the command.
+    /// What is merged, over time from the start of the command.
     pub timeline: Vec<Sample>,
     /// From the start of the command to the first enrolment: the census and the plan.
     pub census: Duration,
@@ -78,13 +78,13 @@ impl Found {
     }
 }
 
-/// What was saved at a time.
+/// What was merged at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sample {
     /// Since the start of the command.
     pub at: Duration,
-    /// By the kernel's counters: `pages_sharing` and `ksm_zero_pages` beyond what they were.
-    pub saved: Pages,
+    /// Pages of the targets that were merged since, kept copies included, by the kernel's counters.
+    pub merged: Pages,
     /// CPU time of ksmd since the start of the command.
     pub ksmd: Duration,
 }
@@ -128,13 +128,24 @@ impl Outcome {
         self.saved().0 * 10 >= self.plan.predicted.reach.freed.0 * 9
     }
 
-    /// When a share of the final savings was reached, by the timeline; `None` if nothing was saved.
+    /// When a share of what is merged in the end was reached, by the timeline; `None` if nothing was merged.
     pub fn time_to(&self, share: f64) -> Option<Duration> {
-        let last = self.timeline.last()?.saved.0 as f64;
+        let last = self.timeline.last()?.merged.0 as f64;
         if last == 0.0 {
             return None;
         }
-        self.timeline.iter().find(|sample| sample.saved.0 as f64 >= last * share).map(|sample| sample.at)
+        self.timeline.iter().find(|sample| sample.merged.0 as f64 >= last * share).map(|sample| sample.at)
+    }
+
+    /// What was saved at a time, as far as it can be told: each merged page stands for what one does in the end.
+    pub fn saved_at(&self, sample: &Sample) -> Pages {
+        match self.timeline.last() {
+            Some(last) if last.merged.0 > 0 => {
+                let share = u128::from(self.saved().0) * u128::from(sample.merged.0) / u128::from(last.merged.0);
+                Pages(share as u64)
+            }
+            _ => Pages::ZERO,
+        }
     }
 
     /// Why what was reached is not what was predicted: pages by reason, as far as they can be told apart.

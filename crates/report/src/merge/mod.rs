@@ -173,7 +173,7 @@ pub struct OutcomeReport {
     pub missed: Vec<MissedReport>,
     /// What was changed for the time being and could not be put back.
     pub not_put_back: Vec<String>,
-    /// What was saved over time, by the kernel's counters.
+    /// What was saved over time, by the kernel's counters of the targets' merged pages.
     pub timeline: Vec<Point>,
 }
 
@@ -378,7 +378,7 @@ impl OutcomeReport {
             timeline: points
                 .map(|(_, sample)| Point {
                     seconds: sample.at.as_secs_f64(),
-                    saved: page_size.of(sample.saved).0,
+                    saved: page_size.of(outcome.saved_at(sample)).0,
                     ksmd_seconds: sample.ksmd.as_secs_f64(),
                 })
                 .collect(),
