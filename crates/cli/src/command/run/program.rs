@@ -96,7 +96,8 @@ fn elf_loading<S: Read + Seek>(stream: S) -> Result<Loading, elf::ParseError> {
     }
     for segment in short(PT_NOTE) {
         // cmd/internal/buildid: the note of the Go linker.
-        let is_go = |note: Note<'_>| matches!(note, Note::Unknown(note) if note.name == b"Go\0");
+        let is_go =
+            |note: Note<'_>| matches!(note, Note::Unknown(note) if note.name_str().is_ok_and(|name| name == "Go"));
         if elf.segment_data_as_notes(segment)?.any(is_go) {
             return ignores("is a Go program, linked statically as Go's are: it has no loader that would preload");
         }
