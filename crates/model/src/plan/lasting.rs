@@ -44,7 +44,7 @@ pub struct Toll {
 pub const HELD: Duration = Duration::from_secs(60);
 
 impl Default for Toll {
-    /// 6 us to merge a page (4 to 10 as measured) and 3 us for the fault.
+    /// 6 us to merge a page (3 for zeros to 10, as measured) and 3 us for the fault.
     fn default() -> Self {
         Self {
             merge: Duration::from_micros(6),

@@ -6,6 +6,8 @@
 mod assemble;
 pub mod lasting;
 mod probe;
+#[cfg(test)]
+mod tests;
 
 pub use assemble::{Constraints, Speed, plan};
 
