@@ -16,7 +16,7 @@
 //! Memory is 13 bytes for each page (12 for the fingerprint and ordinal, one for the class) and 8 for each run of pages
 //! that lie behind one another, so at most 21. A page whose frame an earlier one has, since a fork, takes 8 more, and where
 //! NUMA nodes are kept apart each takes one more. While pages are listed, the runs of the processes in hand take 16 each
-//! beside it; while they are grouped, each page takes 4 to 9 more. Nothing is written anywhere.
+//! beside it; while they are grouped, each page takes at most 12 more. Nothing is written anywhere.
 //!
 //! # Trust domains
 //!

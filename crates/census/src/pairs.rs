@@ -1,47 +1,60 @@
 //! Which pages may have a partner, told in a bit or two a page and without sorting.
 //!
 //! A bitmap notes each fingerprint that was seen once, another each that was seen again. Of different fingerprints that
-//! share a bit both may be taken for partners; with at least [`BITS`] bits for each page that is seldom. What the second
-//! bitmap does not have has no partner, and that is most of what a host holds: it need be neither sorted nor read again.
+//! share a bit both are taken for partners, so what seemed to have one is noted once more by other bits, and little is
+//! left that has none. What either does not have has no partner, and that is most of what a host holds: it need be
+//! neither sorted nor read again.
 
 use crate::index::{Entry, Index};
 use pagefold_model::{Fingerprint, PageClass};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bits of each bitmap for a page, at least: one unique page in sixteen at most is taken for one with a partner.
+/// Bits of each bitmap for a page, at least: one unique page in sixteen at most is taken for one with a partner by the
+/// first, and seldom by both.
 const BITS: usize = 16;
 
-/// The bitmaps: 4 to 8 bytes for each page while they live.
+/// The multipliers by which fingerprints are spread over the bits, because those of a recording may be small numbers
+/// (Fibonacci hashing: D. Knuth, The Art of Computer Programming 3, 6.4). The second is the first of SplitMix64's.
+const SPREADS: [u64; 2] = [0x9e37_79b9_7f4a_7c15, 0xbf58_476d_1ce4_e5b9];
+
+/// The bitmaps: 4 to 8 bytes for each page while they live, and 2 to 4 more while they are made.
 #[derive(Debug)]
 pub struct Pairs {
-    again: Vec<AtomicU64>,
+    again: Vec<Bitmap>,
+}
+
+#[derive(Debug)]
+struct Bitmap {
+    words: Vec<AtomicU64>,
     shift: u32,
+    spread: u64,
 }
 
 impl Pairs {
     /// Of the pages that were read in the first pass.
     pub fn of(index: &Index) -> Self {
-        let bits = (index.pages() * BITS).next_power_of_two().max(64);
-        let bitmap = || -> Vec<AtomicU64> { (0..bits / 64).into_par_iter().map(|_| AtomicU64::new(0)).collect() };
-        let (once, again) = (bitmap(), bitmap());
-        let pairs = Self { again, shift: 64 - bits.trailing_zeros() };
-        index.entries.par_iter().filter(|entry| belongs(index, entry)).for_each(|entry| {
-            let (word, bit) = pairs.place(entry.fingerprint());
-            // A plain load first: most bits are not set yet, and those that are need no second write.
-            if once[word].fetch_or(bit, Ordering::Relaxed) & bit != 0
-                && pairs.again[word].load(Ordering::Relaxed) & bit == 0
-            {
-                pairs.again[word].fetch_or(bit, Ordering::Relaxed);
-            }
-        });
+        let mut pairs = Self { again: Vec::new() };
+        for spread in SPREADS {
+            let bitmap = || Bitmap::new(index.pages() * BITS, spread);
+            let (once, again) = (bitmap(), bitmap());
+            index
+                .entries
+                .par_iter()
+                .filter(|entry| belongs(index, entry) && pairs.may_pair(entry.fingerprint()))
+                .for_each(|entry| {
+                    if once.set(entry.fingerprint()) && !again.has(entry.fingerprint()) {
+                        again.set(entry.fingerprint());
+                    }
+                });
+            pairs.again.push(again);
+        }
         pairs
     }
 
     /// Whether another page may have the same fingerprint.
     pub fn may_pair(&self, fingerprint: Fingerprint) -> bool {
-        let (word, bit) = self.place(fingerprint);
-        self.again[word].load(Ordering::Relaxed) & bit != 0
+        self.again.iter().all(|again| again.has(fingerprint))
     }
 
     /// Whether a page has anything to gain: it holds zeros, or may have a partner. Before pages are grouped.
@@ -52,11 +65,30 @@ impl Pairs {
             _ => false,
         }
     }
+}
 
-    /// The word of a fingerprint, and its bit. Multiplied, because those of a recording may be small numbers (Fibonacci
-    /// hashing: D. Knuth, The Art of Computer Programming 3, 6.4).
+impl Bitmap {
+    /// Of at least so many bits, none of them set.
+    fn new(bits: usize, spread: u64) -> Self {
+        let bits = bits.next_power_of_two().max(64);
+        let words = (0..bits / 64).into_par_iter().map(|_| AtomicU64::new(0)).collect();
+        Self { words, shift: 64 - bits.trailing_zeros(), spread }
+    }
+
+    /// Set the bit of a fingerprint, and tell whether it was set before. Nobody orders anything by it.
+    fn set(&self, fingerprint: Fingerprint) -> bool {
+        let (word, bit) = self.place(fingerprint);
+        self.words[word].fetch_or(bit, Ordering::Relaxed) & bit != 0
+    }
+
+    fn has(&self, fingerprint: Fingerprint) -> bool {
+        let (word, bit) = self.place(fingerprint);
+        self.words[word].load(Ordering::Relaxed) & bit != 0
+    }
+
+    /// The word of a fingerprint, and its bit.
     fn place(&self, fingerprint: Fingerprint) -> (usize, u64) {
-        let hash = fingerprint.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> self.shift;
+        let hash = fingerprint.0.wrapping_mul(self.spread) >> self.shift;
         ((hash / 64) as usize, 1 << (hash % 64))
     }
 }

@@ -87,7 +87,7 @@ pub struct Savings {
     pub whole: Reach,
     /// Every process enrolled whole, if only pages within a trust domain were merged.
     pub within_domains: Reach,
-    /// Only ranges that pay.
+    /// Only ranges that pay, within trust domains unless asked for across them ([`Census::across_domains`]).
     pub guided: Reach,
     /// How many ranges those are.
     pub guided_ranges: u64,

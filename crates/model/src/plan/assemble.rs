@@ -40,21 +40,27 @@ pub struct Speed {
     pub unique: Duration,
     /// The second scan of a page that merges.
     pub merge: Duration,
+    /// The second scan of a page of zeros, which all join one content.
+    pub zero: Duration,
 }
 
 impl Default for Speed {
-    /// As measured on a virtual machine of two CPUs with Linux 6.18: 1.2 million pages checksummed in a second, 150 to
-    /// 250 thousand put into the unstable tree, 100 to 250 thousand merged. Other machines differ; the ratios hold.
+    /// As measured on a virtual machine of two shared CPUs (Intel Xeon) with Linux 6.18, by the run time of ksmd in its
+    /// `schedstat` over 512 MiB of each kind. Other machines differ; the ratios hold.
     fn default() -> Self {
-        Self { first: Duration::from_nanos(900), unique: Duration::from_micros(5), merge: Duration::from_micros(6) }
+        let [first, unique, merge, zero] = [900, 5900, 6700, 2400].map(Duration::from_nanos);
+        Self { first, unique, merge, zero }
     }
 }
 
 impl Speed {
-    /// CPU time for so many pages, of which some merge.
-    pub fn time(self, pages: Pages, merging: Pages) -> Duration {
+    /// CPU time for so many pages, of which some merge, and of those some hold zeros.
+    pub fn time(self, pages: Pages, merging: Pages, zero: Pages) -> Duration {
         let of = |each: Duration, pages: Pages| Duration::from_nanos((each.as_nanos() as u64).saturating_mul(pages.0));
-        of(self.first, pages) + of(self.merge, merging) + of(self.unique, pages.saturating_sub(merging))
+        of(self.first, pages)
+            + of(self.unique, pages.saturating_sub(merging))
+            + of(self.merge, merging.saturating_sub(zero))
+            + of(self.zero, zero)
     }
 }
 
@@ -186,10 +192,14 @@ fn idle(census: &Census, position: usize) -> Vec<AddressRange> {
     of_subject(&census.idle, position, |idle| idle.subject).iter().map(|idle| idle.range).collect()
 }
 
+/// The least share of a CPU that is reckoned with, so that there is an end to it.
+const LEAST_CPU: f64 = 0.001;
+
 fn predict(census: &Census, constraints: &Constraints, targets: &[Target], everybody: bool, freed: Bytes) -> Predicted {
     let ranges = || targets.iter().flat_map(|target| &target.ranges);
     let scanned: Pages = ranges().map(|range| range.pages).sum();
     let merging: Pages = ranges().map(|range| range.merging).sum();
+    let zero: Pages = ranges().map(|range| range.zero).sum();
     let of_census = match (constraints.whole, census.across_domains) {
         (true, true) => census.savings.whole,
         (true, false) => census.savings.within_domains,
@@ -199,7 +209,7 @@ fn predict(census: &Census, constraints: &Constraints, targets: &[Target], every
     let same = everybody && (constraints.whole || scanned == of_census.scanned);
     let exact = constraints.page_size.pages_in(freed);
     let reach = Reach { freed: if same { of_census.freed } else { exact.min(of_census.freed) }, scanned, ..of_census };
-    let ksmd = constraints.speed.time(scanned, merging);
+    let ksmd = constraints.speed.time(scanned, merging, zero);
     let edges = |range: &PlannedRange| {
         u64::from(range.range.start > range.region.start) + u64::from(range.range.end < range.region.end)
     };
@@ -209,6 +219,6 @@ fn predict(census: &Census, constraints: &Constraints, targets: &[Target], every
         merging,
         regions_added: ranges().filter(|range| !range.enrolled).map(edges).sum::<u64>() + narrowed,
         ksmd,
-        wall: ksmd.div_f64(constraints.cpu.max(f64::MIN_POSITIVE).max(1e-3)),
+        wall: ksmd.div_f64(constraints.cpu.max(LEAST_CPU)),
     }
 }

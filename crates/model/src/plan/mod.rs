@@ -3,6 +3,8 @@
 //! [`plan`](fn@plan) makes one; [`crate::lasting`] judges afterwards what of it stays merged.
 
 mod assemble;
+#[cfg(test)]
+mod tests;
 
 pub use assemble::{Constraints, Speed, plan};
 
@@ -137,46 +139,4 @@ pub struct LeftAlone {
     pub comm: String,
     /// Why, in one phrase.
     pub why: String,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    const fn range(start: u64, end: u64) -> AddressRange {
-        AddressRange { start, end }
-    }
-
-    fn planned(start: u64, end: u64) -> PlannedRange {
-        let pages = Pages(end - start);
-        let range = range(start, end);
-        PlannedRange { range, region: range, pages, merging: pages, zero: Pages::ZERO, enrolled: false }
-    }
-
-    #[test]
-    fn what_is_left_out_is_cut_out() {
-        let check = |holes: &[AddressRange], expected: &[(u64, u64)]| {
-            let parts: Vec<_> = planned(10, 20).without(holes).iter().map(|p| (p.range.start, p.range.end)).collect();
-            assert_eq!(parts, expected);
-        };
-        check(&[], &[(10, 20)]);
-        check(&[range(0, 10), range(20, 30)], &[(10, 20)]);
-        check(&[range(12, 14)], &[(10, 12), (14, 20)]);
-        check(&[range(12, 14), range(5, 11), range(13, 19)], &[(11, 12), (19, 20)]);
-        check(&[range(0, 99)], &[]);
-    }
-
-    proptest! {
-        #[test]
-        fn each_page_is_kept_or_left_out(holes in prop::collection::vec((0u64..50, 0u64..20), 0..8)) {
-            let holes: Vec<_> = holes.into_iter().map(|(start, length)| range(start, start + length)).collect();
-            let parts = planned(5, 45).without(&holes);
-            for page in 5..45 {
-                let kept = parts.iter().filter(|part| part.range.contains(page)).count();
-                prop_assert_eq!(kept, usize::from(!holes.iter().any(|hole| hole.contains(page))));
-            }
-            prop_assert!(parts.iter().map(|part| part.pages.0).sum::<u64>() <= 40);
-        }
-    }
 }

@@ -1,0 +1,156 @@
+use super::*;
+use crate::census::{Census, GuidedRange, IdleRange, RegionCensus, Savings, SubjectCensus};
+use crate::region::{Region, VmFlags};
+use crate::units::{Bytes, PageSize};
+use crate::{Absent, Counts};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+const PAGE: u64 = 4096;
+
+fn page_size() -> PageSize {
+    PageSize::new(PAGE).unwrap()
+}
+
+fn pages(start: u64, end: u64) -> AddressRange {
+    AddressRange { start: start * PAGE, end: end * PAGE }
+}
+
+fn process(pid: u32, arguments: &[&str]) -> Process {
+    let arguments = Ok(arguments.iter().map(|&word| word.to_owned()).collect());
+    Process { arguments, ..Process::absent(ProcessId { pid: Pid(pid), start_time: 1 }, &Absent::Denied) }
+}
+
+fn constraints() -> Constraints {
+    Constraints {
+        page_size: page_size(),
+        whole: false,
+        min_profit: Bytes(0),
+        max_map_count: 65530,
+        regions: BTreeMap::new(),
+        cpu: 0.25,
+        narrow: true,
+        speed: Speed::default(),
+    }
+}
+
+/// A census of processes that have a region of 100 pages each and ranges in it.
+fn census(ranges: &[(usize, AddressRange)], arguments: &[&[&str]]) -> Census {
+    let region = Region { flags: VmFlags::default(), ..Region::empty(pages(0, 100)) };
+    let subjects = arguments.iter().enumerate().map(|(i, arguments)| SubjectCensus {
+        process: process(i as u32 + 1, arguments),
+        domain: Domain::Host,
+        counts: Counts::default(),
+        regions: vec![RegionCensus { region: region.clone(), ineligible: None, counts: Counts::default() }],
+    });
+    let guided = |&(subject, range): &(usize, AddressRange)| {
+        let pages = Pages(range.bytes().0 / PAGE);
+        let freed = Bytes(pages.0 * PAGE / 2);
+        GuidedRange { subject, range, pages, merging: pages, zero: Pages::ZERO, freed, enrolled: false }
+    };
+    let ranges: Vec<GuidedRange> = ranges.iter().map(guided).collect();
+    let scanned = ranges.iter().map(|range| range.pages).sum();
+    let guided = Reach { freed: Pages(77), scanned, huge_split: Pages(3) };
+    let savings = Savings { guided, guided_ranges: ranges.len() as u64, ..Savings::default() };
+    Census { subjects: subjects.collect(), ranges, savings, ..Census::default() }
+}
+
+#[test]
+fn boundaries_at_the_edge_of_a_region_add_none() {
+    let check = |range, added| {
+        let plan = plan(&census(&[(0, range)], &[&["a"]]), &constraints(), &|_| None);
+        assert_eq!(plan.predicted.regions_added, added, "{range}");
+    };
+    check(pages(10, 20), 2);
+    check(pages(0, 20), 1);
+    check(pages(90, 100), 1);
+    check(pages(0, 100), 0);
+}
+
+#[test]
+fn what_it_costs_follows_from_the_speed_and_the_bound() {
+    let plan = plan(&census(&[(0, pages(0, 100))], &[&["a"]]), &constraints(), &|_| None);
+    assert_eq!(plan.predicted.ksmd, Duration::from_nanos(100 * 7600));
+    assert_eq!(plan.predicted.wall, Duration::from_nanos(400 * 7600));
+    let mixed = Speed::default().time(Pages(10), Pages(4), Pages(1));
+    assert_eq!(mixed, Duration::from_nanos(10 * 900 + 6 * 5900 + 3 * 6700 + 2400));
+    assert_eq!(plan.predicted.reach.freed, Pages(77), "the census counted it");
+}
+
+#[test]
+fn who_is_left_alone_is_told_with_the_reason() {
+    let guest = ["qemu-system-x86_64", "-object", "sev-guest,id=s"];
+    let census = census(&[(0, pages(0, 4)), (1, pages(0, 50)), (2, pages(0, 50))], &[&["a"], &guest, &["ssh-agent"]]);
+    let least = Constraints { min_profit: Bytes(20 * PAGE), ..constraints() };
+    let excluded = |process: &Process| {
+        let arguments = process.arguments.as_ref().unwrap();
+        (arguments[0] == "ssh-agent").then(|| "holds keys".to_owned())
+    };
+    let of = |plan: &Plan| -> Vec<(u32, String)> {
+        plan.left_alone.iter().map(|left| (left.pid.0, left.why.clone())).collect()
+    };
+    let plan = plan(&census, &least, &excluded);
+    let expected = [(1, "would give back 7.75 KiB net"), (2, "confidential guest (sev-guest)"), (3, "holds keys")];
+    assert_eq!(of(&plan), expected.map(|(pid, why)| (pid, why.to_owned())));
+    assert!(plan.targets.is_empty());
+    assert_eq!(plan.predicted.reach.freed, Pages::ZERO);
+}
+
+#[test]
+fn regions_that_a_process_has_no_room_for_are_left_out() {
+    let ranges: Vec<_> = (0..10).map(|i| (0, pages(10 * i, 10 * i + 1 + i % 5))).collect();
+    let mut census = census(&ranges, &[&["a"]]);
+    census.idle = vec![IdleRange { subject: 0, range: pages(8, 9) }];
+    let mut tight = Constraints { max_map_count: 1000, ..constraints() };
+    tight.regions.insert(census.subjects[0].process.id, 980);
+    let plan = plan(&census, &tight, &|_| None);
+    let kept: Vec<u64> = plan.targets[0].ranges.iter().map(|range| range.range.start / PAGE).collect();
+    assert_eq!(kept, [20, 30, 40, 80, 90], "the largest, in the order of addresses");
+    assert_eq!(plan.targets[0].narrowed, [pages(8, 9)]);
+}
+
+#[test]
+fn touching_ranges_are_enrolled_as_one() {
+    let ranges = [(0, pages(1, 4)), (0, pages(4, 9)), (0, pages(10, 12))];
+    let mut plan = plan(&census(&ranges, &[&["a"]]), &constraints(), &|_| None);
+    plan.targets[0].ranges[2].enrolled = true;
+    let id = plan.targets[0].process.id;
+    assert_eq!(plan.to_enrol().collect::<Vec<_>>(), [(id, vec![pages(1, 9)])]);
+    assert_eq!(plan.ranges(), 3);
+}
+
+const fn range(start: u64, end: u64) -> AddressRange {
+    AddressRange { start, end }
+}
+
+fn planned(start: u64, end: u64) -> PlannedRange {
+    let pages = Pages(end - start);
+    let range = range(start, end);
+    PlannedRange { range, region: range, pages, merging: pages, zero: Pages::ZERO, enrolled: false }
+}
+
+#[test]
+fn what_is_left_out_is_cut_out() {
+    let check = |holes: &[AddressRange], expected: &[(u64, u64)]| {
+        let parts: Vec<_> = planned(10, 20).without(holes).iter().map(|p| (p.range.start, p.range.end)).collect();
+        assert_eq!(parts, expected);
+    };
+    check(&[], &[(10, 20)]);
+    check(&[range(0, 10), range(20, 30)], &[(10, 20)]);
+    check(&[range(12, 14)], &[(10, 12), (14, 20)]);
+    check(&[range(12, 14), range(5, 11), range(13, 19)], &[(11, 12), (19, 20)]);
+    check(&[range(0, 99)], &[]);
+}
+
+proptest! {
+    #[test]
+    fn each_page_is_kept_or_left_out(holes in prop::collection::vec((0u64..50, 0u64..20), 0..8)) {
+        let holes: Vec<_> = holes.into_iter().map(|(start, length)| range(start, start + length)).collect();
+        let parts = planned(5, 45).without(&holes);
+        for page in 5..45 {
+            let kept = parts.iter().filter(|part| part.range.contains(page)).count();
+            prop_assert_eq!(kept, usize::from(!holes.iter().any(|hole| hole.contains(page))));
+        }
+        prop_assert!(parts.iter().map(|part| part.pages.0).sum::<u64>() <= 40);
+    }
+}
