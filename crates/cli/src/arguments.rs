@@ -4,6 +4,7 @@ use crate::command;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use pagefold_census::tally::Party;
 use pagefold_model::domain::DomainRule;
+use std::path::PathBuf;
 use std::time::Duration;
 
 const EXAMPLES: &str = "\
@@ -35,6 +36,12 @@ pub struct Global {
     /// When to use colour
     #[arg(long, global = true, value_enum, default_value_t = When::Auto)]
     pub color: When,
+    /// Where the lock and the journal of what is to be put back are kept
+    #[arg(long, global = true, default_value = pagefold_drive::session::DIRECTORY, value_name = "DIR")]
+    pub state: PathBuf,
+    /// The configuration [default: /etc/pagefold/pagefold.toml where it is there]
+    #[arg(long, global = true, value_name = "FILE")]
+    pub config: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -54,6 +61,12 @@ pub enum Command {
     Doctor(command::doctor::Options),
     /// Tell the true footprint of processes, where RSS is blind to merging
     Account(command::account::Options),
+    /// Set KSM's settings by a rule, show them, or put back what was before
+    Policy(command::policy::Options),
+    /// Put back what a killed run left
+    Recover(command::recover::Options),
+    /// Print a configuration, or check it
+    Config(command::config::Options),
     /// Print the JSON schema of a report
     Schema(command::schema::Options),
     /// Print a completion script for a shell

@@ -7,6 +7,7 @@
 
 mod arguments;
 mod command;
+mod config;
 #[cfg(test)]
 mod faults;
 mod output;
@@ -45,6 +46,9 @@ fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
         Command::Record(options) => command::record::run(options, &arguments.global),
         Command::Doctor(options) => command::doctor::run(options, &arguments.global),
         Command::Account(options) => command::account::run(options, &arguments.global),
+        Command::Policy(options) => command::policy::run(options, &arguments.global),
+        Command::Recover(options) => command::recover::run(options, &arguments.global),
+        Command::Config(options) => command::config::run(options, &arguments.global),
         Command::Schema(options) => command::schema::run(options),
         Command::Completions(options) => command::completions::run(options),
     }

@@ -3,6 +3,9 @@
 pub mod account;
 pub mod census;
 pub mod completions;
+pub mod config;
 pub mod doctor;
+pub mod policy;
 pub mod record;
+pub mod recover;
 pub mod schema;

@@ -5,6 +5,8 @@ use clap::{Args, ValueEnum};
 use pagefold_report::account::AccountReport;
 use pagefold_report::census::CensusReport;
 use pagefold_report::doctor::DoctorReport;
+use pagefold_report::policy::PolicyReport;
+use pagefold_report::recover::RecoverReport;
 use pagefold_report::wire;
 
 /// Arguments of `schema`.
@@ -24,6 +26,10 @@ enum Report {
     Doctor,
     /// `pagefold account --json`
     Account,
+    /// `pagefold policy show --json` and `set --json`
+    Policy,
+    /// `pagefold recover --json` and `pagefold policy restore --json`
+    Recover,
 }
 
 /// Print the schema.
@@ -32,6 +38,8 @@ pub fn run(options: &Options) -> anyhow::Result<Outcome> {
         Report::Census => wire::schema::<CensusReport>(),
         Report::Doctor => wire::schema::<DoctorReport>(),
         Report::Account => wire::schema::<AccountReport>(),
+        Report::Policy => wire::schema::<PolicyReport>(),
+        Report::Recover => wire::schema::<RecoverReport>(),
     })?;
     Ok(Outcome::Done)
 }
