@@ -1,6 +1,7 @@
 #!/bin/sh
 # Prepares what `pagefold-lab fleet` boots: QEMU, and in .cache/fleet a kernel (Debian's cloud kernel, unpacked and never
-# installed) and an initramfs (busybox and guest/init). Does only what is still to be done, so it may run each time.
+# installed) and an initramfs (busybox and guest/init); and what the tests of `pagefold run` start: a C compiler and
+# OpenMPI. Does only what is still to be done, so it may run each time.
 # Needs Debian on amd64 after `apt-get update`, and root only where packages are missing.
 set -eu
 
@@ -11,6 +12,23 @@ say() { echo "setup: $*" >&2; }
 fail() { say "$*"; exit 1; }
 
 command -v apt-get > /dev/null && command -v dpkg > /dev/null || fail "this needs Debian's apt-get and dpkg"
+
+missing=
+command -v gcc > /dev/null || missing="$missing gcc libc6-dev"
+command -v mpirun > /dev/null || missing="$missing openmpi-bin"
+command -v mpicc > /dev/null || missing="$missing libopenmpi-dev"
+if [ -n "$missing" ] && [ "$(id -u)" -ne 0 ]; then
+    say "tests that need these will say that they are skipped:$missing"
+    missing=
+fi
+install() {
+    [ $# -gt 0 ] || return 0
+    say "installing $*"
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@" >&2
+}
+# Unquoted: one word for each package.
+install $missing
+
 if [ "$(dpkg --print-architecture)" != amd64 ]; then
     say "the guests are amd64 and this machine is not: what boots them will say that it is skipped"
     exit 0
@@ -23,9 +41,7 @@ dpkg-query -W -f '${db:Status-Status}' busybox-static 2> /dev/null | grep -qx in
     missing="$missing busybox-static"
 if [ -n "$missing" ]; then
     [ "$(id -u)" -eq 0 ] || fail "as root: apt-get install --no-install-recommends$missing"
-    say "installing$missing"
-    # Unquoted: one word for each package.
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $missing >&2
+    install $missing
 fi
 
 mkdir -p "$cache"

@@ -4,8 +4,9 @@
 //! [`Order::phases`] its steps are called one by one instead, to see where the time goes.
 
 use anyhow::{Context, Result, ensure};
+use pagefold_census::pairs::Pairs;
 use pagefold_census::scan::{Progress, Scan};
-use pagefold_census::{Index, Options, Selection, group, survey, tally};
+use pagefold_census::{DEFAULT_MAX_MAP_COUNT, Index, Options, Selection, choose, group, survey, tally};
 use pagefold_host::Host;
 use pagefold_linux::LiveHost;
 use pagefold_model::domain::DomainRule;
@@ -94,6 +95,7 @@ impl Order {
             top: 10,
             rows: 10,
             matrix: tally::Party::Process,
+            ..Options::default()
         };
         let (census, index) = pagefold_census::take(host, &options, &Progress::default(), &AtomicBool::new(false))?;
         ensure!(census.unseen.is_empty(), "the census did not see {} processes", census.unseen.len());
@@ -129,11 +131,22 @@ impl Order {
         ensure!(failures.is_empty(), "not all was read: {failures:?}");
         lap("read");
         let sharing = Sharing::default();
-        let groups = threads.install(|| group::classify(&mut index, &survey, sharing, 10));
+        let rule = group::Rule { sharing, across_domains: false };
+        let groups = threads.install(|| {
+            let pairs = Pairs::of(&index);
+            group::classify(&mut index, &survey, &pairs, rule, 10)
+        });
         lap("group");
         let huge_pages = PageSize::new(host.page_size().bytes() * 512).context("the size of a huge page")?;
-        let matrix = tally::Party::Process;
-        let plan = tally::Plan { sharing, costs: Costs::default(), huge_pages, rows: 10, matrix };
+        let terms = choose::Terms {
+            sharing,
+            costs: Costs::of(host.page_size()),
+            page_size: host.page_size(),
+            huge_pages,
+            across_domains: false,
+            max_map_count: DEFAULT_MAX_MAP_COUNT,
+        };
+        let plan = tally::Plan { terms, rows: 10, matrix: tally::Party::Process };
         let census = threads.install(|| tally::tally(survey, &index, &groups, &plan));
         lap("tally");
         Ok((index.pages(), census.index_bytes, phases))

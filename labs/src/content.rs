@@ -26,9 +26,15 @@ impl Origin {
         Self(bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)))
     }
 
+    /// A number as good as random, by its place in the sequence of this origin.
+    #[must_use]
+    pub fn number(self, place: u64) -> u64 {
+        mix(self.0 ^ mix(place))
+    }
+
     /// Fill a page with the content of this origin that has this number.
     pub fn write(self, page: &mut [u8], number: u64) {
-        let mut state = mix(self.0 ^ mix(number));
+        let mut state = self.number(number);
         for word in page.chunks_mut(8) {
             word.copy_from_slice(&mix(state).to_ne_bytes()[..word.len()]);
             state = state.wrapping_add(STEP);

@@ -14,6 +14,7 @@ pub const LOCK: &str = "/run/pagefold-test.lock";
 /// `merge_across_nodes` only while nothing is merged, `pages_to_scan` only while no advisor is on.
 const SETTINGS: &[&str] = &[
     "advisor_mode",
+    "advisor_target_scan_time",
     "pages_to_scan",
     "sleep_millisecs",
     "use_zero_pages",

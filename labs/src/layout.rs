@@ -16,6 +16,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use pagefold_labs::content::{self, Origin};
 use pagefold_labs::lines::Region;
+use pagefold_labs::mixture::Mixture;
 use pagefold_labs::spec::{Item, Kind};
 use pagefold_sys::forked::ForkedCopy;
 use pagefold_sys::mapping::{self, Access, Advice, Mapping};
@@ -107,8 +108,8 @@ pub fn lay_out(items: &[Item], options: &Options) -> Result<Layout> {
             distinct: truth.distinct,
             child: None,
         });
-        if item.kind == Kind::Volatile {
-            volatile.push((origin, mapping));
+        if item.kind.is_rewritten() {
+            volatile.push(((item.kind == Kind::Volatile).then_some(origin), mapping));
         } else {
             still.push(mapping);
         }
@@ -123,6 +124,26 @@ pub fn lay_out(items: &[Item], options: &Options) -> Result<Layout> {
     }
     let volatile = (!volatile.is_empty()).then(|| Rewriter::start(volatile, options.interval));
     Ok(Layout { regions, _still: still, _volatile: volatile, _child: child })
+}
+
+/// Lay out a mixture.
+pub fn mix(mixture: &Mixture, huge: bool, seed: &str, salt: &str) -> Result<Mapping> {
+    let page = mapping::page_size();
+    let bytes = usize::try_from(mixture.pages)? * page;
+    let mut memory =
+        if huge { Mapping::anonymous_aligned(bytes, huge_page_size()?)? } else { Mapping::anonymous(bytes)? };
+    advise_if_known(&mut memory, if huge { Advice::HugePage } else { Advice::NoHugePage })?;
+    mixture.fill(memory.as_mut_slice(), page, seed, salt);
+    if huge {
+        advise_if_known(&mut memory, Advice::Collapse)?;
+    }
+    Ok(memory)
+}
+
+/// The size of a transparent huge page, in bytes.
+fn huge_page_size() -> Result<usize> {
+    let huge = fs::read_to_string(HUGE_PAGE_SIZE).with_context(|| format!("reading {HUGE_PAGE_SIZE}"))?;
+    huge.trim().parse().with_context(|| format!("{HUGE_PAGE_SIZE} says {huge:?}"))
 }
 
 /// Where a region's content comes from. Content that is equal between processes knows neither the salt nor the place
@@ -148,8 +169,7 @@ fn map(item: &Item, origin: Origin, options: &Options) -> Result<Mapping> {
                 .with_context(|| format!("a file without a name (O_TMPFILE) in {}", directory.display()))?
         }
         Kind::Huge | Kind::HugeZero => {
-            let huge = fs::read_to_string(HUGE_PAGE_SIZE).with_context(|| format!("reading {HUGE_PAGE_SIZE}"))?;
-            let huge: usize = huge.trim().parse().with_context(|| format!("{HUGE_PAGE_SIZE} says {huge:?}"))?;
+            let huge = huge_page_size()?;
             ensure!(bytes.is_multiple_of(huge), "huge pages must be filled: ask for a multiple of {}", huge / page);
             Mapping::anonymous_aligned(bytes, huge)?
         }
@@ -175,7 +195,7 @@ fn fill(item: &Item, origin: Origin, mapping: &mut Mapping) {
                 black_box(page[0]);
             }
         }
-        Kind::Zero | Kind::HugeZero => mapping.as_mut_slice().fill(0),
+        Kind::Zero | Kind::HotZero | Kind::HugeZero => mapping.as_mut_slice().fill(0),
         Kind::Text => mapping.as_mut_slice().chunks_mut(page).for_each(content::text),
         Kind::Pattern => mapping.as_mut_slice().chunks_mut(page).for_each(content::pattern),
         Kind::Elf => mapping.as_mut_slice().chunks_mut(page).for_each(content::elf),
@@ -209,7 +229,7 @@ fn cut(item: &Item, mapping: &mut Mapping, cut: Cut) -> io::Result<u64> {
         Cut::Regions(regions) => regions.clamp(1, item.pages),
         Cut::Pages => item.pages,
     };
-    if item.kind.is_huge() || item.kind == Kind::Volatile {
+    if item.kind.is_huge() || item.kind.is_rewritten() {
         return Ok(1);
     }
     let page = mapping::page_size();
@@ -231,7 +251,7 @@ fn become_user(uid: u32) -> io::Result<()> {
     Ok(rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?)
 }
 
-/// A thread that rewrites pages, each time with content that was never there before.
+/// A thread that rewrites pages, each time with content that was never there before, or with zeros.
 #[derive(Debug)]
 struct Rewriter {
     stop: Arc<AtomicBool>,
@@ -239,7 +259,7 @@ struct Rewriter {
 }
 
 impl Rewriter {
-    fn start(mut mappings: Vec<(Origin, Mapping)>, interval: Duration) -> Self {
+    fn start(mut mappings: Vec<(Option<Origin>, Mapping)>, interval: Duration) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         let thread = std::thread::spawn(move || {
@@ -250,7 +270,10 @@ impl Rewriter {
                 std::thread::sleep(interval);
                 for ((origin, mapping), written) in mappings.iter_mut().zip(&mut written) {
                     for page in mapping.as_mut_slice().chunks_mut(page) {
-                        origin.write(page, *written);
+                        match origin {
+                            Some(origin) => origin.write(page, *written),
+                            None => black_box(&mut *page).fill(0),
+                        }
                         *written += 1;
                     }
                 }

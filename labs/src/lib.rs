@@ -10,4 +10,5 @@ pub mod client;
 pub mod content;
 pub mod ksm;
 pub mod lines;
+pub mod mixture;
 pub mod spec;

@@ -4,6 +4,7 @@
 
 mod fleet;
 mod layout;
+mod refuse;
 
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -12,11 +13,13 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, Parser, Subcommand};
 use pagefold_labs::assets::Assets;
-use pagefold_labs::lines::READY;
+use pagefold_labs::lines::{READY, Region};
+use pagefold_labs::mixture::{Mixture, checksum};
 use pagefold_labs::spec::{self, Item, SpecError};
+use pagefold_sys::mapping;
 use rustix::process::Signal;
 
 /// Workloads against which Pagefold is tested and demonstrated
@@ -34,11 +37,25 @@ enum Workload {
     /// Prints one line of JSON for each region, in the order asked for, then `READY pid=PID`.
     #[command(after_help = spec::HELP)]
     Layout(LayoutArguments),
+    /// Lay out memory in which runs of duplicates lie among unique pages, and hold it until standard input closes
+    ///
+    /// Prints the region as one line of JSON, then `READY pid=PID`. Each line that comes over standard input is answered
+    /// with a checksum of the memory.
+    Mixture(MixtureArguments),
     /// Boot real QEMU guests with the same and with own data, and hold them until standard input closes or COMMAND ends
     ///
     /// Without a COMMAND prints one line of JSON for each guest, then `READY guests=N`. The guests run without KVM and
     /// without network, and are gone when this ends, however it ends. `labs/setup.sh` prepares what they need.
     Fleet(FleetArguments),
+    /// Run a program to which the kernel refuses prctl(PR_SET_MEMORY_MERGE), by a seccomp filter
+    RefusePrctl {
+        /// The error it gets: 1 is EPERM, 22 is EINVAL as on a kernel that does not know it
+        #[arg(long, default_value_t = 1)]
+        errno: u32,
+        /// The program and its arguments
+        #[arg(last = true, required = true)]
+        command: Vec<OsString>,
+    },
     /// Run a program that is killed when its parent ends
     #[command(hide = true)]
     Bound {
@@ -84,6 +101,31 @@ struct LayoutArguments {
 }
 
 #[derive(Args)]
+struct MixtureArguments {
+    /// Size in MiB
+    #[arg(long, value_name = "MiB", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..))]
+    mib: u64,
+    /// The share of the runs that every process of the same --seed holds too, in percent
+    #[arg(long, value_name = "PERCENT", default_value = "10%", value_parser = parse_share)]
+    duplicate: f64,
+    /// The share of the runs that are unique but for one page, which every process of the same --seed holds too
+    #[arg(long, value_name = "PERCENT", default_value = "0%", value_parser = parse_share)]
+    stray: f64,
+    /// Length of a run in base pages
+    #[arg(long, value_name = "PAGES", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..))]
+    run: u64,
+    /// What duplicates are made from: equal seeds, equal duplicates
+    #[arg(long, value_name = "NAME", default_value = "mixture")]
+    seed: String,
+    /// What unique content is made from [default: the process number]
+    #[arg(long)]
+    salt: Option<String>,
+    /// Back it with huge pages
+    #[arg(long)]
+    huge: bool,
+}
+
+#[derive(Args)]
 struct FleetArguments {
     /// How many guests
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
@@ -125,6 +167,11 @@ fn parse_spec(text: &str) -> Result<Spec, SpecError> {
     spec::parse(text).map(Spec)
 }
 
+fn parse_share(text: &str) -> Result<f64, &'static str> {
+    let percent: Option<f64> = text.trim_end_matches('%').parse().ok();
+    percent.filter(|percent| (0.0..=100.0).contains(percent)).map(|percent| percent / 100.0).ok_or("0% to 100%")
+}
+
 /// A name ends up in QEMU's options, on the kernel's command line and in file names.
 fn parse_names(text: &str) -> Result<String, &'static str> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
@@ -138,7 +185,9 @@ fn parse_names(text: &str) -> Result<String, &'static str> {
 fn main() -> ExitCode {
     let outcome = match Lab::parse().workload {
         Workload::Layout(arguments) => run_layout(arguments),
+        Workload::Mixture(arguments) => run_mixture(&arguments),
         Workload::Fleet(arguments) => run_fleet(arguments),
+        Workload::RefusePrctl { errno, command } => run_refused(errno, &command),
         Workload::Bound { parent, command } => run_bound(parent, &command),
     };
     outcome.unwrap_or_else(|error| {
@@ -173,6 +222,39 @@ fn run_layout(arguments: LayoutArguments) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+fn run_mixture(arguments: &MixtureArguments) -> Result<ExitCode> {
+    let page_size = mapping::page_size();
+    let mixture = Mixture {
+        pages: (arguments.mib << 20) / page_size as u64,
+        run: arguments.run,
+        duplicate: arguments.duplicate,
+        stray: arguments.stray,
+    };
+    ensure!(mixture.pages.is_multiple_of(mixture.run), "{} MiB are not whole runs of {}", arguments.mib, mixture.run);
+    ensure!(mixture.duplicate + mixture.stray <= 1.0, "--duplicate and --stray are more than all");
+    let salt = arguments.salt.clone().unwrap_or_else(|| std::process::id().to_string());
+    let memory = layout::mix(&mixture, arguments.huge, &arguments.seed, &salt)?;
+    let region = Region {
+        kind: "mixture".to_owned(),
+        name: Some(arguments.seed.clone()),
+        start: memory.address(),
+        pages: mixture.pages,
+        page_size: page_size as u64,
+        vmas: 1,
+        resident: mixture.pages,
+        zero: 0,
+        distinct: mixture.pages,
+        child: None,
+    };
+    println!("{}", serde_json::to_string(&region)?);
+    println!("{READY}pid={}", std::process::id());
+    for line in io::stdin().lines() {
+        line.context("waiting for standard input to close")?;
+        println!("{:016x}", checksum(memory.as_slice()));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
 fn run_fleet(arguments: FleetArguments) -> Result<ExitCode> {
     let directory = arguments.assets.unwrap_or_else(Assets::directory);
     let timeout = arguments.timeout.unwrap_or(60 + 10 * u64::from(arguments.guests));
@@ -187,6 +269,12 @@ fn run_fleet(arguments: FleetArguments) -> Result<ExitCode> {
         timeout: Duration::from_secs(timeout),
     };
     fleet::run(&options, &arguments.command)
+}
+
+fn run_refused(errno: u32, command: &[OsString]) -> Result<ExitCode> {
+    let (program, arguments) = command.split_first().context("no program")?;
+    refuse::prctl(errno).context("seccomp")?;
+    Err(Command::new(program).args(arguments).exec()).with_context(|| format!("starting {}", program.to_string_lossy()))
 }
 
 fn run_bound(parent: i32, command: &[OsString]) -> Result<ExitCode> {

@@ -16,6 +16,7 @@ Kinds of regions (N in pages; several may stand in one SPEC, separated by commas
   pattern=N               one byte all over, equal in all processes
   elf=N                   the head of an ELF file, equal in all processes
   volatile=N              each page rewritten with new unique content every --interval
+  hot-zero=N              zeros, each page written over with zeros every --interval
   huge=N                  unique content in huge pages; N fills whole ones
   huge-zero=N             written zeros in huge pages
   shared-memory=N         MAP_SHARED, unique content
@@ -50,6 +51,8 @@ pub enum Kind {
     Elf,
     /// Rewritten all the time with unique content.
     Volatile,
+    /// Zeros, rewritten all the time with zeros.
+    HotZero,
     /// Unique content in huge pages.
     Huge,
     /// Zeros in huge pages.
@@ -81,6 +84,7 @@ impl Kind {
             Self::Pattern => "pattern",
             Self::Elf => "elf",
             Self::Volatile => "volatile",
+            Self::HotZero => "hot-zero",
             Self::Huge => "huge",
             Self::HugeZero => "huge-zero",
             Self::SharedMemory => "shared-memory",
@@ -102,6 +106,7 @@ impl Kind {
             "pattern" => Self::Pattern,
             "elf" => Self::Elf,
             "volatile" => Self::Volatile,
+            "hot-zero" => Self::HotZero,
             "huge" => Self::Huge,
             "huge-zero" => Self::HugeZero,
             "shared-memory" => Self::SharedMemory,
@@ -112,6 +117,12 @@ impl Kind {
             "fork-shared" => Self::ForkShared,
             _ => return None,
         })
+    }
+
+    /// Whether it is rewritten all the time.
+    #[must_use]
+    pub fn is_rewritten(&self) -> bool {
+        matches!(self, Self::Volatile | Self::HotZero)
     }
 
     /// Whether it is to be made of huge pages.
@@ -147,7 +158,7 @@ impl Item {
     pub fn truth(&self) -> Truth {
         let pages = self.pages;
         let (resident, zero, distinct) = match self.kind {
-            Kind::Zero | Kind::HugeZero => (pages, pages, 1),
+            Kind::Zero | Kind::HotZero | Kind::HugeZero => (pages, pages, 1),
             Kind::Unique
             | Kind::SharedContent { .. }
             | Kind::Volatile
@@ -266,7 +277,7 @@ mod tests {
     #[test]
     fn help_names_every_kind_and_no_other() {
         let listed: Vec<_> = HELP.lines().skip(1).map(|line| line.trim_start().split('=').next().unwrap()).collect();
-        assert_eq!(listed.len(), 16);
+        assert_eq!(listed.len(), 17);
         for name in listed {
             assert_eq!(Kind::named(name).unwrap().name(), name);
         }

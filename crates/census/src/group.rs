@@ -1,6 +1,7 @@
 //! Groups of equal pages: sort the fingerprints, and one walk over them classifies every page.
 
 use crate::index::{Entry, Index, Mark};
+use crate::pairs::{self, Pairs};
 use crate::survey::Survey;
 use pagefold_model::domain::Domain;
 use pagefold_model::savings::Sharing;
@@ -37,8 +38,8 @@ pub struct Groups {
     pub freed: Pages,
     /// The same if pages are merged within their trust domains only.
     pub freed_within_domains: Pages,
-    /// Pages of zeros that KSM merged with one another.
-    pub merged_zero: u64,
+    /// Pages of zeros that KSM merged with one another, by the number of their trust domain.
+    pub merged_zero: BTreeMap<u32, u64>,
     /// The most frequent contents, most frequent first.
     pub top: Vec<Content>,
 }
@@ -58,32 +59,37 @@ pub struct Member {
     pub merged: bool,
 }
 
-/// Numbers for the trust domains: equal ones are side by side in a survey.
-fn domain_numbers(survey: &Survey) -> Vec<u32> {
+/// What pages of equal content may do.
+#[derive(Clone, Copy, Debug)]
+pub struct Rule {
+    /// KSM's settings.
+    pub sharing: Sharing,
+    /// Whether pages of different trust domains may be merged by a guided enrolment.
+    pub across_domains: bool,
+}
+
+/// Numbers for the trust domains of the subjects: equal ones are side by side in a survey.
+pub(crate) fn domain_numbers<'a>(domains: impl Iterator<Item = &'a Domain>) -> Vec<u32> {
     let mut number = 0;
     let mut last: Option<&Domain> = None;
-    survey
-        .subjects
-        .iter()
-        .map(|subject| {
-            number += u32::from(last.is_some_and(|last| *last != subject.domain));
-            last = Some(&subject.domain);
+    domains
+        .map(|domain| {
+            number += u32::from(last.is_some_and(|last| last != domain));
+            last = Some(domain);
             number
         })
         .collect()
 }
 
-/// Walk over the groups in parallel. `visit` gets the sorted members of each group of two or more and where it begins.
-pub fn walk<T, F>(index: &Index, survey: &Survey, visit: F) -> Vec<T>
+/// Walk over the groups in parallel, with the number of each subject's trust domain. `visit` gets the sorted members of each group of two or more and where it begins.
+pub fn walk<T, F>(index: &Index, domains: &[u32], visit: F) -> Vec<T>
 where
     T: Default + Send,
     F: Fn(&mut T, usize, &[Member]) + Sync,
 {
-    let domains = domain_numbers(survey);
     let base = index.entries.as_ptr().addr();
     let first = |group: &[Entry]| (group.as_ptr().addr() - base) / size_of::<Entry>();
-    index
-        .entries
+    index.entries[..index.paired]
         .par_chunk_by(|a, b| a.fingerprint() == b.fingerprint())
         .fold(
             || (T::default(), Vec::new()),
@@ -146,27 +152,36 @@ struct Partial {
     top: BinaryHeap<Reverse<Content>>,
 }
 
-/// Sort the index by content and classify every page that was read.
-pub fn classify(index: &mut Index, survey: &Survey, sharing: Sharing, top: usize) -> Groups {
+/// Group the index by content and classify every page that was read. `pairs` is of the first pass.
+pub fn classify(index: &mut Index, survey: &Survey, pairs: &Pairs, rule: Rule, top: usize) -> Groups {
     let mut entries = std::mem::take(&mut index.entries);
-    entries.retain(|entry| {
-        *entry != Entry::EMPTY
-            && matches!(index.mark(entry.ordinal).class(), Some(PageClass::Unique | PageClass::Merged))
-    });
-    entries.par_sort_unstable();
+    entries.retain(|entry| pairs::belongs(index, entry));
+    // Only what may have a partner is sorted. Asked in parallel, because each answer is a cache miss.
+    let mut may_pair: Vec<bool> = entries.par_iter().map(|entry| pairs.may_pair(entry.fingerprint())).collect();
+    let mut paired = 0;
+    for i in 0..entries.len() {
+        if may_pair[i] {
+            entries.swap(i, paired);
+            may_pair.swap(i, paired);
+            paired += 1;
+        }
+    }
+    drop(may_pair);
+    entries[..paired].par_sort_unstable();
     index.entries = entries;
+    index.paired = paired;
     let index = &*index;
+    let domains = survey.domains();
 
-    let partials: Vec<Partial> = walk(index, survey, |partial: &mut Partial, start, members| {
-        partial.visit(index, sharing, top, start, members);
+    let partials: Vec<Partial> = walk(index, &domains, |partial: &mut Partial, start, members| {
+        partial.visit(index, rule, top, start, members);
     });
-    let mut groups = Groups::default();
+    let mut groups = Groups { merged_zero: merged_zeros(index, &domains), ..Groups::default() };
     let mut best = Vec::new();
     let (mut paired, mut unique) = (0, 0);
     for partial in partials {
         groups.freed += partial.groups.freed;
         groups.freed_within_domains += partial.groups.freed_within_domains;
-        groups.merged_zero += partial.groups.merged_zero;
         groups.distinct += partial.groups.distinct;
         for (times, contents) in partial.groups.seen {
             *groups.seen.entry(times).or_default() += contents;
@@ -184,7 +199,61 @@ pub fn classify(index: &mut Index, survey: &Survey, sharing: Sharing, top: usize
     let merged_alone = alone.saturating_sub(unique_pages(index) - unique);
     *groups.seen.entry(1).or_default() += alone - merged_alone;
     groups.seen.retain(|_, contents| *contents > 0);
+    // With `use_zero_pages` zeros are mapped to the kernel's zero page, which everybody maps anyway.
+    if !rule.across_domains && !rule.sharing.use_zero_pages {
+        forbid_zeros(index, &domains, &groups.merged_zero);
+    }
     groups
+}
+
+/// Pages of zeros that KSM merged with one another, by trust domain.
+fn merged_zeros(index: &Index, domains: &[u32]) -> BTreeMap<u32, u64> {
+    // Unmerged ones are not among the entries, and no fingerprint is less.
+    let paired = index.entries[..index.paired].iter().take_while(|entry| entry.fingerprint() == Fingerprint::ZERO_PAGE);
+    let alone = index.entries[index.paired..].iter().filter(|entry| entry.fingerprint() == Fingerprint::ZERO_PAGE);
+    let mut pages = BTreeMap::new();
+    for entry in paired.chain(alone) {
+        *pages.entry(domains[index.subject(entry.ordinal)]).or_default() += 1;
+    }
+    pages
+}
+
+/// Forbid the pages of zeros of all trust domains but one: the one that has merged some already, or else has the most.
+fn forbid_zeros(index: &Index, domains: &[u32], merged: &BTreeMap<u32, u64>) {
+    let zeros = |subject: usize| {
+        index.pages_of(subject).into_par_iter().filter(|&page| index.mark(page).class() == Some(PageClass::Zero))
+    };
+    let mut pages: BTreeMap<u32, u64> = BTreeMap::new();
+    for (subject, &domain) in domains.iter().enumerate() {
+        *pages.entry(domain).or_default() += zeros(subject).count() as u64;
+    }
+    let most = || pages.iter().max_by_key(|&(domain, pages)| (pages, Reverse(domain))).map(|(&domain, _)| domain);
+    let chosen = match merged.keys().collect::<Vec<_>>()[..] {
+        [] => most(),
+        [&only] => Some(only),
+        _ => None,
+    };
+    for (subject, _) in domains.iter().enumerate().filter(|&(_, &domain)| Some(domain) != chosen) {
+        zeros(subject).for_each(|page| index.set_mark(page, index.mark(page).forbidden()));
+    }
+}
+
+/// The one trust domain in which a content may be merged: the one that has it merged already, or else the one in which
+/// that frees most. None if it is merged in several.
+fn domain_of(index: &Index, sharing: Sharing, members: &[Member]) -> Option<u32> {
+    let mut best: Option<(Pages, u32)> = None;
+    let mut merged: Option<u32> = None;
+    for domain in members.chunk_by(|a, b| a.domain == b.domain) {
+        let number = domain[0].domain;
+        if domain.iter().any(|member| member.merged) && merged.replace(number).is_some() {
+            return None;
+        }
+        let freed = freed(index, sharing, domain, |_| true);
+        if best.is_none_or(|(most, _)| freed > most) {
+            best = Some((freed, number));
+        }
+    }
+    merged.or(best.map(|(_, number)| number))
 }
 
 /// Pages that are unique after all groups were classified.
@@ -193,12 +262,12 @@ fn unique_pages(index: &Index) -> u64 {
 }
 
 impl Partial {
-    fn visit(&mut self, index: &Index, sharing: Sharing, top: usize, start: usize, members: &[Member]) {
+    fn visit(&mut self, index: &Index, rule: Rule, top: usize, start: usize, members: &[Member]) {
+        let Rule { sharing, across_domains } = rule;
         self.paired += members.len() as u64;
         let fingerprint = index.entries[start].fingerprint();
         let merged = members.iter().filter(|member| member.merged).count();
         if fingerprint == Fingerprint::ZERO_PAGE {
-            self.groups.merged_zero += merged as u64;
             return;
         }
         self.groups.distinct += 1;
@@ -213,7 +282,13 @@ impl Partial {
             *self.groups.seen.entry(copies as u64).or_default() += 1;
         }
         self.groups.freed += freed(index, sharing, members, |_| true);
-        let copies = (frames(members.iter().filter(|member| !member.merged)) as usize) + merged;
+        // Those that may be merged with one another.
+        let joining = |members: &[Member]| {
+            let merged = members.iter().filter(|member| member.merged).count();
+            frames(members.iter().filter(|member| !member.merged)) as usize + merged
+        };
+        let several = members.first().map(|first| first.domain) != members.last().map(|last| last.domain);
+        let chosen = if across_domains || !several { None } else { Some(domain_of(index, sharing, members)) };
         let kept = if merged > 0 { None } else { members.first().map(|member| member.frame) };
         let shared = members.iter().any(|member| member.frame != member.ordinal);
         let mut counted = BTreeSet::new();
@@ -221,6 +296,8 @@ impl Partial {
         let mut domains = 0;
         for domain in members.chunk_by(|a, b| a.domain == b.domain) {
             domains += 1;
+            let copies = joining(if across_domains { members } else { domain });
+            let forbidden = chosen.is_some_and(|chosen| chosen != Some(domain[0].domain));
             self.groups.freed_within_domains += freed(index, sharing, domain, |_| true);
             for process in domain.chunk_by(|a, b| a.subject == b.subject) {
                 processes += 1;
@@ -232,7 +309,8 @@ impl Partial {
                 for member in process.iter().filter(|member| !member.merged) {
                     // Of a frame with several mappings, the first stands for it.
                     let counts = Some(member.frame) != kept && (!shared || counted.insert(member.frame));
-                    index.set_mark(member.ordinal, Mark::duplicate(class, copies, counts));
+                    let mark = Mark::duplicate(class, copies, counts);
+                    index.set_mark(member.ordinal, if forbidden { mark.forbidden() } else { mark });
                 }
             }
         }

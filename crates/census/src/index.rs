@@ -46,6 +46,10 @@ impl Mark {
     pub const SKIPPED: Self = Self(2);
 
     const FIRST_CLASS: u8 = 3;
+    /// Added to the state of a page that must not be covered. Zeros and duplicates are the only ones of which there is
+    /// anything to forbid: their states come again after that of unique pages.
+    const FORBIDDEN: u8 = PageClass::Unique as u8 + 1 - PageClass::Zero as u8;
+    const FIRST_FORBIDDEN: u8 = Self::FIRST_CLASS + PageClass::Zero as u8 + Self::FORBIDDEN;
     const STATE: u8 = 0x0f;
     const REDUNDANT: u8 = 0x10;
     const SHARE: u8 = 5;
@@ -67,14 +71,37 @@ impl Mark {
         Self(Self::of(class).0 | if redundant { Self::REDUNDANT } else { 0 } | share << Self::SHARE)
     }
 
+    /// Every mark that there could be, in the order of their bits.
+    pub(crate) fn every() -> impl Iterator<Item = Self> {
+        (0..=u8::MAX).map(Self)
+    }
+
+    /// The byte.
+    pub(crate) fn bits(self) -> usize {
+        usize::from(self.0)
+    }
+
     /// The class, if the page was read.
     pub fn class(self) -> Option<PageClass> {
-        PageClass::ALL.get(usize::from((self.0 & Self::STATE).checked_sub(Self::FIRST_CLASS)?)).copied()
+        let state = self.0 & Self::STATE;
+        let state = if self.is_forbidden() { state - Self::FORBIDDEN } else { state };
+        PageClass::ALL.get(usize::from(state.checked_sub(Self::FIRST_CLASS)?)).copied()
     }
 
     /// Whether the page was read.
     pub fn was_read(self) -> bool {
         self.0 & Self::STATE >= Self::FIRST_CLASS
+    }
+
+    /// Whether a guided enrolment must not cover the page, because its content is to be merged in another trust domain.
+    pub fn is_forbidden(self) -> bool {
+        self.0 & Self::STATE >= Self::FIRST_FORBIDDEN
+    }
+
+    /// The same, forbidden, for zeros and duplicates. Others stay as they are.
+    pub fn forbidden(self) -> Self {
+        let forbids = !self.is_forbidden() && self.class().is_some_and(PageClass::is_mergeable);
+        Self(if forbids { self.0 + Self::FORBIDDEN } else { self.0 })
     }
 
     /// Whether it is a duplicate beyond the copy its group keeps.
@@ -129,8 +156,11 @@ pub struct Index {
     runs: Vec<PackedRun>,
     /// Ordinal of the first page of each subject, and the number of all pages.
     subjects: Vec<u32>,
-    /// In the order of ordinals while reading, afterwards those in groups sorted by fingerprint.
+    /// In the order of ordinals while reading. Afterwards those that may have a partner, sorted by fingerprint, and then
+    /// the others.
     pub(crate) entries: Vec<Entry>,
+    /// How many may have a partner.
+    pub(crate) paired: usize,
     marks: Vec<AtomicU8>,
     /// The NUMA node of each page, if pages of different nodes are kept apart.
     nodes: Vec<AtomicU8>,
@@ -176,6 +206,7 @@ impl Index {
             runs: Vec::new(),
             subjects: vec![0],
             entries: Vec::new(),
+            paired: 0,
             marks: Vec::new(),
             nodes: Vec::new(),
             again: Vec::new(),
@@ -388,4 +419,24 @@ fn resident(host: &dyn Host, subject: &Subject) -> Reading<Vec<Run>> {
         return Err(Absent::Vanished);
     }
     handle.resident(&ranges)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marks_keep_their_class_when_forbidden_and_covered() {
+        for class in PageClass::ALL {
+            let mark = Mark::of(class);
+            assert_eq!((mark.class(), mark.is_forbidden()), (Some(class), false));
+            let forbidden = mark.forbidden();
+            assert_eq!((forbidden.class(), forbidden.is_forbidden()), (Some(class), class.is_mergeable()));
+            assert_eq!(forbidden.forbidden(), forbidden);
+        }
+        let mark = Mark::duplicate(PageClass::DuplicateForeign, 9, true).forbidden();
+        assert!(mark.is_redundant() && mark.was_read() && !mark.is_covered() && mark.covered().is_covered());
+        assert_eq!(mark.covered().class(), Some(PageClass::DuplicateForeign));
+        assert_eq!(Mark::SKIPPED.forbidden(), Mark::SKIPPED);
+    }
 }

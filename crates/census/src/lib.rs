@@ -1,6 +1,6 @@
 //! From page contents to fingerprints, to groups of equal pages, to what merging them would save.
 //!
-//! A census has five steps, each a module:
+//! A census has five steps:
 //!
 //! 1. [`survey`] opens the chosen processes, reads their regions and decides region by region whether KSM could take
 //!    its pages and how they may be read.
@@ -8,25 +8,38 @@
 //!    pages in the order of their addresses.
 //! 3. [`scan`] reads the pages in parallel and puts a fingerprint for each into the index; a second pass marks what
 //!    changed.
-//! 4. [`group`] sorts the fingerprints. Equal ones lie side by side, ordered by domain and process, so one walk over
-//!    them classifies every page.
-//! 5. [`tally`] walks the pages in address order and counts: by region, process, extent and content.
+//! 4. [`group`] sorts the fingerprints, after [`pairs`] has told most of those that have no partner. Equal ones lie side
+//!    by side, ordered by domain and process, so one walk over them classifies every page.
+//! 5. [`tally`] walks the pages in address order and counts: by region, process, extent and content. Before that,
+//!    [`choose`] finds the ranges that are worth enrolling.
 //!
 //! Memory is 13 bytes for each page (12 for the fingerprint and ordinal, one for the class) and 8 for each run of pages
 //! that lie behind one another, so at most 21. A page whose frame an earlier one has, since a fork, takes 8 more, and where
 //! NUMA nodes are kept apart each takes one more. While pages are listed, the runs of the processes in hand take 16 each
-//! beside it. Nothing is written anywhere.
+//! beside it; while they are grouped, each page takes 4 to 9 more. Nothing is written anywhere.
+//!
+//! # Trust domains
+//!
+//! Without [`Options::across_domains`] a content that lies in several domains is covered in one of them at most. That
+//! keeps apart what is equal when the census is taken, and promises nothing for later: two covered pages of different
+//! domains whose contents become equal afterwards are merged while ksmd runs, and so are pages that programs enrolled
+//! themselves, whatever is chosen here.
 
 #![forbid(unsafe_code)]
 
+pub mod choose;
 pub mod group;
 pub mod index;
 pub mod pages;
+pub mod pairs;
+mod plan;
 pub mod scan;
 pub mod survey;
 pub mod tally;
 
 pub use index::Index;
+use pairs::Pairs;
+pub use plan::plan;
 pub use scan::Progress;
 pub use survey::{Selection, Survey};
 
@@ -34,7 +47,7 @@ use pagefold_host::{Host, observe};
 use pagefold_model::census::Census;
 use pagefold_model::domain::Domains;
 use pagefold_model::savings::{Costs, Sharing};
-use pagefold_model::{Absent, PageSize};
+use pagefold_model::{Absent, PageSize, Pages};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -59,6 +72,52 @@ pub struct Options {
     pub rows: usize,
     /// Who they are.
     pub matrix: tally::Party,
+    /// Which pages the second pass reads.
+    pub second: Second,
+    /// The costs by which guided enrolment chooses; `None` for those of the page size ([`Costs::of`]).
+    pub costs: Option<Costs>,
+    /// Whether guided enrolment may merge pages of different trust domains.
+    pub across_domains: bool,
+    /// Regions that a process may have (`vm.max_map_count`).
+    pub max_map_count: u64,
+    /// Whether pages of zeros will be mapped to the kernel's page of zeros, whatever `use_zero_pages` says now.
+    pub use_zero_pages: bool,
+}
+
+/// Which pages are read in the second pass.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Second {
+    /// All: every volatile page is found.
+    #[default]
+    All,
+    /// Those that have anything to gain, duplicates and zeros, and of the others those few that [`pairs`] cannot tell
+    /// from them. Other pages are unique, whether they change or not.
+    Candidates,
+}
+
+/// `vm.max_map_count` when nothing else is known (include/linux/mm.h, `DEFAULT_MAX_MAP_COUNT`).
+pub const DEFAULT_MAX_MAP_COUNT: u64 = 65530;
+
+impl Default for Options {
+    /// All processes by user, read once, on one thread.
+    fn default() -> Self {
+        Self {
+            selection: Selection::default(),
+            domains: Domains::default(),
+            settle: Duration::ZERO,
+            threads: 1,
+            sample: None,
+            seed: 0,
+            top: 0,
+            rows: 0,
+            matrix: tally::Party::default(),
+            second: Second::default(),
+            costs: None,
+            across_domains: false,
+            max_map_count: DEFAULT_MAX_MAP_COUNT,
+            use_zero_pages: false,
+        }
+    }
 }
 
 /// Why there is no census.
@@ -99,7 +158,8 @@ pub fn take(
     let started = Instant::now();
     let threads = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build()?;
     let mut survey = threads.install(|| survey::survey(host, &options.selection, &options.domains))?;
-    let sharing = observe::ksm(host).map(|ksm| Sharing::of(&ksm)).unwrap_or_default();
+    let mut sharing = observe::ksm(host).map(|ksm| Sharing::of(&ksm)).unwrap_or_default();
+    sharing.use_zero_pages |= options.use_zero_pages;
     let nodes = if sharing.across_nodes { None } else { observe::Nodes::observe(host).ok() };
     let nodes = nodes.filter(|nodes| nodes.count() > 1);
     let nodes_unknown = nodes.is_some() && host.frame_flags(&[]).is_err();
@@ -112,30 +172,40 @@ pub fn take(
     let first = Instant::now();
     let mut failures = index.unlisted().to_vec();
     failures.extend(threads.install(|| scan.first_pass(&mut index)));
-    let mut settled = false;
+    let pairs = threads.install(|| Pairs::of(&index));
+    let (mut settled, mut reread) = (false, Pages::ZERO);
     if !options.settle.is_zero() {
         wait(options.settle.saturating_sub(first.elapsed()), stop);
         if !stop.load(Ordering::Relaxed) {
-            failures.extend(threads.install(|| scan.second_pass(&index)));
+            let candidates = (options.second == Second::Candidates).then_some(&pairs);
+            let again = threads.install(|| scan.second_pass(&index, candidates));
+            failures.extend(again.failures);
+            reread = again.pages;
             settled = !stop.load(Ordering::Relaxed);
         }
     }
     let partial = stop.load(Ordering::Relaxed);
 
     tally::note_unread(&mut survey, failures);
-    let groups = threads.install(|| group::classify(&mut index, &survey, sharing, options.top));
-    let plan = tally::Plan {
+    let rule = group::Rule { sharing, across_domains: options.across_domains };
+    let groups = threads.install(|| group::classify(&mut index, &survey, &pairs, rule, options.top));
+    drop(pairs);
+    let page_size = host.page_size();
+    let terms = choose::Terms {
         sharing,
-        costs: Costs::default(),
+        costs: options.costs.unwrap_or_else(|| Costs::of(page_size)),
+        page_size,
         huge_pages: huge_page_len(host),
-        rows: options.rows,
-        matrix: options.matrix,
+        across_domains: options.across_domains,
+        max_map_count: options.max_map_count,
     };
+    let plan = tally::Plan { terms, rows: options.rows, matrix: options.matrix };
     let mut census = threads.install(|| tally::tally(survey, &index, &groups, &plan));
     census.contents = tally::contents(host, &index, &hasher, &groups, &census);
     census.seconds = started.elapsed().as_secs_f64();
     census.bytes_read = progress.bytes_read();
     census.settle = settled.then_some(options.settle);
+    census.reread = reread;
     census.nodes_unknown = nodes_unknown;
     census.partial = partial;
     census.sample = options.sample;

@@ -1,10 +1,11 @@
 //! Reading the pages: two passes in parallel over portions of the index.
 
 use crate::index::{Entry, Index, Mark, Unit};
+use crate::pairs::Pairs;
 use crate::survey::Survey;
 use pagefold_host::observe::Nodes;
 use pagefold_host::{Host, PageContent, PageView, Run};
-use pagefold_model::{Absent, Fingerprint, PageClass, Pfn, Reading};
+use pagefold_model::{Absent, Fingerprint, PageClass, Pages, Pfn, Reading};
 use pagefold_sys::fingerprint::Hasher;
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -85,6 +86,18 @@ pub struct Scan<'a> {
     pub sample: Option<SampleRule>,
 }
 
+/// What the second pass did.
+#[derive(Debug)]
+pub struct Again {
+    /// Pages that it looked at.
+    pub pages: Pages,
+    /// The subjects that could not be read, and why.
+    pub failures: Vec<(usize, Absent)>,
+}
+
+/// Whether to read a page.
+type Takes<'a> = &'a dyn Fn(u32) -> bool;
+
 /// A page that was read: its fingerprint, or `None` if it is known to change.
 struct Seen {
     fingerprint: Option<Fingerprint>,
@@ -119,7 +132,9 @@ impl Scan<'_> {
             .map(|(unit, slots)| {
                 self.skip_unsampled(shared, &unit);
                 let (mut frames, mut indistinct) = (Vec::new(), 0);
-                let outcome = self.read(shared, &unit, &mut |ordinal, seen| {
+                let takes = |ordinal| self.sample.is_none_or(|rule| rule.takes(ordinal));
+                let takes: Option<Takes<'_>> = self.sample.is_some().then_some(&takes);
+                let outcome = self.read(shared, &unit, takes, &mut |ordinal, seen| {
                     let Some(seen) = seen else { return shared.set_mark(ordinal, Mark::GONE) };
                     let class = match seen.fingerprint {
                         _ if seen.merged => PageClass::Merged,
@@ -152,14 +167,21 @@ impl Scan<'_> {
         results.into_iter().filter_map(|(subject, outcome, ..)| Some((subject, outcome.err()?))).collect()
     }
 
-    /// Read everything again and mark what changed.
-    pub fn second_pass(&self, index: &Index) -> Vec<(usize, Absent)> {
-        index
+    /// Read again and mark what changed: everything, or with `pairs` only what has anything to gain.
+    pub fn second_pass(&self, index: &Index, pairs: Option<&Pairs>) -> Again {
+        let results: Vec<_> = index
             .units(self.survey)
             .into_par_iter()
             .with_max_len(1)
             .map(|unit| {
-                let outcome = self.read(index, &unit, &mut |ordinal, seen| {
+                let again = |ordinal| match pairs {
+                    Some(pairs) => pairs.is_candidate(index, ordinal),
+                    None => index.mark(ordinal) != Mark::SKIPPED,
+                };
+                let takes: Option<Takes<'_>> = (pairs.is_some() || self.sample.is_some()).then_some(&again);
+                let mut pages = 0;
+                let outcome = self.read(index, &unit, takes, &mut |ordinal, seen| {
+                    pages += 1;
                     let mark = index.mark(ordinal);
                     match (mark.class(), seen) {
                         // What was not read in the first pass stays so; what changes, or is merged, is known already.
@@ -178,10 +200,13 @@ impl Scan<'_> {
                 if outcome == Err(Absent::Vanished) {
                     unit.ordinals.clone().for_each(|page| index.set_mark(page, Mark::GONE));
                 }
-                (unit.subject, outcome)
+                (unit.subject, outcome, pages)
             })
-            .filter_map(|(subject, outcome)| Some((subject, outcome.err()?)))
-            .collect()
+            .collect();
+        Again {
+            pages: Pages(results.iter().map(|&(.., pages)| pages).sum()),
+            failures: results.into_iter().filter_map(|(subject, outcome, _)| Some((subject, outcome.err()?))).collect(),
+        }
     }
 
     /// Mark the pages of a unit that are not in the sample.
@@ -195,12 +220,22 @@ impl Scan<'_> {
 
     /// Read a unit's pages. `note` gets each page that was looked at, `None` for one that is gone. An error says why the
     /// rest was not.
-    fn read(&self, index: &Index, unit: &Unit, note: &mut dyn FnMut(u32, Option<Seen>)) -> Reading<()> {
+    fn read(
+        &self,
+        index: &Index,
+        unit: &Unit,
+        takes: Option<Takes<'_>>,
+        note: &mut dyn FnMut(u32, Option<Seen>),
+    ) -> Reading<()> {
         if self.stop.load(Ordering::Relaxed) {
             return Ok(());
         }
         let id = self.survey.subjects[unit.subject].process.id;
-        let (runs, ordinals) = self.sampled(index, unit);
+        let (runs, ordinals) = self.taken(index, unit, takes);
+        if runs.is_empty() {
+            self.progress.advance(unit.ordinals.len() as u64, 0);
+            return Ok(());
+        }
         let mut bytes = 0;
         let mut see = |position: usize, page: PageView<'_>| {
             let ordinal = ordinals.as_ref().map_or(unit.ordinals.start + position as u32, |list| list[position]);
@@ -231,21 +266,26 @@ impl Scan<'_> {
         outcome
     }
 
-    /// The runs of a unit that are in the sample, and the ordinals of their pages; all of it without a sample.
-    fn sampled(&self, index: &Index, unit: &Unit) -> (Vec<Run>, Option<Vec<u32>>) {
+    /// The runs of a unit that are taken, and the ordinals of their pages; all of it where nothing is left out.
+    fn taken(&self, index: &Index, unit: &Unit, takes: Option<Takes<'_>>) -> (Vec<Run>, Option<Vec<u32>>) {
         let all = index.runs(unit.ordinals.clone());
-        let Some(rule) = self.sample else {
+        let Some(takes) = takes else {
             return (all.map(|(run, _)| run).collect(), None);
         };
         let page_len = self.host.page_size().bytes();
-        let (runs, ordinals) = all
-            .flat_map(|(run, first)| (0..run.pages).map(move |page| (run, first, page)))
-            .filter(|&(_, first, page)| rule.takes(first + page))
-            .map(|(run, first, page)| {
-                let address = run.address + u64::from(page) * page_len;
-                (Run { address, pages: 1, ..run }, first + page)
-            })
-            .unzip();
+        let mut ordinals = Vec::new();
+        let mut runs: Vec<Run> = Vec::new();
+        for (run, first) in all {
+            let mut end = None;
+            for page in (0..run.pages).filter(|page| takes(first + page)) {
+                ordinals.push(first + page);
+                match runs.last_mut() {
+                    Some(last) if end == Some(page) => last.pages += 1,
+                    _ => runs.push(Run { address: run.address + u64::from(page) * page_len, pages: 1, ..run }),
+                }
+                end = Some(page + 1);
+            }
+        }
         (runs, Some(ordinals))
     }
 }

@@ -74,6 +74,13 @@ pub struct Survey {
     pub unseen: Vec<Unseen>,
 }
 
+impl Survey {
+    /// The number of each subject's trust domain, in the order of subjects.
+    pub fn domains(&self) -> Vec<u32> {
+        crate::group::domain_numbers(self.subjects.iter().map(|subject| &subject.domain))
+    }
+}
+
 /// Choose processes and read their regions.
 pub fn survey(host: &dyn Host, selection: &Selection, domains: &Domains) -> Result<Survey, Error> {
     let (mut subjects, unseen) = choose(host, selection, |handle, process| {

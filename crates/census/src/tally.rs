@@ -1,5 +1,6 @@
 //! Counting: by region, process, extent and content, and what each way of enrolling would reach.
 
+use crate::choose::{self, Chosen, Terms, each_page};
 use crate::group::{self, Content, Groups};
 use crate::index::{Index, Mark, RegionPages};
 use crate::survey::{Subject, Survey};
@@ -10,12 +11,10 @@ use pagefold_model::census::{
 use pagefold_model::content::ContentKind;
 use pagefold_model::process::Process;
 use pagefold_model::region::Ineligible;
-use pagefold_model::savings::{Costs, Reach, Sharing};
-use pagefold_model::segment::best_segments;
-use pagefold_model::{Absent, AddressRange, Bytes, Counts, Fingerprint, PageClass, PageSize, Pages};
+use pagefold_model::savings::{Reach, Sharing};
+use pagefold_model::{Absent, AddressRange, Bytes, Counts, Fingerprint, PageClass, Pages};
 use pagefold_sys::fingerprint::Hasher;
 use std::collections::BTreeMap;
-use std::ops::Range;
 
 /// Who the rows of a sharing matrix are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,12 +33,8 @@ pub enum Party {
 /// How the counting is done.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
-    /// KSM's settings.
-    pub sharing: Sharing,
-    /// By which guided enrolment chooses.
-    pub costs: Costs,
-    /// The size of a huge page.
-    pub huge_pages: PageSize,
+    /// By what guided enrolment chooses.
+    pub terms: Terms,
     /// Rows of the sharing matrix at most.
     pub rows: usize,
     /// Who they are.
@@ -48,6 +43,8 @@ pub struct Plan {
 
 /// Count everything. Marks the pages that a guided enrolment would cover.
 pub fn tally(survey: Survey, index: &Index, groups: &Groups, plan: &Plan) -> Census {
+    let sharing = plan.terms.sharing;
+    let Chosen { ranges, idle } = choose::choose(&survey, index, &plan.terms);
     let mut counter = Counter::new(&survey.subjects, index, plan);
     for pages in index.regions() {
         counter.region(&pages);
@@ -58,18 +55,22 @@ pub fn tally(survey: Survey, index: &Index, groups: &Groups, plan: &Plan) -> Cen
         sum += counts;
         sum
     });
-    let zero = |zeros: &Zeros, merged| zeros.freed(plan.sharing, merged);
+    let zero = |zeros: &Zeros, merged| zeros.freed(sharing, merged);
+    let merged_zero = groups.merged_zero.values().sum();
     savings.upper_bound.freed = Pages(zeros.all.0.values().sum()) + total.redundant;
-    savings.whole.freed = groups.freed + zero(&zeros.all, groups.merged_zero);
+    savings.whole.freed = groups.freed + zero(&zeros.all, merged_zero);
     savings.whole.scanned = total.resident().saturating_sub(total.merged);
     savings.within_domains = Reach {
         freed: groups.freed_within_domains + zeros.domains.iter().map(|zeros| zero(zeros, 0)).sum(),
         ..savings.whole
     };
-    let covered = group::walk(index, &survey, |sum: &mut Pages, _, members| {
-        *sum += group::freed(index, plan.sharing, members, |member| index.mark(member.ordinal).is_covered());
+    let covered = group::walk(index, &survey.domains(), |sum: &mut Pages, _, members| {
+        *sum += group::freed(index, sharing, members, |member| index.mark(member.ordinal).is_covered());
     });
-    savings.guided.freed = covered.into_iter().sum::<Pages>() + zero(&zeros.covered, groups.merged_zero);
+    savings.guided.freed = covered.into_iter().sum::<Pages>() + zero(&zeros.covered, merged_zero);
+
+    savings.guided.scanned = ranges.iter().map(|range| range.pages).sum();
+    savings.guided_ranges = ranges.len() as u64;
 
     let matrix = matrix(&survey, index, &counts, plan);
     let mut ineligible: BTreeMap<Ineligible, Bytes> = BTreeMap::new();
@@ -117,11 +118,15 @@ pub fn tally(survey: Survey, index: &Index, groups: &Groups, plan: &Plan) -> Cen
         ineligible,
         savings,
         extents,
+        ranges,
+        idle,
+        across_domains: plan.terms.across_domains,
+        reread: Pages::ZERO,
         contents: Vec::new(),
         matrix,
         distinct: groups.distinct,
         seen: groups.seen.clone(),
-        sharing: plan.sharing,
+        sharing,
         settle: None,
         partial: false,
         sample: None,
@@ -153,7 +158,6 @@ struct ZeroSums {
 struct Counter<'a> {
     index: &'a Index,
     plan: &'a Plan,
-    page_size: i64,
     domains: Vec<usize>,
     counts: Vec<Counts>,
     regions: Vec<Vec<Counts>>,
@@ -179,7 +183,6 @@ impl<'a> Counter<'a> {
         Self {
             index,
             plan,
-            page_size: index.page_len() as i64,
             domains,
             counts: vec![Counts::default(); subjects.len()],
             regions: subjects.iter().map(|subject| vec![Counts::default(); subject.regions.len()]).collect(),
@@ -195,7 +198,6 @@ impl<'a> Counter<'a> {
     /// Count the pages of one region.
     fn region(&mut self, pages: &RegionPages) {
         let &RegionPages { subject, region, ref ordinals } = pages;
-        self.choose_ranges(ordinals);
         let mut counts = Counts::default();
         let mut extent: Option<Extent> = None;
         // The last huge page of which a part would merge, under whole and under guided enrolment.
@@ -211,7 +213,6 @@ impl<'a> Counter<'a> {
                 continue;
             };
             counts.count(class, mark.is_redundant());
-            self.savings.guided.scanned.0 += u64::from(mark.is_covered() && class != PageClass::Merged);
             if !class.is_mergeable() {
                 continue;
             }
@@ -225,12 +226,12 @@ impl<'a> Counter<'a> {
                 }
             }
             if run.huge {
-                let huge_page = Some(address / self.plan.huge_pages.bytes());
+                let huge_page = Some(address / self.plan.terms.huge_pages.bytes());
                 if split != huge_page {
                     split = huge_page;
                     self.savings.whole.huge_split.0 += 1;
                 }
-                if mark.is_covered() && split_guided != huge_page {
+                if mark.is_covered() && !mark.is_forbidden() && split_guided != huge_page {
                     split_guided = huge_page;
                     self.savings.guided.huge_split.0 += 1;
                 }
@@ -241,28 +242,6 @@ impl<'a> Counter<'a> {
         self.savings.upper_bound.huge_split = self.savings.whole.huge_split;
         self.regions[subject][region] = counts;
         self.counts[subject] += counts;
-    }
-
-    /// Mark the pages of a region that are worth enrolling.
-    fn choose_ranges(&mut self, ordinals: &Range<u32>) {
-        let first = ordinals.start;
-        let gains = ordinals.clone().map(|ordinal| {
-            let mark = self.index.mark(ordinal);
-            match mark.class() {
-                // Metadata for merged pages is paid for already, and pages that were not seen say nothing.
-                None | Some(PageClass::Merged) => 0,
-                Some(_) => mark.freed_64ths() * self.page_size / 64 - self.plan.costs.scan,
-            }
-        });
-        for segment in best_segments(gains, self.plan.costs.boundary) {
-            self.savings.guided_ranges += 1;
-            for ordinal in first + segment.start as u32..first + segment.end as u32 {
-                let mark = self.index.mark(ordinal);
-                if mark.was_read() {
-                    self.index.set_mark(ordinal, mark.covered());
-                }
-            }
-        }
     }
 
     /// Add a mergeable page to the extent it continues, or begin a new one.
@@ -283,14 +262,6 @@ impl<'a> Counter<'a> {
         field.0 += 1;
         extent.redundant.0 += u64::from(redundant);
     }
-}
-
-/// Each of some consecutive pages: its run, its ordinal, its address.
-fn each_page(index: &Index, ordinals: &Range<u32>) -> impl Iterator<Item = (Run, u32, u64)> {
-    let page_len = index.page_len();
-    index.runs(ordinals.clone()).flat_map(move |(run, first)| {
-        (0..run.pages).map(move |i| (run, first + i, run.address + u64::from(i) * page_len))
-    })
 }
 
 /// Who shares with whom.
@@ -315,7 +286,7 @@ fn matrix(survey: &Survey, index: &Index, counts: &[Counts], plan: &Plan) -> Mat
         parties.push("others".to_owned());
     }
     let size = parties.len();
-    let sums = group::walk(index, survey, |sum: &mut (Vec<u64>, Vec<u64>), start, members| {
+    let sums = group::walk(index, &survey.domains(), |sum: &mut (Vec<u64>, Vec<u64>), start, members| {
         let alone = |member: &group::Member| index.mark(member.ordinal).class() == Some(PageClass::Unique);
         if index.entries[start].fingerprint() == Fingerprint::ZERO_PAGE || members.iter().all(alone) {
             return;

@@ -3,6 +3,7 @@
 use crate::command;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use pagefold_census::tally::Party;
+use pagefold_model::Bytes;
 use pagefold_model::domain::DomainRule;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -59,8 +60,12 @@ pub enum Command {
     Record(command::record::Options),
     /// Say why nothing merges, and what is wrong with how this host merges
     Doctor(command::doctor::Options),
+    /// Merge what pays: in seconds, within a bound on CPU, verified
+    Merge(command::merge::Options),
     /// Tell the true footprint of processes, where RSS is blind to merging
     Account(command::account::Options),
+    /// Start a program with its whole process tree enrolled in KSM
+    Run(command::run::Options),
     /// Set KSM's settings by a rule, show them, or put back what was before
     Policy(command::policy::Options),
     /// Put back what a killed run left
@@ -153,6 +158,22 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     humantime::parse_duration(text).map_err(|error| format!("{error}; write for example 500ms or 2s"))
 }
 
+/// A share of one CPU, from a percentage such as `50` or `50%`.
+pub fn percent(text: &str) -> Result<f64, String> {
+    match text.trim_end_matches('%').trim().parse::<f64>() {
+        Ok(value) if value > 0.0 && value <= 100.0 => Ok(value / 100.0),
+        _ => Err("a percentage above 0 and at most 100 is needed, such as 50".to_owned()),
+    }
+}
+
+/// An amount of memory, such as `64MiB`; a plain number is bytes.
+pub fn bytes(text: &str) -> Result<Bytes, String> {
+    match text.parse::<bytesize::ByteSize>() {
+        Ok(size) => Ok(Bytes(size.as_u64())),
+        Err(error) => Err(format!("{error}; write for example 64MiB")),
+    }
+}
+
 /// A probability above 0 and at most 1, as `0.05` or `5%`.
 pub fn probability(text: &str) -> Result<f64, String> {
     let (number, scale) = text.strip_suffix('%').map_or((text, 1.0), |number| (number, 100.0));
@@ -178,6 +199,24 @@ mod tests {
         assert_eq!(duration("0"), Ok(Duration::ZERO));
         assert!(duration("5").is_err());
         assert!(duration("soon").is_err());
+    }
+
+    #[test]
+    fn amounts_of_memory_have_binary_and_decimal_units() {
+        for (text, expected) in [("0", 0), ("4096", 4096), ("64MiB", 64 << 20), ("1 GiB", 1 << 30), ("2MB", 2_000_000)]
+        {
+            assert_eq!(bytes(text), Ok(Bytes(expected)), "{text}");
+        }
+        assert!(bytes("much").is_err() && bytes("-1").is_err());
+    }
+
+    #[test]
+    fn percentages_are_of_one_cpu() {
+        assert_eq!(percent("50"), Ok(0.5));
+        assert_eq!(percent("7.5%"), Ok(0.075));
+        for bad in ["0", "-1", "101", "nan", "half"] {
+            assert!(percent(bad).is_err(), "{bad}");
+        }
     }
 
     #[test]

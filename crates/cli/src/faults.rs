@@ -105,6 +105,7 @@ fn take_census(host: &dyn Host) -> Result<Census, pagefold_census::Error> {
         top: 4,
         rows: 4,
         matrix: Default::default(),
+        ..Default::default()
     };
     pagefold_census::take(host, &options, &Progress::default(), &AtomicBool::new(false)).map(|(census, _)| census)
 }

@@ -46,6 +46,8 @@ fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
         Command::Record(options) => command::record::run(options, &arguments.global),
         Command::Doctor(options) => command::doctor::run(options, &arguments.global),
         Command::Account(options) => command::account::run(options, &arguments.global),
+        Command::Merge(options) => command::merge::run(options, &arguments.global),
+        Command::Run(options) => command::run::run(options, &arguments.global),
         Command::Policy(options) => command::policy::run(options, &arguments.global),
         Command::Recover(options) => command::recover::run(options, &arguments.global),
         Command::Config(options) => command::config::run(options, &arguments.global),

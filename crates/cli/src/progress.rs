@@ -2,6 +2,7 @@
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use pagefold_census::Progress;
+use pagefold_drive::merge;
 use pagefold_model::PageSize;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use std::io::IsTerminal;
@@ -20,24 +21,50 @@ pub fn stop_on_signal() -> std::io::Result<Arc<AtomicBool>> {
     Ok(stop)
 }
 
-/// Run `work` with its progress shown on standard error, if that is a terminal.
+/// Run a census with its progress shown on standard error, if that is a terminal.
 pub fn show<T: Send>(page_size: PageSize, stop: &AtomicBool, work: impl FnOnce(&Progress) -> T + Send) -> T {
     let progress = Progress::default();
+    watch("listing pages", |bar| draw(bar, &progress, page_size, stop), || work(&progress))
+}
+
+/// Run a merge with its progress shown in the same way.
+pub fn show_merge<T: Send>(
+    page_size: PageSize,
+    stop: &AtomicBool,
+    work: impl FnOnce(&merge::Progress) -> T + Send,
+) -> T {
+    let progress = merge::Progress::default();
+    let draw = |bar: &ProgressBar| {
+        let (merged, expected) = progress.merged();
+        let what = match progress.stage() {
+            _ if stop.load(Ordering::Relaxed) => "stopping",
+            merge::Stage::Waiting | merge::Stage::Enrolling => "enrolling",
+            merge::Stage::Merging => "merging",
+            merge::Stage::Verifying => "verifying",
+        };
+        bar.set_message(format!("{what}: {} of {} merged", page_size.of(merged), page_size.of(expected)));
+        bar.tick();
+    };
+    watch("enrolling", draw, || work(&progress))
+}
+
+/// Run `work`, and `draw` ten times a second meanwhile if standard error is a terminal.
+fn watch<T: Send>(first: &'static str, draw: impl Fn(&ProgressBar) + Sync, work: impl FnOnce() -> T + Send) -> T {
     if !std::io::stderr().is_terminal() {
-        return work(&progress);
+        return work();
     }
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-    bar.set_message("listing pages");
+    bar.set_message(first);
     bar.set_style(ProgressStyle::with_template("{spinner} {msg}").unwrap_or_else(|_| ProgressStyle::default_spinner()));
     let finished = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !finished.load(Ordering::Relaxed) {
-                draw(&bar, &progress, page_size, stop);
+                draw(&bar);
                 std::thread::sleep(Duration::from_millis(100));
             }
         });
-        let result = work(&progress);
+        let result = work();
         finished.store(true, Ordering::Relaxed);
         bar.finish_and_clear();
         result

@@ -1,7 +1,9 @@
 //! ksmd and its counters, as seen from outside.
 
+use crate::verify;
 use pagefold_host::{Host, Process, observe, parse};
 use pagefold_model::doctor::{Tuner, USER_HZ, tuner};
+use pagefold_model::plan::Plan;
 use pagefold_model::{Absent, Pages, Reading};
 use std::time::Duration;
 
@@ -38,25 +40,41 @@ impl<'a> Ksmd<'a> {
     }
 }
 
-/// What the counters say of how far ksmd is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counters {
-    /// `pages_sharing` and `ksm_zero_pages`.
-    pub saved: Pages,
-    /// `full_scans`.
-    pub full_scans: u64,
+/// `full_scans`: complete passes over all that is enrolled on the host.
+pub fn full_scans(host: &dyn Host) -> Reading<u64> {
+    parse::number(&host.read("sys/kernel/mm/ksm/full_scans")?)
 }
 
-impl Counters {
-    /// Read them.
-    pub fn read(host: &dyn Host) -> Reading<Self> {
-        let counter = |file: &str| parse::number::<i64>(&host.read(&format!("sys/kernel/mm/ksm/{file}"))?);
-        let zero = match counter("ksm_zero_pages") {
-            Err(Absent::NotOnThisKernel) => 0,
-            zero => zero?,
+/// The targets of a plan, held to be counted again and again.
+///
+/// The host's own counters would not do: they hold everybody's pages, and those of processes that ended until ksmd comes
+/// by (mm/ksm.c, `__ksm_exit`).
+pub struct Gauge<'a> {
+    handles: Vec<Box<dyn Process + 'a>>,
+    before: Pages,
+}
+
+impl<'a> Gauge<'a> {
+    /// Take hold of the targets and count what is merged of them already.
+    pub fn new(host: &'a dyn Host, plan: &Plan) -> Self {
+        let handles = plan.targets.iter().filter_map(|target| verify::open(host, target).ok()).collect();
+        let mut gauge = Self { handles, before: Pages::ZERO };
+        gauge.before = gauge.all();
+        gauge
+    }
+
+    /// Pages of the targets that were merged since: mapped to a KSM frame, the kept copy included, or to the page of
+    /// zeros. As of ksmd's last look at each. Kernels before 5.19 do not tell, and it stays at nothing.
+    pub fn merged(&self) -> Pages {
+        self.all().saturating_sub(self.before)
+    }
+
+    fn all(&self) -> Pages {
+        let pages = |handle: &dyn Process| {
+            let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
+            ksm.merging_pages.unwrap_or(0) + ksm.zero_pages.unwrap_or(0).max(0) as u64
         };
-        let saved = counter("pages_sharing")?.saturating_add(zero).max(0);
-        Ok(Self { saved: Pages(saved as u64), full_scans: counter("full_scans")?.max(0) as u64 })
+        Pages(self.handles.iter().map(|handle| pages(&**handle)).sum())
     }
 }
 

@@ -7,11 +7,14 @@
 
 #[cfg(test)]
 mod fake;
+pub mod follow;
 pub mod journal;
 pub mod ksmd;
 pub mod merge;
 pub mod policy;
+pub mod prepare;
 pub mod session;
 pub mod verify;
+pub mod watch;
 
 pub use session::Session;

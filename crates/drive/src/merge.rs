@@ -2,35 +2,44 @@
 //!
 //! 1. What the programs enrolled themselves and does not pay is withdrawn for the time being, so that ksmd does not
 //!    walk it.
-//! 2. Where targets are running, a sample of the plan is merged first and watched (*trial*): a page that holds the same
-//!    bytes at every look may be written all the time, zero over zero, and each write breaks the sharing. Ranges whose
-//!    sample does not stay merged for long enough to pay are dropped.
-//! 3. The rest is enrolled. ksmd goes as fast as its bound allows until nothing more comes.
+//! 2. The ranges of the plan are enrolled, and ksmd goes as fast as its bound allows until nothing more comes.
+//! 3. Meanwhile merged pages of targets that run are watched, and what does not stay merged for long enough to pay is
+//!    withdrawn: see [`watch`](crate::watch).
 //! 4. ksmd is stopped, page tables are read, and its settings come back. Merged pages stay merged: their ranges stay
 //!    enrolled, because withdrawing them would unmerge.
 //!
-//! KSM has one tree and one ksmd: it also looks at what others have enrolled. Their merges show in the timeline, which
-//! is made of counters, and not in the verdict, which is made of page tables.
+//! KSM has one tree and one ksmd: it also looks at what others have enrolled. The timeline is made of the targets' own
+//! counters, and the verdict of their page tables.
 
-use crate::ksmd::{Counters, Ksmd};
+use crate::ksmd::{Gauge, Ksmd, full_scans};
 use crate::session::{self, Session, Stays};
 use crate::verify;
+use crate::watch::Watch;
 use pagefold_host::act::{Action, Advice, Refusal};
 use pagefold_host::observe;
 use pagefold_model::ksm::{Setting, Settings};
-use pagefold_model::outcome::{End, Found, Missed, Outcome, Sample, Trial};
+use pagefold_model::lasting::Seen;
+use pagefold_model::outcome::{End, Found, Missed, Outcome, Sample, Watched};
 use pagefold_model::pace::{Pace, Settle};
 use pagefold_model::plan::{Plan, Target};
+use pagefold_model::policy::{DEFAULT_PAGES_TO_SCAN, GUIDED_SLEEP_MILLISECS};
 use pagefold_model::{Absent, AddressRange, Pages, Reading};
 use rustix::time::{ClockId, clock_gettime};
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// How often the counters are read.
 const LOOK: Duration = Duration::from_millis(5);
 
+/// The pause between looks in times of what a look takes: looking stays below a twentieth of one CPU.
+const LOOKING: u32 = 20;
+
 /// How often the speed is adapted and other writers are looked for.
 const ADAPT: Duration = Duration::from_millis(50);
+
+/// How often merged pages are looked at again.
+const AGAIN: Duration = Duration::from_millis(200);
 
 /// How a plan is carried out.
 #[derive(Clone, Debug)]
@@ -39,9 +48,9 @@ pub struct Options {
     pub share: f64,
     /// When to end, settled or not, from the start of the command.
     pub deadline: Option<Duration>,
-    /// For how long a trial is watched; zero for no trial.
-    pub trial: Duration,
-    /// Whether narrowed enrolments stay narrowed.
+    /// For how long merged pages of running targets are watched at least; zero for not at all.
+    pub watch: Duration,
+    /// Whether ksmd is left running slowly, with narrowed enrolments as they are.
     pub keep: bool,
 }
 
@@ -49,7 +58,7 @@ pub struct Options {
 #[derive(Debug, Default)]
 pub struct Progress {
     stage: AtomicU64,
-    saved: AtomicU64,
+    merged: AtomicU64,
     expected: AtomicU64,
 }
 
@@ -61,8 +70,6 @@ pub enum Stage {
     Waiting,
     /// Ranges are being enrolled.
     Enrolling,
-    /// A sample is merged and watched.
-    Trying,
     /// ksmd works.
     Merging,
     /// Page tables are being read.
@@ -72,13 +79,13 @@ pub enum Stage {
 impl Progress {
     /// What is being done.
     pub fn stage(&self) -> Stage {
-        const STAGES: [Stage; 5] = [Stage::Waiting, Stage::Enrolling, Stage::Trying, Stage::Merging, Stage::Verifying];
+        const STAGES: [Stage; 4] = [Stage::Waiting, Stage::Enrolling, Stage::Merging, Stage::Verifying];
         STAGES[self.stage.load(Ordering::Relaxed) as usize % STAGES.len()]
     }
 
-    /// Pages saved so far, and pages expected.
-    pub fn saved(&self) -> (Pages, Pages) {
-        (Pages(self.saved.load(Ordering::Relaxed)), Pages(self.expected.load(Ordering::Relaxed)))
+    /// Pages merged so far, kept copies included, and pages expected.
+    pub fn merged(&self) -> (Pages, Pages) {
+        (Pages(self.merged.load(Ordering::Relaxed)), Pages(self.expected.load(Ordering::Relaxed)))
     }
 
     fn enter(&self, stage: Stage) {
@@ -90,7 +97,7 @@ impl Progress {
 ///
 /// Targets that end meanwhile, or refuse, are told in the outcome and do not stop the others.
 pub fn carry_out(
-    session: &mut Session<'_>,
+    mut session: Session<'_>,
     plan: Plan,
     options: &Options,
     started: Instant,
@@ -103,11 +110,17 @@ pub fn carry_out(
     let huge = verify::huge(host, &plan);
     let before = if verify::may_hold(&plan) { verify::found(host, &plan).map_err(unknown)? } else { Found::default() };
     let mut work = Work {
+        plan: &plan,
+        watch: (!options.watch.is_zero()).then(|| Watch::new(host, &plan)),
+        withdrawn: BTreeMap::new(),
+        watched: Watched::default(),
+        lost: Seen::default(),
+        found_fleeting: started,
         ksmd: Ksmd::find(host),
-        counters: Counters::read(host).map_err(unknown)?,
+        gauge: Gauge::new(host, &plan),
         ksmd_before: Err(Absent::NotOnThisKernel),
         pace: Pace::new(options.share),
-        session,
+        session: &mut session,
         options,
         started,
         progress,
@@ -118,11 +131,11 @@ pub fn carry_out(
     };
     work.ksmd_before = work.ksmd_cpu();
     let census = started.elapsed();
-    progress.expected.store(plan.predicted.reach.freed.0, Ordering::Relaxed);
+    progress.expected.store(plan.predicted.merging.0, Ordering::Relaxed);
 
-    let (end, trial) = match work.merge(&plan) {
-        Ok(done) => done,
-        Err(error @ session::Error::Contested { .. }) => (End::Yielded(error.to_string()), None),
+    let end = match work.merge() {
+        Ok(end) => end,
+        Err(error @ session::Error::Contested { .. }) => End::Yielded(error.to_string()),
         Err(error) => return Err(error),
     };
     progress.enter(Stage::Verifying);
@@ -132,8 +145,17 @@ pub fn carry_out(
     }
     let after = verify::found(host, &plan).map_err(unknown)?;
     let ksmd = work.ksmd_since();
-    let Work { timeline, stops, missed, .. } = work;
-    let remains = session.finish()?;
+    let Work { timeline, stops, missed, watched, withdrawn, .. } = work;
+    let remains = if options.keep && !yielded {
+        session.set(&Settings::from([
+            (Setting::PagesToScan, DEFAULT_PAGES_TO_SCAN.to_string()),
+            (Setting::SleepMillisecs, GUIDED_SLEEP_MILLISECS.to_string()),
+            (Setting::Run, "1".to_owned()),
+        ]))?;
+        session.keep("guided")?
+    } else {
+        session.finish()?
+    };
     let outcome = Outcome {
         end,
         before,
@@ -145,7 +167,8 @@ pub fn carry_out(
         available: (available, observe::memory(host).and_then(|memory| memory.available)),
         huge: (huge, verify::huge(host, &plan)),
         stops,
-        trial,
+        watched,
+        withdrawn,
         missed,
         remains: remains.into_iter().map(|remains| remains.to_string()).collect(),
         plan,
@@ -160,6 +183,12 @@ pub fn own_cpu() -> Duration {
 }
 
 struct Work<'w, 'h> {
+    plan: &'w Plan,
+    watch: Option<Watch<'h>>,
+    withdrawn: BTreeMap<usize, Vec<AddressRange>>,
+    watched: Watched,
+    lost: Seen,
+    found_fleeting: Instant,
     session: &'w mut Session<'h>,
     options: &'w Options,
     started: Instant,
@@ -167,7 +196,7 @@ struct Work<'w, 'h> {
     stop: &'w AtomicBool,
     ksmd: Reading<Ksmd<'h>>,
     ksmd_before: Reading<Duration>,
-    counters: Counters,
+    gauge: Gauge<'h>,
     pace: Pace,
     timeline: Vec<Sample>,
     stops: Vec<Duration>,
@@ -175,19 +204,18 @@ struct Work<'w, 'h> {
 }
 
 impl Work<'_, '_> {
-    fn merge(&mut self, plan: &Plan) -> Result<(End, Option<Trial>), session::Error> {
+    fn merge(&mut self) -> Result<End, session::Error> {
         self.progress.enter(Stage::Enrolling);
-        self.narrow(plan)?;
-        self.enrol(plan)?;
+        self.narrow()?;
+        self.enrol()?;
         self.progress.enter(Stage::Merging);
-        let expected = plan.predicted.reach.freed;
-        Ok((self.settle(Some(expected))?, None))
+        self.settle(Some(self.plan.predicted.merging))
     }
 
     /// Withdraw for now what programs enrolled themselves and does not pay.
-    fn narrow(&mut self, plan: &Plan) -> Result<(), session::Error> {
+    fn narrow(&mut self) -> Result<(), session::Error> {
         let stays = if self.options.keep { Stays::ForGood } else { Stays::ForNow };
-        for target in plan.targets.iter().filter(|target| !target.narrowed.is_empty()) {
+        for target in self.plan.targets.iter().filter(|target| !target.narrowed.is_empty()) {
             let ranges = target.narrowed.clone();
             self.act(
                 target,
@@ -198,12 +226,12 @@ impl Work<'_, '_> {
         Ok(())
     }
 
-    fn enrol(&mut self, plan: &Plan) -> Result<(), session::Error> {
-        for target in &plan.targets {
+    fn enrol(&mut self) -> Result<(), session::Error> {
+        for target in &self.plan.targets {
             let process = target.process.id;
             let ranges: Vec<AddressRange> =
                 target.ranges.iter().filter(|range| !range.enrolled).map(|range| range.range).collect();
-            let action = if plan.whole {
+            let action = if self.plan.whole {
                 Action::MergeAny { process, on: true }
             } else if ranges.is_empty() {
                 continue;
@@ -237,16 +265,25 @@ impl Work<'_, '_> {
         let unknown = session::Error::Unknown;
         let host = self.session.host();
         self.run()?;
-        let mut settle = Settle::new(Counters::read(host).map_err(unknown)?.full_scans, expected);
+        let mut settle = Settle::new(full_scans(host).map_err(unknown)?, expected);
         let mut adapted = (Instant::now(), self.ksmd_cpu());
+        let (began, mut looked) = (Instant::now(), Instant::now());
+        let mut settled = false;
+        let mut pause = LOOK;
         loop {
-            std::thread::sleep(LOOK);
-            let now = Counters::read(host).map_err(unknown)?;
-            let saved = now.saved.saturating_sub(self.counters.saved);
+            std::thread::sleep(pause);
+            let began_to_look = Instant::now();
+            let scans = full_scans(host).map_err(unknown)?;
+            let merged = self.gauge.merged();
             let ksmd = self.ksmd_since().unwrap_or_default();
-            self.timeline.push(Sample { at: self.started.elapsed(), saved, ksmd });
-            self.progress.saved.store(saved.0, Ordering::Relaxed);
-            if settle.look(now.full_scans, saved) {
+            self.timeline.push(Sample { at: self.started.elapsed(), merged, ksmd });
+            self.progress.merged.store(merged.0, Ordering::Relaxed);
+            settled |= settle.look(scans, merged);
+            // Many targets take longer to count.
+            pause = LOOK.max(began_to_look.elapsed() * LOOKING);
+            // While looks still find something that does not last, more may come.
+            let watched = began.elapsed() >= self.options.watch && self.found_fleeting.elapsed() >= 3 * AGAIN;
+            if settled && (watched || self.watch.as_mut().is_none_or(|watch| !watch.ran(self.plan))) {
                 return Ok(End::Settled);
             }
             if self.stop.load(Ordering::Relaxed) {
@@ -254,6 +291,10 @@ impl Work<'_, '_> {
             }
             if self.options.deadline.is_some_and(|deadline| self.started.elapsed() >= deadline) {
                 return Ok(End::Deadline);
+            }
+            if looked.elapsed() >= AGAIN {
+                self.look_again()?;
+                looked = Instant::now();
             }
             let elapsed = adapted.0.elapsed();
             if elapsed >= ADAPT {
@@ -266,6 +307,32 @@ impl Work<'_, '_> {
                 adapted = (Instant::now(), cpu);
             }
         }
+    }
+
+    /// Watch the merged pages, and withdraw what does not pay.
+    fn look_again(&mut self) -> Result<(), session::Error> {
+        let Some(watch) = &mut self.watch else { return Ok(()) };
+        if watch.look(self.plan).is_err() {
+            // Frames that cannot be seen cannot be watched.
+            self.watch = None;
+            return Ok(());
+        }
+        let page_size = self.session.host().page_size();
+        let gone = watch.withdraw(|seen| seen.pays(page_size.bytes()));
+        if !gone.is_empty() {
+            self.found_fleeting = Instant::now();
+        }
+        self.lost = gone.iter().fold(self.lost, |sum, piece| sum + piece.seen);
+        self.watched.seen = watch.seen() + self.lost;
+        for pieces in gone.chunk_by(|a, b| a.target == b.target) {
+            let target = &self.plan.targets[pieces[0].target];
+            let ranges: Vec<AddressRange> = pieces.iter().map(|piece| piece.range).collect();
+            self.watched.withdrawn += ranges.iter().map(|range| page_size.pages_in(range.bytes())).sum();
+            self.withdrawn.entry(pieces[0].target).or_default().extend(&ranges);
+            let action = Action::Advise { process: target.process.id, advice: Advice::Unmergeable, ranges };
+            self.act(target, action, Stays::ForGood)?;
+        }
+        Ok(())
     }
 
     /// Run ksmd at the present pace.

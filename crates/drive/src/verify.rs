@@ -8,7 +8,6 @@ use pagefold_host::{FrameFlags, Host, Process, observe, parse};
 use pagefold_model::outcome::Found;
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::{Absent, AddressRange, Bytes, Pages, Pfn, Reading};
-use std::collections::BTreeMap;
 
 /// Pages looked at at once.
 const BATCH: u64 = 1 << 16;
@@ -114,11 +113,8 @@ pub fn huge(host: &dyn Host, plan: &Plan) -> Reading<Bytes> {
     Ok(sum)
 }
 
-/// The CPU time that each target has used, in ticks. A process whose figure does not move has written nothing.
-pub fn cpu(host: &dyn Host, plan: &Plan) -> BTreeMap<u32, u64> {
-    let ticks = |target: &Target| {
-        let stat = parse::stat(&open(host, target)?.read("stat")?)?;
-        Reading::Ok(stat.utime.saturating_add(stat.stime))
-    };
-    plan.targets.iter().filter_map(|target| Some((target.process.id.pid.0, ticks(target).ok()?))).collect()
+/// The CPU time that a target has used, in ticks.
+pub fn ticks(host: &dyn Host, target: &Target) -> Reading<u64> {
+    let stat = parse::stat(&open(host, target)?.read("stat")?)?;
+    Ok(stat.utime.saturating_add(stat.stime))
 }

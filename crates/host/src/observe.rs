@@ -30,6 +30,11 @@ pub fn vmstat(host: &dyn Host) -> Reading<BTreeMap<String, u64>> {
     Ok(parse::vmstat(&host.read("proc/vmstat")?))
 }
 
+/// How many regions a process may have (`vm.max_map_count`).
+pub fn max_map_count(host: &dyn Host) -> Reading<u64> {
+    parse::number(&host.read("proc/sys/vm/max_map_count")?)
+}
+
 /// The kernel's release, as `uname -r`.
 pub fn kernel(host: &dyn Host) -> Reading<String> {
     Ok(String::from_utf8_lossy(&host.read("proc/sys/kernel/osrelease")?).trim().to_owned())

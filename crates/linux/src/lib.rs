@@ -5,6 +5,7 @@
 mod apply;
 mod contents;
 mod frames;
+pub mod launch;
 mod process;
 
 pub use contents::BATCH_BYTES;

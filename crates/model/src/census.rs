@@ -44,6 +44,14 @@ pub struct Census {
     pub savings: Savings,
     /// Runs of mergeable pages with small gaps, in the order of subjects and addresses.
     pub extents: Vec<Extent>,
+    /// The ranges of the guided enrolment, in the order of subjects and addresses: [`Savings::guided`] is what they reach.
+    pub ranges: Vec<GuidedRange>,
+    /// Ranges of regions that are enrolled already in which nothing is merged and nothing pays, in the same order.
+    pub idle: Vec<IdleRange>,
+    /// Whether guided enrolment may merge pages of different trust domains.
+    pub across_domains: bool,
+    /// Pages that the second pass looked at: all, or only those with anything to gain.
+    pub reread: Pages,
     /// The most frequent contents.
     pub contents: Vec<TopContent>,
     /// Who shares with whom.
@@ -129,6 +137,34 @@ impl Extent {
     pub fn density(&self, page_size: PageSize) -> f64 {
         (self.duplicate + self.zero).0 as f64 / page_size.pages_in(self.range.bytes()).0.max(1) as f64
     }
+}
+
+/// A range that is worth enrolling.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GuidedRange {
+    /// Position of the process in [`Census::subjects`].
+    pub subject: usize,
+    /// Where: whole pages, within one region.
+    pub range: AddressRange,
+    /// Resident pages in it that are not merged yet: what ksmd has to scan.
+    pub pages: Pages,
+    /// Those of them that have a copy or hold zeros.
+    pub merging: Pages,
+    /// Those of them that hold zeros.
+    pub zero: Pages,
+    /// What they are likely to give back: of `n` equal pages each stands for `1 - 1/n`, as if all were covered.
+    pub freed: Bytes,
+    /// Whether its region is enrolled already.
+    pub enrolled: bool,
+}
+
+/// A range that is enrolled and does not pay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IdleRange {
+    /// Position of the process in [`Census::subjects`].
+    pub subject: usize,
+    /// Where. Every page of it is resident, and none is merged.
+    pub range: AddressRange,
 }
 
 /// A content that many pages have.

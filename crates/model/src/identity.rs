@@ -9,6 +9,12 @@ mod vm;
 
 use std::collections::BTreeMap;
 
+/// How the memory of the virtual machine that a command line starts is kept from its host, if it is: the name of the
+/// technique, as its monitor has it.
+pub fn confidential_guest(arguments: &[String]) -> Option<String> {
+    vm::confidential(arguments)
+}
+
 /// The virtual machine monitors that are recognised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Monitor {

@@ -17,6 +17,7 @@ pub mod estimate;
 pub mod exclusion;
 pub mod identity;
 pub mod ksm;
+pub mod lasting;
 pub mod memory;
 pub mod outcome;
 pub mod pace;

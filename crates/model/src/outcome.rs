@@ -1,9 +1,11 @@
 //! What a merge came to, beside what was planned.
 
 use crate::ksm::RMAP_ITEM_BYTES;
+use crate::lasting::Seen;
 use crate::plan::Plan;
 use crate::reading::Reading;
 use crate::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, Pid};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// The result of a merge.
@@ -17,7 +19,7 @@ pub struct Outcome {
     pub before: Found,
     /// What it holds of them now, read with ksmd stopped.
     pub after: Found,
-    /// What is saved, over time from the start of the command.
+    /// What is merged, over time from the start of the command.
     pub timeline: Vec<Sample>,
     /// From the start of the command to the first enrolment: the census and the plan.
     pub census: Duration,
@@ -31,8 +33,10 @@ pub struct Outcome {
     pub huge: (Reading<Bytes>, Reading<Bytes>),
     /// For how long a thread of a target was stopped, each time.
     pub stops: Vec<Duration>,
-    /// Pages that were merged for a trial, and how many of them were written while they were watched.
-    pub trial: Option<Trial>,
+    /// What was seen of merged pages while they were watched.
+    pub watched: Watched,
+    /// What was withdrawn because it did not stay merged: by position of the target in the plan.
+    pub withdrawn: BTreeMap<usize, Vec<AddressRange>>,
     /// What could not be enrolled.
     pub missed: Vec<Missed>,
     /// What was changed for the time being and could not be put back, in words.
@@ -74,28 +78,24 @@ impl Found {
     }
 }
 
-/// What was saved at a time.
+/// What was merged at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sample {
     /// Since the start of the command.
     pub at: Duration,
-    /// By the kernel's counters: `pages_sharing` and `ksm_zero_pages` beyond what they were.
-    pub saved: Pages,
+    /// Pages of the targets that were merged since, kept copies included, by the kernel's counters.
+    pub merged: Pages,
     /// CPU time of ksmd since the start of the command.
     pub ksmd: Duration,
 }
 
-/// Pages merged for a trial.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Trial {
-    /// Pages that merged.
-    pub merged: Pages,
-    /// Those that were written, and so copied, while they were watched.
-    pub broken: Pages,
-    /// For how long they were watched.
-    pub watched: Duration,
-    /// Pages of the plan that were left alone because of it.
-    pub dropped: Pages,
+/// Merged pages that were watched.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Watched {
+    /// What was seen of a sample of them.
+    pub seen: Seen,
+    /// Pages of the plan that were withdrawn because they did not stay merged for long enough to pay.
+    pub withdrawn: Pages,
 }
 
 /// Something that could not be enrolled.
@@ -123,13 +123,29 @@ impl Outcome {
         NetBytes(page_size.of(self.saved()).0 as i64 - metadata as i64)
     }
 
-    /// When a share of the final savings was reached, by the timeline; `None` if nothing was saved.
+    /// Whether at least nine tenths of what was predicted came back.
+    pub fn met(&self) -> bool {
+        self.saved().0 * 10 >= self.plan.predicted.reach.freed.0 * 9
+    }
+
+    /// When a share of what is merged in the end was reached, by the timeline; `None` if nothing was merged.
     pub fn time_to(&self, share: f64) -> Option<Duration> {
-        let last = self.timeline.last()?.saved.0 as f64;
+        let last = self.timeline.last()?.merged.0 as f64;
         if last == 0.0 {
             return None;
         }
-        self.timeline.iter().find(|sample| sample.saved.0 as f64 >= last * share).map(|sample| sample.at)
+        self.timeline.iter().find(|sample| sample.merged.0 as f64 >= last * share).map(|sample| sample.at)
+    }
+
+    /// What was saved at a time, as far as it can be told: each merged page stands for what one does in the end.
+    pub fn saved_at(&self, sample: &Sample) -> Pages {
+        match self.timeline.last() {
+            Some(last) if last.merged.0 > 0 => {
+                let share = u128::from(self.saved().0) * u128::from(sample.merged.0) / u128::from(last.merged.0);
+                Pages(share as u64)
+            }
+            _ => Pages::ZERO,
+        }
     }
 
     /// Why what was reached is not what was predicted: pages by reason, as far as they can be told apart.
@@ -143,11 +159,11 @@ impl Outcome {
         let resident = self.after.merged + self.after.apart;
         let zero = self.after.zero.saturating_sub(self.before.zero);
         let left = planned as i64 - (resident.0.saturating_sub(self.before.merged.0) + zero.0) as i64;
-        let dropped = self.trial.map_or(0, |trial| trial.dropped.0 as i64);
+        let withdrawn = self.watched.withdrawn.0 as i64;
         let mut reasons = Vec::new();
         let mut rest = predicted - reached;
         for (why, pages) in [
-            ("did not stay merged on trial, and were left alone", dropped),
+            ("did not stay merged, and were withdrawn", withdrawn),
             ("left memory, or came to it, since the census", left),
         ] {
             if pages != 0 {

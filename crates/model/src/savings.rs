@@ -90,19 +90,43 @@ impl AddAssign for Reach {
     }
 }
 
-/// Costs by which guided enrolment chooses its ranges.
+/// Costs by which guided enrolment chooses its ranges, in bytes.
+///
+/// CPU time is priced by the memory it could have won elsewhere: a second is taken to be worth 100 MiB
+/// ([`CPU_SECOND_BYTES`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Costs {
-    /// Bytes for a page that is scanned.
+    /// A page that is scanned: its metadata, and ksmd's time for it.
     pub scan: i64,
-    /// Bytes for a range: splitting a region adds up to two `vm_area_struct`s (184 bytes in slabs of 192 to 256 on
-    /// 64-bit kernels, /proc/slabinfo) with an `anon_vma_chain` (64 bytes) each and their maple tree slots.
-    pub boundary: i64,
+    /// A range: splitting a region adds up to two `vm_area_struct`s (184 bytes in slabs of 192 to 256 on 64-bit kernels,
+    /// /proc/slabinfo) with an `anon_vma_chain` (64 bytes) each and their maple tree slots.
+    pub range: i64,
+    /// A page that is not resident and lies within a range: the metadata it costs if it fills while ksmd runs. There is
+    /// nothing to scan of it now.
+    pub hole: i64,
+    /// A huge page that is kept whole.
+    pub huge_page: i64,
 }
 
-impl Default for Costs {
-    fn default() -> Self {
-        Self { scan: RMAP_ITEM_BYTES as i64, boundary: 1024 }
+/// What a second of CPU time is taken to be worth, in bytes of memory. A page that merges takes ksmd some 6 us, so
+/// merging wins some 600 MiB in a second: at a sixth of that price it stays worth its while, and scanning some ten
+/// unique pages for each that merges does not.
+pub const CPU_SECOND_BYTES: i64 = 100 << 20;
+
+impl Costs {
+    /// The costs by which a range is chosen where nothing else is said, for pages of a size.
+    ///
+    /// A unique page takes ksmd some 5 us until it has stood in the unstable tree once, half a KiB at the price of CPU
+    /// time. A huge page is worth 16 base pages: one that has less than a 32nd of itself to give back stays whole, so
+    /// that stray duplicates split none, and one that is rich in duplicates, of which keeping would cost much more than
+    /// that, is split.
+    pub fn of(page_size: PageSize) -> Self {
+        Self {
+            scan: RMAP_ITEM_BYTES as i64 + 5 * CPU_SECOND_BYTES / 1_000_000,
+            range: 1024,
+            hole: RMAP_ITEM_BYTES as i64,
+            huge_page: 16 * page_size.bytes() as i64,
+        }
     }
 }
 

@@ -1,44 +1,156 @@
-//! Which ranges of a region are worth enrolling: the best set of disjoint segments, in linear time.
+//! Which ranges of a region are worth enrolling: the best set of disjoint ranges, exactly and in linear time.
+//!
+//! A covered page gives back bytes and costs its scan, a range costs its boundaries, a hole that a range bridges costs
+//! what may come to lie in it, and a huge page is split, and its value lost, once as soon as one covered page of it
+//! merges. A huge page that is covered and has nothing to merge stays whole: ksmd looks at its pages one by one and
+//! splits only what it is about to merge (mm/ksm.c, `try_to_merge_one_page`).
+//!
+//! The choice is a walk over the pages with four states: outside or inside of a range, with the present huge page whole
+//! or split. Alike pages behind one another are one stretch, of which the best choice takes all or nothing, because a
+//! range that ends within could be made longer or shorter without another boundary. Time is linear in the stretches, and
+//! five bytes are kept for each.
 
 use std::ops::Range;
 
-/// The disjoint segments of `gains` with the largest sum of gains less `boundary` for each segment.
+/// Alike pages behind one another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stretch {
+    /// How many pages, at least one.
+    pub pages: u32,
+    /// What covering one of them gains less what it costs, in bytes; `None` if it must not be covered.
+    pub worth: Option<i64>,
+    /// Whether they merge when covered, and so split their huge page.
+    pub merges: bool,
+    /// The number of the huge page that they are a part of. A stretch lies within one.
+    pub huge: Option<u64>,
+    /// The price of bridging the hole before the stretch, in bytes, if it does not lie right behind the one before.
+    /// Within a stretch there are no holes.
+    pub hole: i64,
+}
+
+/// What does not depend on the page, in bytes, none of it negative.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Prices {
+    /// A range.
+    pub range: i64,
+    /// A huge page that is kept whole.
+    pub huge_page: i64,
+}
+
+const OUTSIDE: usize = 0;
+const INSIDE: usize = 1;
+/// Added to a state if the present huge page is split.
+const SPLIT: usize = 2;
+/// Less than any choice is worth, and far enough from the end of the numbers for costs to be taken off.
+const NEVER: i64 = i64::MIN / 2;
+
+/// The disjoint ranges with the largest sum of worths less all prices, as page numbers counted from the first stretch.
 ///
-/// Gains are per page in address order: what merging it would save less what scanning it costs, in bytes. `boundary` is
-/// the price of one more segment: splitting a region makes up to two more regions, each with kernel structures of its
-/// own. Exact: the prefix sums are followed as a share's price by a trader who pays `boundary` for each buy and sale, who
-/// buys at the last low once the price has risen by more than the fee, and sells at the last high once it has fallen by
-/// more than the fee. O(n) time and constant memory.
-pub fn best_segments(gains: impl IntoIterator<Item = i64>, boundary: i64) -> Vec<Range<usize>> {
-    let mut segments: Vec<Range<usize>> = Vec::new();
-    let mut inside = false;
-    let mut sum = 0i64;
-    // While outside the lowest prefix sum since the last segment ended, while inside the highest since this one began.
-    let (mut turn, mut at) = (0i64, 0usize);
-    let mut opened = 0;
-    for (i, gain) in gains.into_iter().enumerate() {
-        sum += gain;
-        let here = i + 1;
-        if inside {
-            if sum >= turn {
-                (turn, at) = (sum, here);
-            } else if turn - sum > boundary {
-                segments.push(opened..at);
-                inside = false;
-                (turn, at) = (sum, here);
+/// Where two choices are worth the same, pages stay outside.
+pub fn best_ranges(stretches: impl IntoIterator<Item = Stretch>, prices: Prices) -> Vec<Range<u32>> {
+    // What the best way into each state is worth, and for each stretch where it came from: two bits a state.
+    let mut values = [0, NEVER, NEVER, NEVER];
+    let mut came: Vec<u8> = Vec::new();
+    let mut ends: Vec<u32> = Vec::new();
+    let mut breaks: Vec<u32> = Vec::new();
+    let mut huge = None;
+    for stretch in stretches {
+        if stretch.hole > prices.range {
+            breaks.push(ends.len() as u32);
+        }
+        ends.push(ends.last().copied().unwrap_or(0) + stretch.pages);
+        let same_huge_page = huge.is_some() && huge == stretch.huge;
+        huge = stretch.huge;
+        // The best of the states that may come before, the first of those that are worth the same.
+        let best = |candidates: [(usize, i64); 4]| {
+            candidates.into_iter().fold((0, NEVER), |best, next| if next.1 > best.1 { next } else { best })
+        };
+        let mut next = [NEVER; 4];
+        let mut from = 0u8;
+        for (state, value) in next.iter_mut().enumerate() {
+            let inside = state & INSIDE != 0;
+            let split = state & SPLIT != 0;
+            let Some(worth) = (if inside { stretch.worth } else { Some(0) }) else { continue };
+            let splits = inside && stretch.merges && stretch.huge.is_some();
+            let arrive = |before: usize| {
+                let was_split = same_huge_page && before & SPLIT != 0;
+                if split != (was_split || splits) {
+                    return (before, NEVER);
+                }
+                let mut price = if splits && !was_split { prices.huge_page } else { 0 };
+                if inside {
+                    price += if before & INSIDE == 0 { prices.range } else { stretch.hole.min(prices.range) };
+                }
+                (before, values[before] - price)
+            };
+            let (before, arrived) = best([OUTSIDE, INSIDE, SPLIT, SPLIT | INSIDE].map(arrive));
+            if arrived > NEVER {
+                *value = arrived.saturating_add(worth * i64::from(stretch.pages)).max(NEVER);
+                from |= (before as u8) << (2 * state);
             }
-        } else if sum <= turn {
-            (turn, at) = (sum, here);
-        } else if sum - turn > boundary {
-            opened = at;
-            inside = true;
-            (turn, at) = (sum, here);
+        }
+        values = next;
+        came.push(from);
+    }
+    let mut state = (0..4).rev().max_by_key(|&state| values[state]).unwrap_or(OUTSIDE);
+    let mut ranges: Vec<Range<u32>> = Vec::new();
+    for (i, from) in came.iter().enumerate().rev() {
+        let start = if i == 0 { 0 } else { ends[i - 1] };
+        let after_break = breaks.last().is_some_and(|&at| at as usize == i + 1);
+        if after_break {
+            breaks.pop();
+        }
+        if state & INSIDE != 0 {
+            match ranges.last_mut() {
+                Some(range) if range.start == ends[i] && !after_break => range.start = start,
+                _ => ranges.push(start..ends[i]),
+            }
+        }
+        state = usize::from(from >> (2 * state) & 3);
+    }
+    ranges.reverse();
+    ranges
+}
+
+/// The best ranges of several regions that are `at_most` so many together. `stretches` gives those of a region.
+///
+/// If the best ranges are too many, the price of a range is raised to the lowest whole number of bytes at which they
+/// fit. What is chosen then is worth more, at the true price, than any other choice of as many or fewer ranges: if one
+/// were worth more, it would be so at the raised price too, which takes no less off what is chosen. A choice of more
+/// ranges that still fits may be worth more, where the numbers of ranges leap over the bound.
+pub fn best_ranges_within<I>(
+    regions: usize,
+    stretches: impl Fn(usize) -> I,
+    prices: Prices,
+    at_most: usize,
+) -> Vec<Vec<Range<u32>>>
+where
+    I: IntoIterator<Item = Stretch>,
+{
+    let at = |range: i64| -> Vec<Vec<Range<u32>>> {
+        (0..regions).map(|region| best_ranges(stretches(region), Prices { range, ..prices })).collect()
+    };
+    let fits = |chosen: &[Vec<Range<u32>>]| chosen.iter().map(Vec::len).sum::<usize>() <= at_most;
+    let mut chosen = at(prices.range);
+    if fits(&chosen) {
+        return chosen;
+    }
+    let all = |region| {
+        stretches(region).into_iter().filter_map(|stretch| Some(stretch.worth?.max(0) * i64::from(stretch.pages)))
+    };
+    // At a price of all that there is to gain, nothing is chosen.
+    let (mut too_low, mut enough) = (prices.range, (0..regions).flat_map(all).sum::<i64>().max(prices.range) + 1);
+    chosen = vec![Vec::new(); regions];
+    while enough - too_low > 1 {
+        let middle = too_low + (enough - too_low) / 2;
+        let candidate = at(middle);
+        if fits(&candidate) {
+            (enough, chosen) = (middle, candidate);
+        } else {
+            too_low = middle;
         }
     }
-    if inside {
-        segments.push(opened..at);
-    }
-    segments
+    chosen
 }
 
 #[cfg(test)]
@@ -46,28 +158,17 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn value(gains: &[i64], boundary: i64, segments: &[Range<usize>]) -> i64 {
-        segments.iter().map(|segment| gains[segment.clone()].iter().sum::<i64>() - boundary).sum()
-    }
+    const FREE: Prices = Prices { range: 0, huge_page: 0 };
 
-    /// The best value over every subset of pages, a segment being a maximal run of chosen pages.
-    fn brute_force(gains: &[i64], boundary: i64) -> i64 {
-        (0u32..1 << gains.len())
-            .map(|chosen| {
-                let picked = |i: usize| chosen >> i & 1 == 1;
-                (0..gains.len())
-                    .filter(|&i| picked(i))
-                    .map(|i| gains[i] - if i == 0 || !picked(i - 1) { boundary } else { 0 })
-                    .sum()
-            })
-            .max()
-            .unwrap_or(0)
+    fn page(worth: i64) -> Stretch {
+        Stretch { pages: 1, worth: Some(worth), merges: worth > 0, huge: None, hole: 0 }
     }
 
     #[test]
     fn small_gaps_are_bridged_and_large_ones_are_not() {
-        let check = |gains: &[i64], expected: &[Range<usize>]| {
-            assert_eq!(best_segments(gains.iter().copied(), 10), expected, "{gains:?}");
+        let check = |worths: &[i64], expected: &[Range<u32>]| {
+            let stretches = worths.iter().map(|&worth| page(worth));
+            assert_eq!(best_ranges(stretches, Prices { range: 10, ..FREE }), expected, "{worths:?}");
         };
         check(&[], &[]);
         check(&[-1, -1], &[]);
@@ -77,12 +178,148 @@ mod tests {
         check(&[20, -30, 20], &[0..1, 2..3]);
     }
 
+    #[test]
+    fn holes_are_bridged_if_that_is_cheaper_than_another_range() {
+        let check = |hole, expected: &[Range<u32>]| {
+            let stretches = [page(20), Stretch { hole, ..page(20) }];
+            assert_eq!(best_ranges(stretches, Prices { range: 10, ..FREE }), expected, "{hole}");
+        };
+        check(10, std::slice::from_ref(&(0..2)));
+        check(11, &[0..1, 1..2]);
+    }
+
+    #[test]
+    fn a_huge_page_is_split_once_and_only_by_what_merges() {
+        let prices = Prices { range: 5, huge_page: 25 };
+        let of = |huge, worth: i64| Stretch { huge: Some(huge), ..page(worth) };
+        let check = |stretches: &[Stretch], expected: &[Range<u32>]| {
+            assert_eq!(best_ranges(stretches.iter().copied(), prices), expected, "{stretches:?}");
+        };
+        check(&[of(1, 20)], &[]);
+        check(&[of(1, 20), of(2, 20)], &[]);
+        check(&[of(1, 20), of(1, -50), of(1, 20)], &[0..1, 2..3]);
+        let covered = [page(50), of(1, -2), page(50)];
+        check(&covered, std::slice::from_ref(&(0..3)));
+    }
+
+    /// What a choice is worth, and of how many ranges it is; `None` if it covers what must not be. A bit of `broken`
+    /// begins a range anew behind a hole.
+    fn value(pages: &[Stretch], chosen: u32, broken: u32, prices: Prices) -> Option<(i64, usize)> {
+        let (mut sum, mut ranges) = (0, 0);
+        let mut split = std::collections::BTreeSet::new();
+        for (i, page) in pages.iter().enumerate().filter(|(i, _)| chosen >> i & 1 == 1) {
+            sum += page.worth?;
+            let continues = i > 0 && chosen >> (i - 1) & 1 == 1 && broken >> i & 1 == 0;
+            if continues {
+                sum -= page.hole;
+            } else {
+                ranges += 1;
+            }
+            split.extend(page.huge.filter(|_| page.merges));
+        }
+        Some((sum - ranges as i64 * prices.range - split.len() as i64 * prices.huge_page, ranges))
+    }
+
+    /// Every choice of some pages: its worth and the number of its ranges.
+    fn every_choice(pages: &[Stretch], prices: Prices) -> Vec<(i64, usize)> {
+        let holes: u32 = pages.iter().enumerate().filter(|(_, page)| page.hole > 0).map(|(i, _)| 1 << i).sum();
+        (0u32..1 << pages.len())
+            .flat_map(|chosen| {
+                let may_break = holes & chosen & chosen << 1;
+                let mut broken = Some(may_break);
+                std::iter::from_fn(move || {
+                    let now = broken?;
+                    broken = if now == 0 { None } else { Some((now - 1) & may_break) };
+                    Some((chosen, now))
+                })
+            })
+            .filter_map(|(chosen, broken)| value(pages, chosen, broken, prices))
+            .collect()
+    }
+
+    fn value_of(pages: &[Stretch], ranges: &[Range<u32>], prices: Prices) -> Option<(i64, usize)> {
+        let chosen = ranges.iter().cloned().flatten().fold(0u32, |bits, i| bits | 1 << i);
+        let broken = ranges.iter().fold(0u32, |bits, range| bits | 1 << range.start);
+        value(pages, chosen, broken, prices)
+    }
+
+    /// Pages with everything at once: some worth something, some forbidden, some in huge pages, some behind holes.
+    fn pages() -> impl Strategy<Value = Vec<Stretch>> {
+        let page =
+            (prop::option::weighted(0.9, -50i64..50), any::<bool>(), 0..4u8, prop_oneof![3 => Just(0), 1 => 1i64..40]);
+        prop::collection::vec(page, 0..9).prop_map(|pages| {
+            let mut huge_page = 0;
+            pages
+                .into_iter()
+                .map(|(worth, merges, kind, hole)| {
+                    // A hole ends a huge page, which is resident as a whole.
+                    huge_page += u64::from(kind == 0 || kind == 3 || hole > 0);
+                    let huge = (kind < 3).then_some(huge_page);
+                    Stretch { pages: 1, worth, merges, huge, hole }
+                })
+                .collect()
+        })
+    }
+
+    fn prices() -> impl Strategy<Value = Prices> {
+        (0i64..40, 0i64..60).prop_map(|(range, huge_page)| Prices { range, huge_page })
+    }
+
     proptest! {
         #[test]
-        fn no_other_choice_is_better(gains in prop::collection::vec(-50i64..50, 0..12), boundary in 0i64..40) {
-            let segments = best_segments(gains.iter().copied(), boundary);
-            prop_assert!(segments.windows(2).all(|pair| pair[0].end < pair[1].start));
-            prop_assert_eq!(value(&gains, boundary, &segments), brute_force(&gains, boundary));
+        fn no_other_choice_is_better(pages in pages(), prices in prices()) {
+            let ranges = best_ranges(pages.iter().copied(), prices);
+            prop_assert!(ranges.windows(2).all(|pair| pair[0].end <= pair[1].start));
+            prop_assert!(ranges.iter().all(|range| !range.is_empty()));
+            let (value, count) = value_of(&pages, &ranges, prices).expect("nothing forbidden is covered");
+            prop_assert_eq!(count, ranges.len());
+            prop_assert_eq!(Some(value), every_choice(&pages, prices).into_iter().map(|(value, _)| value).max());
+        }
+
+        #[test]
+        fn no_choice_of_as_few_ranges_is_better(
+            first in pages(),
+            second in prop::collection::vec(-50i64..50, 0..4),
+            prices in prices(),
+            at_most in 0usize..5,
+        ) {
+            let second: Vec<Stretch> = second.into_iter().map(page).collect();
+            let regions = [first, second];
+            let chosen = best_ranges_within(2, |region| regions[region].iter().copied(), prices, at_most);
+            let (mut value, mut count) = (0, 0);
+            for (pages, ranges) in regions.iter().zip(&chosen) {
+                let (of, ranges) = value_of(pages, ranges, prices).expect("nothing forbidden is covered");
+                value += of;
+                count += ranges;
+            }
+            prop_assert!(count <= at_most);
+            let [first, second] = regions.map(|pages| every_choice(&pages, prices));
+            for (a, in_first) in &first {
+                for (b, in_second) in second.iter().filter(|(_, ranges)| in_first + ranges <= count) {
+                    prop_assert!(a + b <= value, "{in_first} and {in_second} ranges are worth {a} and {b}");
+                }
+            }
+        }
+
+        #[test]
+        fn stretches_are_as_good_as_their_pages(
+            stretches in prop::collection::vec((1u32..4, -30i64..30, any::<bool>(), 0..3u8), 0..8),
+            prices in prices(),
+        ) {
+            let stretches: Vec<Stretch> = stretches
+                .into_iter()
+                .enumerate()
+                .map(|(i, (pages, worth, merges, huge))| {
+                    Stretch { pages, worth: Some(worth), merges, huge: (huge > 0).then_some(i as u64 / 2), hole: 0 }
+                })
+                .collect();
+            let pages: Vec<Stretch> = stretches
+                .iter()
+                .flat_map(|&stretch| (0..stretch.pages).map(move |_| Stretch { pages: 1, ..stretch }))
+                .collect();
+            let one = best_ranges(stretches.iter().copied(), prices);
+            let other = best_ranges(pages.iter().copied(), prices);
+            prop_assert_eq!(value_of(&pages, &one, prices), value_of(&pages, &other, prices).map(|(value, _)| (value, one.len())));
         }
     }
 }

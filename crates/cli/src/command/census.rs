@@ -79,6 +79,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         top: options.top,
         rows: options.top,
         matrix: options.matrix.into(),
+        ..Default::default()
     };
     let (census, _) = progress::show(host.page_size(), &stop, |progress| {
         pagefold_census::take(&*host, &census_options, progress, &stop)

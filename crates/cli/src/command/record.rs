@@ -65,6 +65,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         top: KINDS,
         rows: 0,
         matrix: Default::default(),
+        ..Default::default()
     };
     let (census, index) = progress::show(host.page_size(), &stop, |progress| {
         pagefold_census::take(&tap, &census_options, progress, &stop)

@@ -5,6 +5,7 @@ use clap::{Args, ValueEnum};
 use pagefold_report::account::AccountReport;
 use pagefold_report::census::CensusReport;
 use pagefold_report::doctor::DoctorReport;
+use pagefold_report::merge::MergeReport;
 use pagefold_report::policy::PolicyReport;
 use pagefold_report::recover::RecoverReport;
 use pagefold_report::wire;
@@ -26,6 +27,8 @@ enum Report {
     Doctor,
     /// `pagefold account --json`
     Account,
+    /// `pagefold merge --json`
+    Merge,
     /// `pagefold policy show --json` and `set --json`
     Policy,
     /// `pagefold recover --json` and `pagefold policy restore --json`
@@ -38,6 +41,7 @@ pub fn run(options: &Options) -> anyhow::Result<Outcome> {
         Report::Census => wire::schema::<CensusReport>(),
         Report::Doctor => wire::schema::<DoctorReport>(),
         Report::Account => wire::schema::<AccountReport>(),
+        Report::Merge => wire::schema::<MergeReport>(),
         Report::Policy => wire::schema::<PolicyReport>(),
         Report::Recover => wire::schema::<RecoverReport>(),
     })?;

@@ -30,6 +30,35 @@ pub(super) fn of(arguments: &[String], cgroup: Option<&str>) -> Option<Vm> {
     matches!(program, "cloud-hypervisor" | "cloud-hypervisor-static").then(|| cloud_hypervisor(arguments))
 }
 
+/// The technique that keeps a guest's memory from its host, if the command line of a virtual machine names one: QEMU's
+/// objects of AMD SEV and SEV-SNP, Intel TDX, IBM Secure Execution and PEF (docs/system/confidential-guest-support.rst), or
+/// any other that the machine is told of, and cloud-hypervisor's `--platform tdx=on` and `sev_snp=on`.
+pub(super) fn confidential(arguments: &[String]) -> Option<String> {
+    let Vm { monitor, .. } = of(arguments, None)?;
+    let (_, arguments) = arguments.split_first()?;
+    match monitor {
+        Monitor::Qemu => {
+            let objects = options(arguments).filter(|(option, _)| *option == "object");
+            let mut kinds = objects.filter_map(|(_, value)| properties(value, "qom-type").remove("qom-type"));
+            let known = ["sev-guest", "sev-snp-guest", "tdx-guest", "s390-pv-guest", "pef-guest"];
+            kinds.find(|kind| known.contains(&kind.as_str())).or_else(|| {
+                let mut machines = options(arguments).filter(|(option, _)| matches!(*option, "M" | "machine"));
+                let support = ["confidential-guest-support", "memory-encryption"];
+                machines.find_map(|(_, value)| {
+                    let machine = parameters(value, "type");
+                    support.into_iter().find(|key| machine.contains_key(*key)).map(str::to_owned)
+                })
+            })
+        }
+        Monitor::CloudHypervisor => values(arguments, "platform").into_iter().find_map(|value| {
+            let platform = parameters(value, "");
+            let known = ["tdx", "sev_snp"];
+            known.into_iter().find(|key| is_on(&platform, key) == Some(true)).map(str::to_owned)
+        }),
+        Monitor::Firecracker => None,
+    }
+}
+
 fn qemu(arguments: &[String]) -> Vm {
     let mut name = None;
     let mut memory = None;
@@ -308,6 +337,25 @@ mod tests {
         -chardev socket,id=charchannel0,fd=30,server=on,wait=off
         -device {"driver":"vfio-pci","host":"0000:06:00.0","id":"hostdev0","bus":"pci.5","addr":"0x0"}
         -sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny -msg timestamp=on"#;
+
+    #[test]
+    fn confidential_guests_are_known_by_their_technique() {
+        let check = |line: &str, technique: Option<&str>| {
+            let arguments: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+            assert_eq!(confidential(&arguments).as_deref(), technique, "{line}");
+        };
+        let qemu = "qemu-system-x86_64 -machine q35,confidential-guest-support=lsec0";
+        check(&format!("{qemu} -object sev-snp-guest,id=lsec0,cbitpos=51"), Some("sev-snp-guest"));
+        check(&format!("{qemu} -object {{\"qom-type\":\"tdx-guest\",\"id\":\"lsec0\"}}"), Some("tdx-guest"));
+        check(qemu, Some("confidential-guest-support"));
+        check("qemu-system-x86_64 -M pc,memory-encryption=sev0", Some("memory-encryption"));
+        check("qemu-system-x86_64 -machine q35,mem-merge=off -object secret,id=s", None);
+        check("cloud-hypervisor --platform tdx=on --memory size=1G", Some("tdx"));
+        check("cloud-hypervisor --platform tdx=off,sev_snp=on", Some("sev_snp"));
+        check("cloud-hypervisor --memory size=1G", None);
+        check("firecracker --id a", None);
+        check("cat -object sev-guest", None);
+    }
 
     #[test]
     fn a_guest_of_libvirt() {

@@ -166,14 +166,14 @@ pub struct OutcomeReport {
     pub stop_median_us: f64,
     /// Microseconds of the longest.
     pub stop_max_us: f64,
-    /// Pages merged for a trial first; absent if there was none.
+    /// Merged pages that were watched; absent if no target ran.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub trial: Option<TrialReport>,
+    pub watched: Option<WatchedReport>,
     /// What could not be enrolled.
     pub missed: Vec<MissedReport>,
     /// What was changed for the time being and could not be put back.
     pub not_put_back: Vec<String>,
-    /// What was saved over time, by the kernel's counters.
+    /// What was saved over time, by the kernel's counters of the targets' merged pages.
     pub timeline: Vec<Point>,
 }
 
@@ -186,17 +186,17 @@ pub struct Difference {
     pub pages: i64,
 }
 
-/// Pages merged for a trial.
+/// A sample of the merged pages of running processes.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
-pub struct TrialReport {
-    /// Pages that merged.
+pub struct WatchedReport {
+    /// Pages of the sample that merged.
     pub merged_pages: u64,
-    /// Those that were written while they were watched.
+    /// How often one of them was written.
     pub broken_pages: u64,
-    /// For how long they were watched.
-    pub seconds: f64,
-    /// Pages of the plan that were left alone because of it.
-    pub dropped_pages: u64,
+    /// Seconds that they were merged, summed over the pages.
+    pub page_seconds: f64,
+    /// Pages of the plan that were withdrawn because they did not stay merged for long enough to pay.
+    pub withdrawn_pages: u64,
 }
 
 /// Something that could not be enrolled.
@@ -355,13 +355,13 @@ impl OutcomeReport {
             huge_before: outcome.huge.0.as_ref().ok().map(|bytes| bytes.0),
             huge_after: outcome.huge.1.as_ref().ok().map(|bytes| bytes.0),
             stops: stops.len() as u64,
-            stop_median_us: stops.get(stops.len() / 2).copied().unwrap_or(0.0),
+            stop_median_us: stops.get(stops.len().saturating_sub(1) / 2).copied().unwrap_or(0.0),
             stop_max_us: stops.last().copied().unwrap_or(0.0),
-            trial: outcome.trial.map(|trial| TrialReport {
-                merged_pages: trial.merged.0,
-                broken_pages: trial.broken.0,
-                seconds: trial.watched.as_secs_f64(),
-                dropped_pages: trial.dropped.0,
+            watched: (outcome.watched.seen.page_seconds > 0.0).then_some(WatchedReport {
+                merged_pages: outcome.watched.seen.merged.0,
+                broken_pages: outcome.watched.seen.broken.0,
+                page_seconds: outcome.watched.seen.page_seconds,
+                withdrawn_pages: outcome.watched.withdrawn.0,
             }),
             missed: outcome
                 .missed
@@ -378,7 +378,7 @@ impl OutcomeReport {
             timeline: points
                 .map(|(_, sample)| Point {
                     seconds: sample.at.as_secs_f64(),
-                    saved: page_size.of(sample.saved).0,
+                    saved: page_size.of(outcome.saved_at(sample)).0,
                     ksmd_seconds: sample.ksmd.as_secs_f64(),
                 })
                 .collect(),

@@ -128,7 +128,12 @@ fn account(outcome: &OutcomeReport, page_size: u64, style: Style) -> String {
         cpu.filter(|_| gib > 0.0).map(|cpu| format!("; {} for each GiB saved", seconds(cpu / gib))).unwrap_or_default(),
     ));
     if let (Some(before), Some(after)) = (outcome.available_before, outcome.available_after) {
-        line(format!("MemAvailable: {} before, {} after.", Bytes(before), Bytes(after)));
+        line(format!(
+            "MemAvailable: {} before, {} after ({}).",
+            Bytes(before),
+            Bytes(after),
+            net(after as i64 - before as i64)
+        ));
     }
     if outcome.stops > 0 {
         line(format!(
@@ -141,13 +146,13 @@ fn account(outcome: &OutcomeReport, page_size: u64, style: Style) -> String {
             outcome.stop_max_us
         ));
     }
-    if let Some(trial) = &outcome.trial {
+    if let Some(watched) = &outcome.watched {
         line(format!(
-            "Trial: of {} pages that were merged first, {} were written within {}; {} of the plan left alone.",
-            number(trial.merged_pages),
-            number(trial.broken_pages),
-            seconds(trial.seconds),
-            Bytes(trial.dropped_pages * page_size),
+            "Watched {} merged pages of running programs for {} each: {} were written; {} withdrawn as not lasting.",
+            number(watched.merged_pages),
+            seconds(watched.page_seconds / watched.merged_pages.max(1) as f64),
+            number(watched.broken_pages),
+            Bytes(watched.withdrawn_pages * page_size),
         ));
     }
     text

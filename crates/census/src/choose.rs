@@ -1,0 +1,220 @@
+//! Which ranges a guided enrolment covers, region by region, and which enrolled ones are idle.
+//!
+//! What a page gains and costs is decided here; [`pagefold_model::segment`] makes the choice.
+//!
+//! - A duplicate or a page of zeros gains what it stands for in its group, a merged page nothing, at no cost: its
+//!   metadata is paid for. All others are scanned for nothing, volatile ones above all, and so are those of which
+//!   nothing is known because they could not be read.
+//! - A page of a content that another trust domain merges must not be covered.
+//! - A hole within a region may be bridged, at the price of metadata for its pages, which ksmd pays only if they fill:
+//!   cheaper than a second range if the hole is small, dearer if it is large. Ranges end at resident pages and never
+//!   leave their region.
+//! - A process must keep room for regions of its own under `vm.max_map_count`: what is enrolled takes at most half of
+//!   what is left, each range two regions.
+//!
+//! What a page gains assumes that the other pages of its group are covered too. What the chosen ranges reach together is
+//! counted afterwards, from the groups.
+
+use crate::index::{Index, Mark, RegionPages};
+use crate::survey::Survey;
+use pagefold_host::Run;
+use pagefold_model::census::{GuidedRange, IdleRange};
+use pagefold_model::region::VmFlags;
+use pagefold_model::savings::{Costs, Sharing};
+use pagefold_model::segment::{Prices, Stretch, best_ranges_within};
+use pagefold_model::{AddressRange, Bytes, PageClass, PageSize, Pages};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// By what ranges are chosen.
+#[derive(Clone, Copy, Debug)]
+pub struct Terms {
+    /// KSM's settings.
+    pub sharing: Sharing,
+    /// What everything costs.
+    pub costs: Costs,
+    /// The size of a page.
+    pub page_size: PageSize,
+    /// The size of a huge page.
+    pub huge_pages: PageSize,
+    /// Whether pages of different trust domains may be merged.
+    pub across_domains: bool,
+    /// Regions that a process may have (`vm.max_map_count`).
+    pub max_map_count: u64,
+}
+
+/// The chosen ranges, in the order of subjects and addresses.
+#[derive(Debug, Default)]
+pub struct Chosen {
+    /// Those that pay.
+    pub ranges: Vec<GuidedRange>,
+    /// Those that are enrolled and do not.
+    pub idle: Vec<IdleRange>,
+}
+
+/// Choose the ranges of all processes, and mark the pages that they cover.
+pub fn choose(survey: &Survey, index: &Index, terms: &Terms) -> Chosen {
+    let regions: Vec<RegionPages> = index.regions().collect();
+    let chosen: Vec<Chosen> = regions
+        .par_chunk_by(|a, b| a.subject == b.subject)
+        .map(|regions| of_process(survey, index, terms, regions))
+        .collect();
+    let mut all = Chosen::default();
+    for chosen in chosen {
+        all.ranges.extend(chosen.ranges);
+        all.idle.extend(chosen.idle);
+    }
+    all
+}
+
+fn of_process(survey: &Survey, index: &Index, terms: &Terms, regions: &[RegionPages]) -> Chosen {
+    let Some(first) = regions.first() else { return Chosen::default() };
+    let subject = first.subject;
+    let has = survey.subjects[subject].regions.len() as u64;
+    let room = (terms.max_map_count.saturating_sub(has) / 4) as usize;
+    let prices = Prices { range: terms.costs.range, huge_page: terms.costs.huge_page };
+    let is_enrolled = |pages: &RegionPages| {
+        let (region, _) = &survey.subjects[subject].regions[pages.region];
+        region.flags.has(VmFlags::MERGEABLE)
+    };
+
+    let mut chosen = Chosen::default();
+    let best = best_ranges_within(
+        regions.len(),
+        |i| stretches(index, terms, &regions[i].ordinals, |mark| terms.worth(mark)),
+        prices,
+        room,
+    );
+    for (pages, ranges) in regions.iter().zip(best) {
+        for ordinals in ranges.into_iter().map(|range| within(&pages.ordinals, &range)) {
+            let Some(range) = addresses(index, &ordinals) else { continue };
+            let empty = GuidedRange {
+                subject,
+                range,
+                pages: Pages::ZERO,
+                merging: Pages::ZERO,
+                zero: Pages::ZERO,
+                freed: Bytes::ZERO,
+                enrolled: is_enrolled(pages),
+            };
+            chosen.ranges.push(cover(index, terms, empty, ordinals));
+        }
+    }
+
+    let enrolled: Vec<&RegionPages> = regions.iter().filter(|pages| is_enrolled(pages)).collect();
+    // A hole may be a page of zeros that KSM merged, and withdrawing would unmerge it.
+    let unbridged = |stretch: Stretch| Stretch { hole: if stretch.hole > 0 { i64::MAX } else { 0 }, ..stretch };
+    let best = best_ranges_within(
+        enrolled.len(),
+        |i| stretches(index, terms, &enrolled[i].ordinals, |mark| terms.withdrawn(mark)).map(unbridged),
+        prices,
+        room - chosen.ranges.len().min(room),
+    );
+    for (pages, ranges) in enrolled.iter().zip(best) {
+        let ranges = ranges.into_iter().filter_map(|range| addresses(index, &within(&pages.ordinals, &range)));
+        chosen.idle.extend(ranges.map(|range| IdleRange { subject, range }));
+    }
+    chosen
+}
+
+impl Terms {
+    /// What covering a page gains, less what it costs; `None` if it must not be covered.
+    fn worth(&self, mark: Mark) -> Option<i64> {
+        match mark.class() {
+            _ if mark.is_forbidden() => None,
+            None if mark == Mark::GONE => Some(-self.costs.hole),
+            // Those left out of a sample say nothing: what the sample holds then stands for itself.
+            None if mark == Mark::SKIPPED => Some(0),
+            Some(PageClass::Merged) => Some(0),
+            _ => Some(self.gain(mark) - self.costs.scan),
+        }
+    }
+
+    /// What comes back of a page when its whole group is merged, in bytes.
+    fn gain(&self, mark: Mark) -> i64 {
+        let alone = mark.class() == Some(PageClass::DuplicateForeign) && !self.across_domains;
+        if alone || mark.is_forbidden() { 0 } else { mark.freed_64ths() * self.page_size.bytes() as i64 / 64 }
+    }
+
+    /// What withdrawing a page gains; `None` if it must stay enrolled, because it pays, is merged, or is not known.
+    fn withdrawn(&self, mark: Mark) -> Option<i64> {
+        let idle = !mark.is_covered() && mark.class().is_some_and(|class| class != PageClass::Merged);
+        idle.then_some(self.costs.scan)
+    }
+}
+
+/// The pages of a region as stretches.
+fn stretches<'a>(
+    index: &'a Index,
+    terms: &'a Terms,
+    ordinals: &Range<u32>,
+    worth: impl Fn(Mark) -> Option<i64> + 'a,
+) -> impl Iterator<Item = Stretch> + 'a {
+    let page_len = index.page_len();
+    // By mark: the walk is over every page of a host.
+    let known: Vec<(Option<i64>, bool)> =
+        Mark::every().map(|mark| (worth(mark), mark.class().is_some_and(PageClass::is_mergeable))).collect();
+    let mut next_address = None;
+    let mut pages = each_page(index, ordinals).map(move |(run, ordinal, address)| {
+        let hole = next_address.map_or(0, |next| ((address - next) / page_len) as i64 * terms.costs.hole);
+        next_address = Some(address + page_len);
+        let (worth, merges) = known[index.mark(ordinal).bits()];
+        let huge = run.huge.then(|| address / terms.huge_pages.bytes());
+        Stretch { pages: 1, worth, merges, huge, hole }
+    });
+    let mut held = pages.next();
+    std::iter::from_fn(move || {
+        let mut stretch = held.take()?;
+        for page in pages.by_ref() {
+            let alike =
+                (page.worth, page.merges, page.huge, 0) == (stretch.worth, stretch.merges, stretch.huge, page.hole);
+            if !alike {
+                held = Some(page);
+                break;
+            }
+            stretch.pages += 1;
+        }
+        Some(stretch)
+    })
+}
+
+/// Mark the pages of a range as covered, and count them.
+fn cover(index: &Index, terms: &Terms, range: GuidedRange, ordinals: Range<u32>) -> GuidedRange {
+    let mut range = range;
+    for ordinal in ordinals {
+        let mark = index.mark(ordinal);
+        if mark.was_read() {
+            index.set_mark(ordinal, mark.covered());
+        }
+        let class = mark.class();
+        range.pages.0 += u64::from(class != Some(PageClass::Merged) && mark != Mark::GONE);
+        let gain = terms.gain(mark);
+        range.freed.0 += gain as u64;
+        range.merging.0 += u64::from(gain > 0);
+        range.zero.0 += u64::from(gain > 0 && class == Some(PageClass::Zero));
+    }
+    range
+}
+
+/// Some pages of a region by their ordinals.
+fn within(region: &Range<u32>, pages: &Range<u32>) -> Range<u32> {
+    region.start + pages.start..region.start + pages.end
+}
+
+/// From the first to the last of some pages of one region.
+fn addresses(index: &Index, ordinals: &Range<u32>) -> Option<AddressRange> {
+    let (_, _, start) = index.place(ordinals.start)?;
+    let (_, _, last) = index.place(ordinals.end.checked_sub(1)?)?;
+    Some(AddressRange { start, end: last + index.page_len() })
+}
+
+/// Each of some consecutive pages: its run, its ordinal, its address.
+pub(crate) fn each_page<'a>(
+    index: &'a Index,
+    ordinals: &Range<u32>,
+) -> impl Iterator<Item = (Run, u32, u64)> + use<'a> {
+    let page_len = index.page_len();
+    index.runs(ordinals.clone()).flat_map(move |(run, first)| {
+        (0..run.pages).map(move |i| (run, first + i, run.address + u64::from(i) * page_len))
+    })
+}

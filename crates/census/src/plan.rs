@@ -1,0 +1,57 @@
+//! A plan with what it reaches counted from the groups, whoever is left alone.
+
+use crate::group;
+use crate::index::{Index, Mark};
+use pagefold_model::census::Census;
+use pagefold_model::plan::{Constraints, Plan};
+use pagefold_model::process::Process;
+use pagefold_model::{PageClass, Pages};
+use rayon::prelude::*;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Make a plan of a census and its index. See [`pagefold_model::plan::plan`]; the frames that it should free are counted
+/// here for the pages of its targets alone, as if ksmd found no others.
+///
+/// Zeros that KSM merged with one another earlier are taken for none, so of zeros one frame too few may be counted.
+pub fn plan(
+    census: &Census,
+    index: &Index,
+    constraints: &Constraints,
+    excluded: &dyn Fn(&Process) -> Option<String>,
+) -> Plan {
+    let mut plan = pagefold_model::plan::plan(census, constraints, excluded);
+    let targets: BTreeSet<_> = plan.targets.iter().map(|target| target.process.id).collect();
+    let kept: Vec<bool> = census.subjects.iter().map(|subject| targets.contains(&subject.process.id)).collect();
+    let sharing = census.sharing;
+    let within_domains = !census.across_domains && constraints.whole;
+    let domains = group::domain_numbers(census.subjects.iter().map(|subject| &subject.domain));
+    let takes = |subject: usize, mark: Mark| kept[subject] && (constraints.whole || mark.is_covered());
+
+    let freed: Vec<Pages> = group::walk(index, &domains, |sum: &mut Pages, _, members| {
+        let freed = |members: &[group::Member]| {
+            let joins = |member: &group::Member| takes(member.subject, index.mark(member.ordinal));
+            group::freed(index, sharing, members, joins)
+        };
+        *sum += if within_domains {
+            members.chunk_by(|a, b| a.domain == b.domain).map(freed).sum()
+        } else {
+            freed(members)
+        };
+    });
+    let mut zeros: BTreeMap<(u32, u8), u64> = BTreeMap::new();
+    for (subject, &domain) in domains.iter().enumerate().filter(|&(subject, _)| kept[subject]) {
+        let nodes: Vec<u8> = index
+            .pages_of(subject)
+            .into_par_iter()
+            .filter(|&page| index.mark(page).class() == Some(PageClass::Zero) && index.frame(page) == page)
+            .filter(|&page| takes(subject, index.mark(page)))
+            .map(|page| index.node(page))
+            .collect();
+        for node in nodes {
+            *zeros.entry((if within_domains { domain } else { 0 }, node)).or_default() += 1;
+        }
+    }
+    let zeros: Pages = zeros.values().map(|&copies| sharing.freed_zero(copies, 0)).sum();
+    plan.predicted.reach.freed = freed.into_iter().sum::<Pages>() + zeros;
+    plan
+}

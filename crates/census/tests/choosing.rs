@@ -1,0 +1,392 @@
+//! What a census chooses to enrol, on made-up hosts: never what must not be covered, always what it counts.
+
+use pagefold_census::{Index, Options, Progress, Second, take};
+use pagefold_host::act::{Action, Effect, Refusal};
+use pagefold_host::{FrameFlags, Host, Mapping, PageContent, PageView, Process, Run, Way};
+use pagefold_model::census::Census;
+use pagefold_model::ksm::RMAP_ITEM_BYTES;
+use pagefold_model::plan::{Constraints, Plan, Speed};
+use pagefold_model::savings::Costs;
+use pagefold_model::{Absent, AddressRange, Bytes, Counts, Fingerprint, PageSize, Pages, Pfn, Pid, ProcessId, Reading};
+use proptest::prelude::*;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+const BASE: u64 = 1 << 40;
+const PAGE: u64 = 4096;
+
+/// A page of a made-up process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Page {
+    Hole,
+    /// A content, 0 for zeros.
+    Still(u64),
+    Merged(u64),
+    /// Never the same twice.
+    Changing,
+}
+
+#[derive(Clone, Debug)]
+struct Made {
+    uid: u32,
+    enrolled: bool,
+    /// Whether all of it is in huge pages of four pages.
+    huge: bool,
+    pages: Vec<Page>,
+}
+
+struct MadeHost {
+    processes: Vec<Made>,
+    read: AtomicU64,
+}
+
+struct MadeProcess<'a> {
+    host: &'a MadeHost,
+    pid: u32,
+}
+
+impl Host for MadeHost {
+    fn describe(&self) -> String {
+        "a made-up host".to_owned()
+    }
+    fn page_size(&self) -> PageSize {
+        PageSize::new(PAGE).unwrap()
+    }
+    fn read(&self, path: &str) -> Reading<Vec<u8>> {
+        match path {
+            "sys/kernel/mm/transparent_hugepage/hpage_pmd_size" => Ok((4 * PAGE).to_string().into_bytes()),
+            _ => Err(Absent::NotOnThisKernel),
+        }
+    }
+    fn list(&self, _: &str) -> Reading<Vec<String>> {
+        Err(Absent::NotOnThisKernel)
+    }
+    fn pids(&self) -> Reading<Vec<Pid>> {
+        Ok((1..=self.processes.len() as u32).map(Pid).collect())
+    }
+    fn open(&self, pid: Pid) -> Reading<Box<dyn Process + '_>> {
+        Ok(Box::new(MadeProcess { host: self, pid: pid.0 }))
+    }
+    fn frame_flags(&self, _: &[Pfn]) -> Reading<Vec<FrameFlags>> {
+        Err(Absent::Denied)
+    }
+    fn frame_mappings(&self, _: &[Pfn]) -> Reading<Vec<u64>> {
+        Err(Absent::Denied)
+    }
+    fn apply(&self, _: &Action) -> Result<Effect, Refusal> {
+        unreachable!("a census changes nothing")
+    }
+}
+
+impl MadeProcess<'_> {
+    fn made(&self) -> &Made {
+        &self.host.processes[self.pid as usize - 1]
+    }
+}
+
+impl Process for MadeProcess<'_> {
+    fn id(&self) -> ProcessId {
+        ProcessId { pid: Pid(self.pid), start_time: 1 }
+    }
+    fn read(&self, file: &str) -> Reading<Vec<u8>> {
+        let Made { uid, enrolled, pages, .. } = self.made();
+        let kib = pages.len() * 4;
+        let end = BASE + pages.len() as u64 * PAGE;
+        Ok(match file {
+            "stat" => format!("{} (made) S 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 1 0\n", self.pid),
+            "status" => format!("Uid:\t{uid}\t{uid}\t{uid}\t{uid}\n"),
+            "smaps" => {
+                let ksm = if *enrolled { kib } else { 0 };
+                let flag = if *enrolled { " mg" } else { "" };
+                format!(
+                    "{BASE:x}-{end:x} rw-p 00000000 00:00 0 \nRss: {kib} kB\nAnonymous: {kib} kB\nKSM: {ksm} kB\n\
+                     AnonHugePages: 0 kB\nSwap: 0 kB\nVmFlags: rd wr mr mw me ac{flag}\n"
+                )
+            }
+            _ => return Err(Absent::NotOnThisKernel),
+        }
+        .into_bytes())
+    }
+    fn links(&self, _: &str) -> Reading<Vec<String>> {
+        Err(Absent::Denied)
+    }
+    fn resident(&self, _: &[AddressRange]) -> Reading<Vec<Run>> {
+        let mut runs: Vec<Run> = Vec::new();
+        for (i, _) in self.made().pages.iter().enumerate().filter(|(_, page)| **page != Page::Hole) {
+            let address = BASE + i as u64 * PAGE;
+            match runs.last_mut() {
+                Some(run) if run.address + u64::from(run.pages) * PAGE == address => run.pages += 1,
+                _ => runs.push(Run { address, pages: 1, huge: self.made().huge }),
+            }
+        }
+        Ok(runs)
+    }
+    fn mappings(&self, _: AddressRange) -> Reading<Vec<Mapping>> {
+        Err(Absent::Denied)
+    }
+    fn contents(&self, _: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
+        let pages = runs.iter().flat_map(|run| (0..run.pages).map(move |i| (run.address - BASE) / PAGE + u64::from(i)));
+        for (position, page) in pages.enumerate() {
+            let times = self.host.read.fetch_add(1, Ordering::Relaxed);
+            let (fingerprint, merged) = match self.made().pages[page as usize] {
+                Page::Still(content) => (content, false),
+                Page::Merged(content) => (content, true),
+                Page::Changing => (1 << 32 | times, false),
+                Page::Hole => return Err(Absent::Malformed("a hole was read".to_owned())),
+            };
+            let content = PageContent::Fingerprint(Fingerprint(fingerprint), None);
+            sink(position, PageView { content, merged, exclusive: true, frame: None });
+        }
+        Ok(())
+    }
+}
+
+fn made(uid: u32, pages: &[Page]) -> Made {
+    Made { uid, enrolled: pages.iter().any(|page| matches!(page, Page::Merged(_))), huge: false, pages: pages.to_vec() }
+}
+
+/// Ranges are free and pages cost little, so that what is covered is what gains.
+const CHEAP: Costs = Costs { scan: 10, range: 0, hole: 64, huge_page: 0 };
+
+fn options(across_domains: bool, costs: Costs) -> Options {
+    Options { costs: Some(costs), across_domains, settle: Duration::from_millis(1), ..Options::default() }
+}
+
+fn census(processes: &[Made], options: &Options) -> (Census, Index, u64) {
+    let host = MadeHost { processes: processes.to_vec(), read: AtomicU64::new(0) };
+    let (census, index) = take(&host, options, &Progress::default(), &AtomicBool::new(false)).unwrap();
+    assert!(census.unseen.is_empty(), "{:?}", census.unseen);
+    (census, index, host.read.into_inner())
+}
+
+/// The covered pages by process number.
+fn covered(census: &Census) -> BTreeSet<(u32, usize)> {
+    let pages = |range: AddressRange| (range.start - BASE) / PAGE..(range.end - BASE) / PAGE;
+    census
+        .ranges
+        .iter()
+        .flat_map(|range| {
+            let pid = census.subjects[range.subject].process.id.pid.0;
+            pages(range.range).map(move |page| (pid, page as usize))
+        })
+        .collect()
+}
+
+use Page::{Changing, Hole, Merged, Still};
+
+#[test]
+fn a_content_of_several_domains_is_covered_in_the_one_where_it_frees_most() {
+    let processes = [made(1, &[Still(7); 3]), made(2, &[Still(7); 5]), made(3, &[Still(7)])];
+    let of = |across| covered(&census(&processes, &options(across, CHEAP)).0);
+    assert_eq!(of(false), (0..5).map(|page| (2, page)).collect());
+    assert_eq!(of(true).len(), 9);
+    let zeros = [made(1, &[Still(0); 3]), made(2, &[Still(0); 5])];
+    assert_eq!(covered(&census(&zeros, &options(false, CHEAP)).0), (0..5).map(|page| (2, page)).collect());
+}
+
+#[test]
+fn a_content_that_a_domain_has_merged_stays_there() {
+    let merged = [Merged(7), Merged(7), Still(7)];
+    let processes = [made(1, &merged), made(2, &[Still(7); 5])];
+    let (census_of_one, ..) = census(&processes, &options(false, CHEAP));
+    assert!(covered(&census_of_one).contains(&(1, 2)));
+    assert!(covered(&census_of_one).iter().all(|&(pid, _)| pid == 1));
+    assert_eq!(census_of_one.savings.guided.freed, Pages(1));
+    let both = [made(1, &merged), made(2, &merged), made(3, &[Still(7); 5])];
+    let (census_of_both, ..) = census(&both, &options(false, CHEAP));
+    assert_eq!(census_of_both.savings.guided.freed, Pages(0), "nobody joins what is shared across domains");
+}
+
+#[test]
+fn only_what_gains_is_read_again() {
+    let mut pages: Vec<Page> = (1000..3000).map(Still).collect();
+    pages.extend([Still(0); 20]);
+    pages.extend((0..40).map(|i| Still(5 + i / 2)));
+    pages.push(Changing);
+    let processes = [made(1, &pages)];
+    let all = options(false, Costs::of(PageSize::new(PAGE).unwrap()));
+    let candidates = Options { second: Second::Candidates, ..all.clone() };
+    let (full, _, read_in_full) = census(&processes, &all);
+    let (quick, _, read_quickly) = census(&processes, &candidates);
+    assert_eq!(read_in_full, 2 * 2061);
+    assert_eq!(full.reread, Pages(2061));
+    assert_eq!(read_quickly, 2061 + quick.reread.0);
+    assert!((60..60 + 2001 / 8).contains(&quick.reread.0), "{:?} were read again", quick.reread);
+    assert_eq!((full.counts.volatile, full.counts.unique), (Pages(1), Pages(2000)));
+    assert_eq!((quick.counts.zero, quick.counts.within), (Pages(20), Pages(40)));
+    assert_eq!(quick.ranges, full.ranges);
+}
+
+#[test]
+fn ranges_leave_stray_duplicates_to_their_huge_pages_and_bridge_small_holes() {
+    let unique = |i: u64| Still(1000 + i);
+    let stray = [Still(5), unique(1), unique(2), unique(3), Still(5), unique(4), unique(5), unique(6)];
+    let costs = Costs { huge_page: 8192, ..CHEAP };
+    let huge = |pages: &[Page]| [Made { huge: true, ..made(1, pages) }];
+    assert_eq!(covered(&census(&huge(&stray), &options(false, costs)).0), BTreeSet::new());
+    let rich = [[Still(5); 4], [Still(6); 4]].concat();
+    assert_eq!(covered(&census(&huge(&rich), &options(false, costs)).0).len(), 8);
+
+    let with_hole = |length: usize| [vec![Still(5); 4], vec![Hole; length], vec![Still(5); 4]].concat();
+    let ranges =
+        |length| census(&[made(1, &with_hole(length))], &options(false, Costs { range: 1024, ..CHEAP })).0.ranges;
+    assert_eq!(ranges(16).len(), 1);
+    assert_eq!(ranges(17).len(), 2);
+    assert_eq!(ranges(17)[0].pages, Pages(4));
+}
+
+#[test]
+fn a_plan_leaves_alone_who_is_excluded_and_counts_what_is_left() {
+    let processes =
+        [made(1, &[Still(7); 4]), made(1, &[Still(7), Still(8), Still(8)]), made(1, &[Merged(9), Changing])];
+    let (census, index, _) = census(&processes, &options(false, CHEAP));
+    let mut constraints = Constraints {
+        page_size: PageSize::new(PAGE).unwrap(),
+        whole: false,
+        min_profit: Bytes(0),
+        max_map_count: 65530,
+        regions: BTreeMap::new(),
+        cpu: 0.5,
+        narrow: true,
+        speed: Speed::default(),
+    };
+    let plan = |constraints: &Constraints, excluded: &dyn Fn(u32) -> bool| -> Plan {
+        pagefold_census::plan(&census, &index, constraints, &|process| {
+            excluded(process.id.pid.0).then(|| "it holds keys".to_owned())
+        })
+    };
+    let all = plan(&constraints, &|_| false);
+    assert_eq!(all.targets.len(), 2, "nothing of the third gains");
+    assert_eq!(all.predicted.reach, census.savings.guided);
+    assert_eq!((all.predicted.reach.freed, all.predicted.merging), (Pages(5), Pages(7)));
+    assert_eq!(all.predicted.wall, all.predicted.ksmd * 2);
+    assert_eq!(all.predicted.regions_added, 0, "the ranges are whole regions");
+
+    let without = plan(&constraints, &|pid| pid == 1);
+    assert_eq!(without.left_alone.len(), 1);
+    assert_eq!(without.left_alone[0].why, "it holds keys");
+    assert_eq!(without.predicted.reach.freed, Pages(1), "a copy in a process left alone is none");
+
+    constraints.min_profit = Bytes(3 * PAGE);
+    assert_eq!(plan(&constraints, &|_| false).left_alone[0].pid, Pid(1), "three of four pages, less metadata");
+    constraints.min_profit = Bytes(2 * PAGE);
+    assert_eq!(plan(&constraints, &|_| false).targets[0].process.id.pid, Pid(1));
+    constraints.whole = true;
+    constraints.min_profit = Bytes(0);
+    let whole = plan(&constraints, &|_| false);
+    assert_eq!(whole.predicted.reach.freed, Pages(5));
+    assert_eq!(whole.targets[0].ranges[0].range, AddressRange { start: BASE, end: BASE + 4 * PAGE });
+}
+
+#[test]
+fn what_is_enrolled_and_idle_is_withdrawn_but_for_what_is_merged() {
+    let mut pages = vec![Merged(9), Merged(9)];
+    pages.extend((1000..1050).map(Still));
+    pages.push(Hole);
+    pages.extend((2000..2050).map(Still));
+    pages.extend([Still(7); 20]);
+    let (census, ..) = census(&[made(1, &pages)], &options(false, Costs::of(PageSize::new(PAGE).unwrap())));
+    let at = |page: u64| BASE + page * PAGE;
+    let idle: Vec<AddressRange> = census.idle.iter().map(|idle| idle.range).collect();
+    assert_eq!(
+        idle,
+        [AddressRange { start: at(2), end: at(52) }, AddressRange { start: at(53), end: at(103) }],
+        "what is not resident may be a page of zeros that was merged"
+    );
+    assert!(census.ranges.iter().all(|range| range.enrolled && range.range.start == at(103)));
+}
+
+fn page() -> impl Strategy<Value = Page> {
+    prop_oneof![
+        1 => Just(Hole),
+        6 => (0u64..12).prop_map(Still),
+        3 => (100u64..100_000).prop_map(Still),
+        1 => (0u64..12).prop_map(Merged),
+        1 => Just(Changing),
+    ]
+}
+
+fn processes() -> impl Strategy<Value = Vec<Made>> {
+    let made = (0u32..3, any::<bool>(), prop::collection::vec(page(), 1..60))
+        .prop_map(|(uid, huge, pages)| Made { huge, ..made(uid, &pages) });
+    prop::collection::vec(made, 1..5)
+}
+
+proptest! {
+    #[test]
+    fn ranges_say_what_they_cover(processes in processes(), across in any::<bool>(), range in 0i64..4000, huge_page in 0i64..9000) {
+        let costs = Costs { scan: 500, range, hole: 64, huge_page };
+        let (census, ..) = census(&processes, &options(across, costs));
+        let covered = covered(&census);
+        let page = |&(pid, page): &(u32, usize)| processes[pid as usize - 1].pages[page];
+        let seen = covered.iter().filter(|at| !matches!(page(at), Hole | Merged(_))).count();
+        prop_assert_eq!(census.savings.guided.scanned, Pages(seen as u64));
+        let said: Pages = census.ranges.iter().map(|range| range.pages).sum();
+        prop_assert_eq!(said, Pages(seen as u64));
+        let ascending = census
+            .ranges
+            .windows(2)
+            .all(|pair| pair[0].subject < pair[1].subject || pair[0].range.end <= pair[1].range.start);
+        prop_assert!(ascending);
+        for range in &census.ranges {
+            let pid = census.subjects[range.subject].process.id.pid.0;
+            let place = |address: u64| ((address - BASE) / PAGE) as usize;
+            for at in [place(range.range.start), place(range.range.end) - 1] {
+                prop_assert!(page(&(pid, at)) != Hole, "a range ends in a hole");
+            }
+        }
+
+        // What is covered frees all of a content but one, or all where some are merged already.
+        let mut groups: BTreeMap<u64, (u64, bool, BTreeSet<u32>)> = BTreeMap::new();
+        for at in &covered {
+            if let Still(content) = page(at) {
+                let group = groups.entry(content).or_default();
+                group.0 += 1;
+                group.2.insert(processes[at.0 as usize - 1].uid);
+            }
+        }
+        let mut merged: BTreeMap<u64, BTreeSet<u32>> = BTreeMap::new();
+        for made in &processes {
+            for page in &made.pages {
+                if let Merged(content) = page {
+                    merged.entry(*content).or_default().insert(made.uid);
+                }
+            }
+        }
+        let freed: u64 = groups
+            .iter()
+            .map(|(content, (pages, ..))| if merged.contains_key(content) { *pages } else { pages - 1 })
+            .sum();
+        prop_assert_eq!(census.savings.guided.freed, Pages(freed));
+        if !across {
+            for (content, (_, _, domains)) in &groups {
+                let mut domains = domains.clone();
+                domains.extend(merged.get(content).into_iter().flatten());
+                prop_assert_eq!(domains.len(), 1, "{} is covered in {:?}", content, domains);
+            }
+        }
+        for idle in &census.idle {
+            let made = &processes[census.subjects[idle.subject].process.id.pid.0 as usize - 1];
+            prop_assert!(made.enrolled);
+            for at in (idle.range.start - BASE) / PAGE..(idle.range.end - BASE) / PAGE {
+                prop_assert!(!matches!(made.pages[at as usize], Hole | Merged(_)));
+                prop_assert!(!covered.contains(&(census.subjects[idle.subject].process.id.pid.0, at as usize)));
+            }
+        }
+        let net = census.savings.guided.freed.0 * PAGE;
+        prop_assert!(census.savings.guided.metadata() == Bytes(RMAP_ITEM_BYTES * seen as u64));
+        prop_assert!(Bytes(net) == census.savings.guided.gross(PageSize::new(PAGE).unwrap()));
+    }
+
+    #[test]
+    fn a_quick_second_pass_finds_the_same_candidates(processes in processes()) {
+        let costs = Costs { scan: 500, range: 1024, hole: 64, huge_page: 0 };
+        let (full, ..) = census(&processes, &options(false, costs));
+        let quick = Options { second: Second::Candidates, ..options(false, costs) };
+        let (quick, _, _) = census(&processes, &quick);
+        let still = |counts: Counts| (counts.zero, counts.duplicate(), counts.merged, counts.redundant);
+        prop_assert_eq!(still(quick.counts), still(full.counts));
+        prop_assert_eq!(quick.ranges, full.ranges);
+    }
+}

@@ -1,0 +1,158 @@
+//! `pagefold run`: starts a program with its whole process tree enrolled in KSM, and becomes it.
+//!
+//! This process turns into the program by exec, so its number, parent, terminal, process group, limits and descriptors
+//! are what they would have been. The ways to enrol it ([`way`]) are tried, best first, on a copy of this program.
+
+mod companion;
+mod program;
+mod way;
+
+use crate::Outcome;
+use crate::arguments::Global;
+use anyhow::{Context, bail};
+use clap::Args;
+use pagefold_host::Host;
+use pagefold_linux::{LiveHost, launch};
+use pagefold_model::{Absent, Pid};
+use std::ffi::{CString, OsString};
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::process;
+use way::{Ready, Way};
+
+const EXAMPLES: &str = "\
+Examples:
+  pagefold run -- ./server --port 80            enrolled, with all that it starts
+  pagefold run --verbose -- make -j8            and say how, on standard error
+  mpirun -np 4 pagefold run -- ./solver         every rank
+  mpirun -np 4 pagefold run --no-aslr -- ./solver
+  pagefold run --dry-run -- ./program           only say which way would be taken
+
+The program replaces pagefold: same process, exit status, signals and terminal. Enrolled memory merges while ksmd runs
+(/sys/kernel/mm/ksm/run). KSM merges with whatever else is enrolled on the host, across users: who can time writes to
+his own memory can tell whether others hold the same page. Do not enrol what holds secrets.
+
+Ways: prctl is inherited by all that the program starts, and complete. preload needs programs that are linked
+dynamically with glibc, adds a thread to each where the kernel refuses prctl there too, and sets LD_PRELOAD. inject
+needs the right to trace the program, and leaves a process beside it until all that it started have ended.
+
+Exit status: the program's; 127 it was not found, 126 it cannot be executed, 2 pagefold could not enrol it.";
+
+/// Arguments of `run`.
+#[derive(Args, Debug)]
+#[command(after_help = EXAMPLES)]
+pub struct Options {
+    /// How to enrol it [default: the first of these that works]
+    #[arg(long, value_enum, value_name = "WAY")]
+    way: Option<Way>,
+    /// Run it also where it cannot be enrolled, with a warning
+    #[arg(long)]
+    best_effort: bool,
+    /// Start it without address space randomisation, so that more pages of several processes are alike
+    ///
+    /// Pages with addresses in them differ between processes whose memory lies elsewhere. Without randomisation
+    /// whoever finds a memory error in the program knows the addresses to attack: for jobs that read trusted input. All
+    /// that the program starts is without it too, but for setuid programs.
+    #[arg(long)]
+    no_aslr: bool,
+    /// Say on standard error which way was taken
+    #[arg(long, short, visible_alias = "how")]
+    verbose: bool,
+    /// Say which way would be taken, and why the others would not, and start nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// Say whether this process is enrolled
+    #[arg(long, hide = true)]
+    probe: bool,
+    /// The program and its arguments
+    #[arg(required_unless_present = "probe", trailing_var_arg = true, allow_hyphen_values = true)]
+    command: Vec<OsString>,
+}
+
+/// Become the program.
+pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
+    if global.host != "live" {
+        bail!("--host {}: a program can be started on this machine only", global.host);
+    }
+    if options.probe {
+        way::answer()?;
+        return Ok(Outcome::Done);
+    }
+    let command: Vec<CString> =
+        options.command.iter().map(|word| CString::new(word.as_bytes())).collect::<Result<_, _>>()?;
+    let name = options.command.first().context("no program was named")?;
+    let (ready, passed) = choose(options, name);
+    if options.dry_run {
+        return dry_run(ready.as_ref(), &passed);
+    }
+    match &ready {
+        Some(ready) if options.verbose => {
+            eprintln!("pagefold: enrolled in KSM {}{}", ready.how(), why_not(&passed));
+        }
+        Some(_) => {}
+        None if options.best_effort => eprintln!("pagefold: not enrolled in KSM: {}", why(&passed)),
+        None => bail!("{}; --best-effort runs it all the same", why(&passed)),
+    }
+    if options.no_aslr {
+        launch::fix_addresses().context("personality(ADDR_NO_RANDOMIZE): leave out --no-aslr")?;
+    }
+    // Held until exec, which closes it.
+    let _companion = match &ready {
+        Some(Ready::Companion) => Some(accompany()?),
+        _ => None,
+    };
+    let preload = match &ready {
+        Some(Ready::Preload(value)) => Some(value.as_c_str()),
+        _ => None,
+    };
+    launch::forget_children();
+    let error = launch::become_program(&command[0], &command, preload);
+    eprintln!("pagefold: {}: {error}", name.display());
+    // As shells and env(1) do.
+    process::exit(if error.kind() == io::ErrorKind::NotFound { 127 } else { 126 })
+}
+
+/// The first way that works, and why those before it do not.
+fn choose(options: &Options, name: &OsString) -> (Option<Ready>, Vec<(Way, anyhow::Error)>) {
+    let mut passed = Vec::new();
+    for way in Way::ALL.into_iter().filter(|&way| options.way.is_none_or(|wanted| wanted == way)) {
+        match way::prepare(way, name) {
+            Ok(ready) => return (Some(ready), passed),
+            Err(why) => passed.push((way, why)),
+        }
+    }
+    (None, passed)
+}
+
+fn dry_run(ready: Option<&Ready>, passed: &[(Way, anyhow::Error)]) -> anyhow::Result<Outcome> {
+    match ready {
+        Some(ready) => {
+            crate::output::print(&format!("would be enrolled in KSM {}{}\n", ready.how(), why_not(passed)))?;
+            Ok(Outcome::Done)
+        }
+        None => bail!("{}", why(passed)),
+    }
+}
+
+/// Why better ways were passed over, in parentheses.
+fn why_not(passed: &[(Way, anyhow::Error)]) -> String {
+    if passed.is_empty() { String::new() } else { format!(" ({})", reasons(passed)) }
+}
+
+/// Why nothing works, in a line.
+fn why(passed: &[(Way, anyhow::Error)]) -> String {
+    if LiveHost::new().read("sys/kernel/mm/ksm/run") == Err(Absent::NotOnThisKernel) {
+        return "there is no /sys/kernel/mm/ksm: boot a kernel with CONFIG_KSM=y, or mount /sys".to_owned();
+    }
+    format!("cannot enrol it in KSM: {}", reasons(passed))
+}
+
+fn reasons(passed: &[(Way, anyhow::Error)]) -> String {
+    passed.iter().map(|(way, why)| format!("{way}: {why:#}")).collect::<Vec<_>>().join("; ")
+}
+
+/// Leave a process behind that enrols this one, once it is the program, and all that it starts.
+fn accompany() -> anyhow::Result<launch::Accompanied> {
+    let this = LiveHost::new().open(Pid(process::id())).map_err(anyhow::Error::msg)?.id();
+    launch::accompany(|| companion::enrol_all(&LiveHost::new(), this)).context("cannot leave a process behind")
+}

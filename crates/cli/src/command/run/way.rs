@@ -1,0 +1,192 @@
+//! The ways to enrol a program that is about to start, each tried on a process of our own before it is relied upon.
+
+use super::{companion, program};
+use anyhow::{Context, bail};
+use clap::ValueEnum;
+use pagefold_host::{Host, observe};
+use pagefold_linux::{LiveHost, launch};
+use pagefold_model::Pid;
+use pagefold_model::region::VmFlags;
+use std::ffi::{CString, OsStr, OsString};
+use std::fmt;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// The library's file name.
+const LIBRARY: &str = "libpagefold_preload.so";
+/// Where it is, if it is nowhere beside the program.
+const LIBRARY_VARIABLE: &str = "PAGEFOLD_PRELOAD";
+
+/// How a program comes to be enrolled, best first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Way {
+    /// It inherits what is asked for before it starts (Linux 6.4)
+    Prctl,
+    /// A library in LD_PRELOAD asks for it from within
+    Preload,
+    /// A process that stays beside it makes it ask, from outside
+    Inject,
+}
+
+impl Way {
+    /// All, best first.
+    pub const ALL: [Self; 3] = [Self::Prctl, Self::Preload, Self::Inject];
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Prctl => "prctl",
+            Self::Preload => "preload",
+            Self::Inject => "inject",
+        })
+    }
+}
+
+/// A way that works here, and what it needs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Ready {
+    /// This process is enrolled, and what it becomes will be.
+    Inherited,
+    /// What `LD_PRELOAD` is to be.
+    Preload(CString),
+    /// A companion will do it.
+    Companion,
+}
+
+impl Ready {
+    /// What is done, in words.
+    pub fn how(&self) -> &'static str {
+        match self {
+            Self::Inherited => "by prctl, inherited over fork and exec",
+            Self::Preload(_) => "by a preloaded library",
+            Self::Companion => "from outside, by injection",
+        }
+    }
+}
+
+/// Whether a way works for a program, as far as can be known before it runs.
+pub fn prepare(way: Way, name: &OsStr) -> anyhow::Result<Ready> {
+    match way {
+        Way::Prctl => {
+            launch::merge_any().context("PR_SET_MEMORY_MERGE")?;
+            if !Probe::start(None)?.is_enrolled()? {
+                bail!("this kernel loses it over exec");
+            }
+            Ok(Ready::Inherited)
+        }
+        Way::Preload => {
+            let path = std::env::var_os("PATH");
+            // What is not found fails at exec, with the status that says so.
+            if let Some(file) = program::find(name, path.as_deref()) {
+                let loading = program::loading(&file).with_context(|| file.display().to_string())?;
+                if let program::Loading::Ignores(why) = loading {
+                    bail!("{} {why}", file.display());
+                }
+            }
+            let value = preload_value(&library()?, std::env::var_os("LD_PRELOAD"))?;
+            if !Probe::start(Some(&value))?.is_enrolled()? {
+                bail!("{} does not take effect here", OsStr::from_bytes(value.as_bytes()).to_string_lossy());
+            }
+            Ok(Ready::Preload(value))
+        }
+        Way::Inject => {
+            let mut probe = Probe::start(None)?;
+            probe.is_enrolled()?;
+            let host = LiveHost::new();
+            let process = host.open(Pid(probe.child.id())).map_err(anyhow::Error::msg)?.id();
+            companion::enrol(&host, process)?;
+            Ok(Ready::Companion)
+        }
+    }
+}
+
+/// What `LD_PRELOAD` has to be for the library to come after what is there.
+fn preload_value(library: &Path, before: Option<OsString>) -> anyhow::Result<CString> {
+    // ld.so(8): parts are separated by either, and neither can be escaped.
+    if library.as_os_str().as_bytes().iter().any(|byte| b": ".contains(byte)) {
+        bail!("LD_PRELOAD cannot name {}: move it to a path without spaces and colons", library.display());
+    }
+    let mut value = before.unwrap_or_default().into_vec();
+    if !value.is_empty() {
+        value.push(b':');
+    }
+    value.extend(library.as_os_str().as_bytes());
+    Ok(CString::new(value)?)
+}
+
+/// Find the library: where the variable says, beside this program (as cargo builds both), or where packages put it.
+fn library() -> anyhow::Result<PathBuf> {
+    if let Some(path) = std::env::var_os(LIBRARY_VARIABLE) {
+        let path = PathBuf::from(path);
+        return path.canonicalize().with_context(|| format!("{LIBRARY_VARIABLE}={}", path.display()));
+    }
+    let program = std::env::current_exe().context("cannot tell where this program is")?;
+    let folder = program.parent().unwrap_or(Path::new("/"));
+    let places = [folder.join(LIBRARY), folder.join("../lib/pagefold").join(LIBRARY)];
+    let found = places.iter().find_map(|path| path.canonicalize().ok());
+    found.with_context(|| format!("{LIBRARY} is not beside {}: set {LIBRARY_VARIABLE} to its path", program.display()))
+}
+
+/// A copy of this program, started as the program to come will be, that says whether it is enrolled. Ends when dropped.
+struct Probe {
+    child: std::process::Child,
+    answers: BufReader<std::process::ChildStdout>,
+}
+
+impl Probe {
+    fn start(preload: Option<&CString>) -> anyhow::Result<Self> {
+        let mut command = Command::new("/proc/self/exe");
+        command.args(["run", "--probe"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        if let Some(preload) = preload {
+            command.env("LD_PRELOAD", OsStr::from_bytes(preload.as_bytes()));
+        }
+        let mut child =
+            command.spawn().context("cannot start a copy of this program, to try it (is /proc mounted?)")?;
+        let answers = BufReader::new(child.stdout.take().context("its output was piped")?);
+        Ok(Self { child, answers })
+    }
+
+    fn is_enrolled(&mut self) -> anyhow::Result<bool> {
+        let mut answer = String::new();
+        self.answers.read_line(&mut answer).context("a copy of this program, started to try it, does not answer")?;
+        Ok(answer.trim() == "enrolled")
+    }
+}
+
+impl Drop for Probe {
+    fn drop(&mut self) {
+        drop(self.child.stdin.take());
+        // Who ignores SIGCHLD is told that there is no such child, once it has ended.
+        let _ = self.child.wait();
+    }
+}
+
+/// Be the copy: say whether this process is enrolled, then wait until standard input closes.
+pub fn answer() -> anyhow::Result<()> {
+    let host = LiveHost::new();
+    let regions = host.open(Pid(std::process::id())).and_then(|handle| observe::regions(&*handle));
+    // Both, where the kernel tells: a flag without regions would merge nothing.
+    let marked = regions.is_ok_and(|regions| regions.iter().any(|region| region.flags.has(VmFlags::MERGEABLE)));
+    let mut output = std::io::stdout().lock();
+    writeln!(output, "{}", if marked { "enrolled" } else { "not" })?;
+    output.flush()?;
+    std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink())?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_library_comes_after_what_is_preloaded_already() {
+        let value = |before: Option<&str>| preload_value(Path::new("/l.so"), before.map(OsString::from)).unwrap();
+        assert_eq!(value(None).as_c_str(), c"/l.so");
+        assert_eq!(value(Some("")).as_c_str(), c"/l.so");
+        assert_eq!(value(Some("a.so b.so")).as_c_str(), c"a.so b.so:/l.so");
+        assert!(preload_value(Path::new("/a folder/l.so"), None).is_err());
+    }
+}

@@ -1,0 +1,252 @@
+//! Merging on the live kernel: what is predicted comes, and everything else is as before.
+
+use pagefold_labs::client::Lab;
+use pagefold_labs::ksm::Ksm;
+use pagefold_labs::lines::Region;
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+/// KSM for one test, with settings that are not the ones Pagefold writes; `None` says why the test is skipped.
+fn ksm() -> Option<Ksm> {
+    match Ksm::take() {
+        Ok(ksm) => {
+            ksm.set("run", 0);
+            ksm.set("pages_to_scan", 123);
+            ksm.set("sleep_millisecs", 77);
+            ksm.set("use_zero_pages", 0);
+            Some(ksm)
+        }
+        Err(why) => {
+            println!("skipped: {why}");
+            None
+        }
+    }
+}
+
+/// The settings that [`ksm`] writes are back.
+fn unchanged(ksm: &Ksm) {
+    let settings = ["run", "pages_to_scan", "sleep_millisecs", "use_zero_pages"].map(|name| ksm.counter(name));
+    assert_eq!(settings, [0, 123, 77, 0]);
+}
+
+fn command(state: &Path, pids: &[u32], more: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+    command.arg("merge").arg("--state").arg(state).args(pids.iter().map(|pid| format!("--pid={pid}"))).args(more);
+    command
+}
+
+fn merge(state: &Path, labs: &[&Lab<Region>], more: &[&str]) -> Output {
+    let pids: Vec<u32> = labs.iter().map(|lab| lab.pid()).collect();
+    command(state, &pids, more).output().expect("the binary runs")
+}
+
+fn report(output: &Output, code: i32) -> Value {
+    assert_eq!(output.status.code(), Some(code), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+/// Pages of a region that are enrolled.
+fn enrolled(lab: &Lab<Region>, region: &Region) -> u64 {
+    let smaps = fs::read_to_string(format!("/proc/{}/smaps", lab.pid())).unwrap();
+    let mut pages = 0;
+    let mut inside = None;
+    for line in smaps.lines() {
+        if let Some((start, end)) = line.split(' ').next().and_then(|range| range.split_once('-')) {
+            let parse = |text| u64::from_str_radix(text, 16).ok();
+            if let (Some(start), Some(end)) = (parse(start), parse(end)) {
+                inside = Some((start.max(region.start), end.min(region.end()))).filter(|(start, end)| start < end);
+            }
+        } else if let (Some((start, end)), Some(flags)) = (inside, line.strip_prefix("VmFlags:")) {
+            pages += if flags.split(' ').any(|flag| flag == "mg") { (end - start) / region.page_size } else { 0 };
+        }
+    }
+    pages
+}
+
+/// Wait for something that is bound to come.
+fn until(what: &str, mut there: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !there() {
+        assert!(started.elapsed() < Duration::from_secs(60), "{what} did not come within a minute");
+        sleep(Duration::from_millis(5));
+    }
+}
+
+/// A merge in the background, so slow that it is still at it when a test acts.
+fn slow(state: &Path, labs: &[&Lab<Region>]) -> Child {
+    let pids: Vec<u32> = labs.iter().map(|lab| lab.pid()).collect();
+    let arguments = ["--json", "--cpu", "0.1", "--settle", "0", "--watch", "0"];
+    let child = command(state, &pids, &arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    child.expect("the binary runs")
+}
+
+#[test]
+fn what_is_predicted_comes_and_settings_come_back() {
+    let Some(ksm) = ksm() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let specs = ["shared-content=m:2000", "unique=3000", "zero=600", "within=300,copies=3"];
+    let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
+    let labs: Vec<&Lab<Region>> = labs.iter().collect();
+
+    let planned = report(&merge(state.path(), &labs, &["--json", "--dry-run"]), 0);
+    assert!(planned["outcome"].is_null());
+    assert!(labs.iter().all(|lab| lab.lines().iter().all(|region| enrolled(lab, region) == 0)), "a dry run");
+    assert!(fs::read_dir(state.path()).unwrap().next().is_none(), "a dry run keeps no journal");
+    // One copy of each content stays; `within` has the same 100 contents three times, and unique to each process.
+    let page = planned["page_size"].as_u64().unwrap();
+    let freed = (2000 + 2 * 600 + 2 * 200) * page;
+    let gross = planned["plan"]["savings"]["gross"].as_u64().unwrap();
+    assert!((freed..freed + 200 * page).contains(&gross), "{gross} of {freed}: the labs' own pages come on top");
+
+    let merged = report(&merge(state.path(), &labs, &["--json"]), 0);
+    let outcome = &merged["outcome"];
+    assert_eq!(outcome["end"], "settled", "{outcome}");
+    assert!(outcome["saved"].as_u64().unwrap() >= freed, "{outcome}");
+    assert!(outcome["missed"].as_array().unwrap().is_empty(), "{outcome}");
+    assert!(outcome["stops"].as_u64() >= Some(2), "each was stopped once at least");
+    unchanged(&ksm);
+    for lab in &labs {
+        assert_eq!(enrolled(lab, lab.region("unique")), 0, "what does not pay is left alone");
+        assert_eq!(enrolled(lab, lab.region("shared-content")), 2000);
+        let status = fs::read_to_string(format!("/proc/{}/status", lab.pid())).unwrap();
+        assert!(status.contains("TracerPid:\t0\n") && !status.contains("State:\tT"), "{status}");
+    }
+    // The kernel's own counters say the same: both labs map their 2000 pages to the same frames.
+    assert!(ksm.counter("pages_sharing") >= 2400);
+
+    let again = report(&merge(state.path(), &labs, &["--json"]), 0);
+    assert!(again["plan"]["savings"]["gross"].as_u64() <= Some(200 * page), "nothing is left to merge: {again}");
+}
+
+#[test]
+fn whole_processes_are_enrolled_on_request() {
+    let Some(ksm) = ksm() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let specs = ["shared-content=w:800", "unique=100"];
+    let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
+    let labs: Vec<&Lab<Region>> = labs.iter().collect();
+    let merged = report(&merge(state.path(), &labs, &["--json", "--whole"]), 0);
+    assert!(merged["outcome"]["saved"].as_u64().unwrap() >= 800 * 4096, "{merged}");
+    for lab in &labs {
+        let stat = fs::read_to_string(format!("/proc/{}/ksm_stat", lab.pid())).unwrap();
+        assert!(stat.contains("ksm_merge_any: yes"), "{stat}");
+    }
+    unchanged(&ksm);
+}
+
+#[test]
+fn what_is_written_all_the_time_is_withdrawn() {
+    let Some(ksm) = ksm() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let lab = Lab::layout(&["zero=4000", "hot-zero=4000", "--interval", "20"]).unwrap();
+    let merged = report(&merge(state.path(), &[&lab], &["--json", "--cpu", "100", "--watch", "2s"]), 1);
+    let watched = &merged["outcome"]["watched"];
+    assert!(watched["withdrawn_pages"].as_u64() >= Some(4000), "{watched}");
+    assert_eq!(enrolled(&lab, lab.region("hot-zero")), 0);
+    assert_eq!(enrolled(&lab, lab.region("zero")), 4000);
+    unchanged(&ksm);
+}
+
+#[test]
+fn another_writer_is_yielded_to() {
+    let Some(ksm) = ksm() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let specs = ["shared-content=y:8000"];
+    let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
+    let child = slow(state.path(), &labs.iter().collect::<Vec<_>>());
+    until("ksmd", || ksm.counter("run") == 1);
+    ksm.set("sleep_millisecs", 4321);
+    let merged = report(&child.wait_with_output().unwrap(), 3);
+    assert_eq!(merged["outcome"]["end"], "yielded", "{merged}");
+    assert!(merged["outcome"]["yielded_to"].as_str().unwrap().contains("sleep_millisecs"), "{merged}");
+    assert_eq!(ksm.counter("sleep_millisecs"), 4321, "what somebody else wrote is theirs");
+    assert_eq!([ksm.counter("run"), ksm.counter("pages_to_scan"), ksm.counter("use_zero_pages")], [0, 123, 0]);
+}
+
+#[test]
+fn an_interrupt_ends_it_early_with_a_report() {
+    let Some(ksm) = ksm() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let specs = ["shared-content=i:8000"];
+    let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
+    let child = slow(state.path(), &labs.iter().collect::<Vec<_>>());
+    until("ksmd", || ksm.counter("run") == 1);
+    let pid = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    let merged = report(&child.wait_with_output().unwrap(), 3);
+    assert_eq!(merged["outcome"]["end"], "stopped", "{merged}");
+    unchanged(&ksm);
+}
+
+#[test]
+fn what_a_killed_merge_left_is_put_back_by_the_next() {
+    let Some(ksm) = ksm() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let specs = ["shared-content=k:8000"];
+    let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
+    let labs: Vec<&Lab<Region>> = labs.iter().collect();
+    let mut child = slow(state.path(), &labs);
+    until("ksmd", || ksm.counter("run") == 1);
+    let busy = merge(state.path(), &labs, &[]);
+    assert_eq!(busy.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&busy.stderr).contains(&child.id().to_string()), "it says who drives: {busy:?}");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(ksm.counter("run"), 1, "it had no chance to put anything back");
+    let recovered =
+        Command::new(env!("CARGO_BIN_EXE_pagefold")).arg("recover").arg("--state").arg(state.path()).output();
+    let recovered = recovered.unwrap();
+    assert_eq!(recovered.status.code(), Some(0), "{recovered:?}");
+    unchanged(&ksm);
+    for lab in &labs {
+        let status = fs::read_to_string(format!("/proc/{}/status", lab.pid())).unwrap();
+        assert!(status.contains("TracerPid:\t0\n") && !status.contains("State:\tT"), "{status}");
+    }
+}
+
+#[test]
+fn ksmd_is_left_running_slowly_on_request() {
+    let Some(ksm) = ksm() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let lab = Lab::layout(&["zero=2000"]).unwrap();
+    report(&merge(state.path(), &[&lab], &["--json", "--keep"]), 0);
+    assert_eq!([ksm.counter("run"), ksm.counter("pages_to_scan"), ksm.counter("sleep_millisecs")], [1, 100, 1000]);
+    let pagefold = |arguments: &[&str]| {
+        let output =
+            Command::new(env!("CARGO_BIN_EXE_pagefold")).args(arguments).arg("--state").arg(state.path()).output();
+        output.expect("the binary runs")
+    };
+    let restored = pagefold(&["policy", "restore"]);
+    assert_eq!(restored.status.code(), Some(0), "{restored:?}");
+    unchanged(&ksm);
+}
+
+#[test]
+fn bad_input_is_one_clear_line_and_changes_nothing() {
+    let refused = |output: &Output, said: &str| {
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{stderr}");
+        assert_eq!(stderr.lines().count(), 1, "{stderr}");
+        assert!(stderr.contains(said), "{stderr}");
+    };
+    let state = tempfile::tempdir().unwrap();
+    let recording = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/recordings/linux-6.18");
+    let mut recorded = command(state.path(), &[], &[]);
+    recorded.args(["--host", &format!("recording:{recording}")]);
+    refused(&recorded.output().unwrap(), "--dry-run");
+    let Some(ksm) = ksm() else { return };
+    refused(&command(state.path(), &[u32::MAX / 4], &[]).output().unwrap(), "there is no process");
+    // A namespace in which /sys is read-only.
+    let script = r#"mount -o remount,bind,ro /sys && exec "$0" merge --state "$1" --pid $$"#;
+    let state_text = state.path().to_str().unwrap();
+    let output = Command::new("unshare")
+        .args(["--mount", "sh", "-c", script, env!("CARGO_BIN_EXE_pagefold"), state_text])
+        .output()
+        .expect("unshare is part of util-linux");
+    refused(&output, "Read-only file system");
+    unchanged(&ksm);
+}

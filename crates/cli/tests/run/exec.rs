@@ -1,0 +1,210 @@
+//! `pagefold run` leaves no trace on the program that it becomes: everything but its memory's enrolment is compared
+//! with a run without it. The ways that need a process beside the program, or a library in it, are held to the same.
+
+use crate::programs::{self, PAGEFOLD, ksm, present, refusal, run, run_refused, text};
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, Output, Stdio};
+
+/// Ways to start a program with nothing between it and whoever starts it: words to put before it.
+fn starters() -> Vec<Vec<String>> {
+    let words = |command: Command| {
+        let words = std::iter::once(command.get_program()).chain(command.get_args());
+        words.map(|word| word.to_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    let mut preload = words(run());
+    preload.extend(["--way", "preload"].map(str::to_owned));
+    vec![words(run()), preload, words(run_refused(1))]
+}
+
+/// What a shell script says when `{}` in it is `pagefold run`, in each way, and when it is nothing.
+fn compare(script: &str) {
+    let output = |shell: &[&str], starter: &str| {
+        let mut command = Command::new(shell[0]);
+        command.args(&shell[1..]).arg(script.replace("{}", starter));
+        command.env("PAGEFOLD_PRELOAD", programs::library()).output().unwrap()
+    };
+    let lab = pagefold_labs::client::binary().unwrap();
+    let refused = [lab.to_str().unwrap(), "refuse-prctl", "--", "sh", "-c"];
+    let expected = output(&["sh", "-c"], "env -u no-such-variable");
+    for (shell, options) in [(&refused[3..], ""), (&refused[3..], "--way preload"), (&refused[..], "")] {
+        let found = output(shell, &format!("{PAGEFOLD} run {options} --"));
+        assert_eq!(text(&found.stderr), text(&expected.stderr), "{shell:?} {options}: {script}");
+        assert_eq!(text(&found.stdout), text(&expected.stdout), "{shell:?} {options}: {script}");
+        assert_eq!(found.status, expected.status, "{shell:?} {options}: {script}");
+    }
+}
+
+#[test]
+fn exit_statuses_and_deaths_are_the_programs_own() {
+    if !ksm() {
+        return;
+    }
+    for status in (0..=255).step_by(15).chain([1, 2, 125, 126, 127, 128]) {
+        let found = run().args(["--", "sh", "-c", &format!("exit {status}")]).status().unwrap();
+        assert_eq!(found.code(), Some(status));
+    }
+    for (signal, number) in [("TERM", 15), ("KILL", 9), ("SEGV", 11), ("PIPE", 13), ("INT", 2), ("USR1", 10)] {
+        let found = run().args(["--", "sh", "-c", &format!("kill -{signal} $$")]).status().unwrap();
+        assert_eq!((found.signal(), found.code()), (Some(number), None), "SIG{signal}");
+    }
+}
+
+#[test]
+fn what_cannot_be_started_ends_as_in_a_shell() {
+    if !ksm() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("dull");
+    fs::write(&path, "no program").unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
+    for (program, status) in [
+        ("no-such-program", 127),
+        ("/no/such/program", 127),
+        (path.to_str().unwrap(), 126),
+        (folder.path().to_str().unwrap(), 126),
+    ] {
+        for way in [&[][..], &["--way", "preload"]] {
+            let Output { status: found, stdout, stderr } = run().args(way).args(["--", program]).output().unwrap();
+            let said = text(&stderr);
+            assert_eq!((found.code(), text(&stdout).as_str()), (Some(status), ""), "{said}");
+            assert!(said.starts_with(&format!("pagefold: {program}: ")) && said.lines().count() == 1, "{said}");
+        }
+    }
+    // Neither ELF nor `#!`: execvp gives it to the shell.
+    fs::write(&path, "echo $0 $1").unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    let output = run().arg("--").arg(&path).arg("word").output().unwrap();
+    assert_eq!(text(&output.stdout), format!("{} word\n", path.display()));
+}
+
+#[test]
+fn signals_are_as_they_were() {
+    if !ksm() {
+        return;
+    }
+    for signals in [
+        "--default-signal",
+        "--ignore-signal=PIPE",
+        "--ignore-signal=PIPE,CHLD,HUP,INT",
+        "--block-signal=CHLD,USR1,PIPE",
+        "--ignore-signal=SEGV,BUS --block-signal=CHLD,TERM",
+    ] {
+        // The first 28 signals: 32 and 33 are glibc's own, which it sets up with the library's thread.
+        compare(&format!(
+            "env {signals} {{}} grep -E '^(Sig[BIC]|ShdPnd|SigPnd)' /proc/self/status | sed -E 's/\t.{{9}}/ /'"
+        ));
+    }
+    // Who is told that nobody reads dies of it, quietly.
+    compare("{ env --default-signal=PIPE {} sh -c 'while echo; do :; done'; echo $? >&2; } | head -n 1");
+}
+
+#[test]
+fn descriptors_arguments_and_environment_are_as_they_were() {
+    if !ksm() {
+        return;
+    }
+    let list = "sh -c 'for i in 0 1 2 3 4 5 6 7 8 9; do readlink /proc/$$/fd/$i && echo $i; done; :'";
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("output");
+    for redirection in ["", "0<&-", "0<&- 2>&-", "</dev/zero 7</dev/null 2>/dev/full"] {
+        // A file, since pipes differ from run to run.
+        let file = file.display();
+        compare(&format!(
+            "exec 3>&1 >{file}; {{}} {list} {redirection} 3>&-; sed s/pipe:.*/pipe/ {file} >&3; exec 3>&-"
+        ));
+    }
+    compare("{} sh -c 'printf \"%s|\" \"$0\" \"$@\"' zero '' 'a b' -- --help -x");
+    compare("A=1 env -u PAGEFOLD_PRELOAD {} env | grep -v -e ^_= -e ^PAGEFOLD_ -e ^LD_PRELOAD=");
+    compare("cd /; umask 027; ulimit -n 99; {} sh -c 'pwd; umask; ulimit -n'");
+    // Not looked for again in another directory, nor by another name.
+    compare("PATH=/nowhere:/usr/bin:/bin; {} sh -c 'echo $0'");
+}
+
+#[test]
+fn it_is_the_same_process() {
+    if !ksm() {
+        return;
+    }
+    for starter in starters() {
+        let starter = starter.join(" ");
+        // Number, parent, process group, session, terminal: the fields of stat after the name and state.
+        let script = format!(
+            "cut -d' ' -f1,4-7 /proc/$$/stat; \
+             exec {starter} -- sh -c 'cut -d\" \" -f1,4-7 /proc/$$/stat; cut -d\" \" -f1 /proc/$$/task/$$/children'"
+        );
+        let output = Command::new("sh").args(["-c", &script]).env("PAGEFOLD_PRELOAD", programs::library()).output();
+        let found = text(&output.unwrap().stdout);
+        let lines: Vec<&str> = found.lines().collect();
+        assert_eq!(lines[0], lines[1], "{starter}");
+        // The one child is the `cut` that reads the list.
+        assert_eq!(lines.len(), 3, "{found}");
+    }
+}
+
+#[test]
+fn a_terminal_is_the_programs() {
+    if !ksm() || !present("script") {
+        return;
+    }
+    for starter in [vec![], starters().remove(0), starters().remove(1)] {
+        let prefix = if starter.is_empty() { String::new() } else { format!("{} --", starter.join(" ")) };
+        let command = format!(
+            "stty cols 91 rows 33; {prefix} stty size; \
+             exec {prefix} sh -c 'test -t 0 && test -t 1 && echo waiting; exec sleep 1000'"
+        );
+        let mut script = Command::new("script")
+            .args(["--quiet", "--return", "--command", &command, "/dev/null"])
+            .env("PAGEFOLD_PRELOAD", programs::library())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (mut input, mut output) = (script.stdin.take().unwrap(), script.stdout.take().unwrap());
+        let mut said = Vec::new();
+        while !text(&said).contains("waiting") {
+            let mut byte = [0];
+            assert_eq!(output.read(&mut byte).unwrap(), 1, "{}", text(&said));
+            said.push(byte[0]);
+        }
+        assert!(text(&said).contains("33 91"), "{}", text(&said));
+        // Ctrl-C, which the terminal turns into a signal for its foreground group.
+        input.write_all(b"\x03").unwrap();
+        input.flush().unwrap();
+        assert_eq!(script.wait().unwrap().code(), Some(128 + 2), "{prefix}");
+    }
+}
+
+#[test]
+fn it_stops_and_goes_on() {
+    if !ksm() {
+        return;
+    }
+    for starter in starters() {
+        let mut command = Command::new(&starter[0]);
+        command.args(&starter[1..]).args(["--", "sh", "-c", "echo ready; read line; exit 7"]);
+        command.env("PAGEFOLD_PRELOAD", programs::library()).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut ready = [0; 6];
+        child.stdout.take().unwrap().read_exact(&mut ready).unwrap();
+        let pid = nix::unistd::Pid::from_raw(child.id() as i32);
+        let stopped = nix::sys::wait::WaitStatus::Stopped(pid, nix::sys::signal::Signal::SIGSTOP);
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP).unwrap();
+        let wait = nix::sys::wait::waitpid(pid, Some(nix::sys::wait::WaitPidFlag::WUNTRACED));
+        assert_eq!(wait, Ok(stopped), "whoever waits for pagefold waits for the program");
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGCONT).unwrap();
+        drop(child.stdin.take());
+        assert_eq!(child.wait().unwrap().code(), Some(7));
+    }
+}
+
+#[test]
+fn mistakes_are_told_in_a_line() {
+    assert!(refusal(run().args(["--host", "recording:/tmp", "--", "true"])).contains("this machine only"));
+    let missing = refusal(run().args(["--way", "preload", "--", "true"]).env("PAGEFOLD_PRELOAD", "/no/library.so"));
+    assert!(missing.contains("PAGEFOLD_PRELOAD=/no/library.so"), "{missing}");
+    assert_eq!(run().output().unwrap().status.code(), Some(2));
+}

@@ -1,0 +1,97 @@
+//! Programs for the tests of `pagefold run`: built from `labs/run`, and started in its many ways.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+pub const PAGEFOLD: &str = env!("CARGO_BIN_EXE_pagefold");
+
+/// Whether there is a program; says that the test is skipped otherwise.
+pub fn present(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let found = std::env::split_paths(&path).any(|folder| folder.join(program).is_file());
+    if !found {
+        println!("skipped: needs {program} (`sudo make setup`)");
+    }
+    found
+}
+
+/// Whether the kernel has KSM; says that the test is skipped otherwise.
+pub fn ksm() -> bool {
+    let found = Path::new("/sys/kernel/mm/ksm/run").exists();
+    if !found {
+        println!("skipped: needs a kernel with KSM");
+    }
+    found
+}
+
+/// Compile a program. `source` is the name of one in `labs/run`.
+pub fn compile(compiler: &str, source: &str, flags: &[&str], folder: &Path) -> PathBuf {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../labs/run").join(source);
+    let program = folder.join(source.file_stem().unwrap());
+    let mut command = Command::new(compiler);
+    command.args(["-O1", "-Wall", "-Werror", "-o"]).arg(&program).arg(source).args(flags);
+    assert!(command.status().unwrap().success());
+    program
+}
+
+/// The preload library, built as this test was if it is not there.
+pub fn library() -> &'static Path {
+    static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
+    LIBRARY.get_or_init(|| {
+        let target = Path::new(PAGEFOLD).ancestors().nth(2).unwrap();
+        let built = Command::new(env!("CARGO"))
+            .args(["build", "--quiet", "--package", "pagefold-preload", "--target-dir"])
+            .arg(target)
+            .status()
+            .unwrap();
+        assert!(built.success());
+        target.join("debug/libpagefold_preload.so")
+    })
+}
+
+/// `pagefold run` with the library at hand, not yet started.
+pub fn run() -> Command {
+    let mut command = Command::new(PAGEFOLD);
+    command.arg("run").env("PAGEFOLD_PRELOAD", library());
+    command
+}
+
+/// The same where the kernel refuses `prctl(PR_SET_MEMORY_MERGE)` with an error number.
+pub fn run_refused(errno: u32) -> Command {
+    let mut command = Command::new(pagefold_labs::client::binary().unwrap());
+    command.args(["refuse-prctl", "--errno", &errno.to_string(), "--", PAGEFOLD, "run"]);
+    command.env("PAGEFOLD_PRELOAD", library());
+    command
+}
+
+pub fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// What a command says when it fails with 2, which is one line.
+pub fn refusal(command: &mut Command) -> String {
+    let Output { status, stdout, stderr } = command.output().unwrap();
+    let said = text(&stderr);
+    assert_eq!((status.code(), text(&stdout).as_str()), (Some(2), ""), "{said}");
+    assert_eq!(said.lines().count(), 1, "{said}");
+    said
+}
+
+/// Bytes of the anonymous memory of a process: in regions that are mergeable, and all.
+pub fn mergeable(pid: u32) -> (u64, u64) {
+    let (mut anonymous, mut marked, mut all) = (0, 0, 0);
+    for line in fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap().lines() {
+        let mut words = line.split_ascii_whitespace();
+        match words.next() {
+            Some("Anonymous:") => anonymous = words.next().unwrap().parse::<u64>().unwrap() << 10,
+            Some("VmFlags:") => {
+                all += anonymous;
+                marked += if words.any(|flag| flag == "mg") { anonymous } else { 0 };
+            }
+            _ => {}
+        }
+    }
+    (marked, all)
+}

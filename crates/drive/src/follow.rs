@@ -1,0 +1,115 @@
+//! Merging again and again, while programs run that keep making memory.
+//!
+//! Each round is a whole merge: census, plan, apply, verify, everything put back. What did not stay merged in one round
+//! is left out of the next ones. Between rounds ksmd is as it was, so that a page that breaks is copied once and not
+//! merged again behind anybody's back. The pause after a round is a multiple of the CPU time that the round took, so
+//! that watching memory that does not change costs next to nothing.
+
+use crate::merge::{self, carry_out};
+use crate::prepare::{Request, prepare};
+use crate::session::{self, Session};
+use pagefold_census::Selection;
+use pagefold_host::Host;
+use pagefold_model::outcome::Outcome;
+use pagefold_model::process::Process;
+use pagefold_model::{AddressRange, Pid, ProcessId};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// The pause before the first round: a program that starts fills its memory first.
+const FIRST: Duration = Duration::from_secs(2);
+
+/// The pause after a round, in times of the CPU time it took: pagefold's own share stays below a fiftieth of one CPU.
+const REST: u32 = 50;
+
+/// The longest pause. What lives shorter is not worth merging.
+const LONGEST: Duration = Duration::from_secs(60);
+
+/// How often it is looked whether to go on.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// Why a round could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// There is no census.
+    #[error(transparent)]
+    Census(#[from] pagefold_census::Error),
+    /// The host cannot be changed.
+    #[error(transparent)]
+    Session(#[from] session::Error),
+}
+
+/// What is merged again and again, and how.
+pub struct Follow<'a> {
+    /// Where.
+    pub host: &'a dyn Host,
+    /// Where lock and journal are kept.
+    pub directory: &'a Path,
+    /// What is planned in each round; whom is told by the members.
+    pub request: Request,
+    /// How a plan is carried out.
+    pub how: merge::Options,
+    /// Why a process must not be enrolled, if it must not.
+    pub excluded: &'a dyn Fn(&Process) -> Option<String>,
+}
+
+impl Follow<'_> {
+    /// Merge what `members` names, until it names nobody or `stop` is set. `tell` gets what each round that merged
+    /// anything came to. While somebody else drives this host a round is skipped.
+    pub fn run(
+        &self,
+        mut members: impl FnMut() -> Vec<Pid>,
+        mut tell: impl FnMut(&Outcome),
+        stop: &AtomicBool,
+    ) -> Result<(), Error> {
+        let mut fleeting: BTreeMap<ProcessId, Vec<AddressRange>> = BTreeMap::new();
+        let mut pause = FIRST;
+        loop {
+            let rested = Instant::now();
+            let mut pids = members();
+            while rested.elapsed() < pause && !pids.is_empty() && !stop.load(Ordering::Relaxed) {
+                std::thread::sleep(LOOK);
+                pids = members();
+            }
+            if pids.is_empty() || stop.load(Ordering::Relaxed) {
+                return Ok(());
+            }
+            let before = merge::own_cpu();
+            if let Some(outcome) = self.round(pids, &fleeting, stop)? {
+                for (&target, ranges) in &outcome.withdrawn {
+                    fleeting.entry(outcome.plan.targets[target].process.id).or_default().extend(ranges);
+                }
+                tell(&outcome);
+            }
+            pause = (merge::own_cpu().saturating_sub(before) * REST).clamp(FIRST, LONGEST);
+        }
+    }
+
+    /// One merge. Nothing where nothing pays, or somebody else drives.
+    fn round(
+        &self,
+        pids: Vec<Pid>,
+        fleeting: &BTreeMap<ProcessId, Vec<AddressRange>>,
+        stop: &AtomicBool,
+    ) -> Result<Option<Outcome>, Error> {
+        let started = Instant::now();
+        let selection = Selection { pids, ..Selection::default() };
+        let request = Request { selection, ..self.request.clone() };
+        let progress = pagefold_census::Progress::default();
+        let (_, mut plan) = prepare(self.host, &request, self.excluded, &progress, stop)?;
+        for (process, ranges) in fleeting {
+            plan.leave_out(*process, ranges);
+        }
+        if plan.targets.is_empty() {
+            return Ok(None);
+        }
+        let session = match Session::begin(self.host, self.directory) {
+            Ok((session, ..)) => session,
+            Err(session::Error::Busy(_)) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        Ok(Some(carry_out(session, plan, &self.how, started, &merge::Progress::default(), stop)?))
+    }
+}

@@ -1,0 +1,71 @@
+//! From a host to a plan: the census that a plan needs, and the plan.
+
+use pagefold_census::plan;
+use pagefold_census::{DEFAULT_MAX_MAP_COUNT, Second, Selection};
+use pagefold_host::{Host, observe};
+use pagefold_model::Bytes;
+use pagefold_model::census::Census;
+use pagefold_model::domain::Domains;
+use pagefold_model::plan::{Constraints, Plan, Speed};
+use pagefold_model::process::Process;
+use std::collections::BTreeMap;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+/// What is to be planned.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Which processes.
+    pub selection: Selection,
+    /// How they are sorted into trust domains.
+    pub domains: Domains,
+    /// Whether pages of different domains may be merged.
+    pub across_domains: bool,
+    /// The pause between the two looks at each page that might merge.
+    pub settle: Duration,
+    /// Threads of the census.
+    pub threads: usize,
+    /// Whether processes are enrolled whole.
+    pub whole: bool,
+    /// Processes that would give back less, net, are left alone.
+    pub min_profit: Bytes,
+    /// ksmd's share of one CPU.
+    pub share: f64,
+}
+
+/// Take the census and make the plan. `excluded` tells why a process must not be enrolled, if it must not.
+///
+/// The plan takes pages of zeros to be mapped to the kernel's page of zeros, as a merge has it done.
+pub fn prepare(
+    host: &dyn Host,
+    request: &Request,
+    excluded: &dyn Fn(&Process) -> Option<String>,
+    progress: &pagefold_census::Progress,
+    stop: &AtomicBool,
+) -> Result<(Census, Plan), pagefold_census::Error> {
+    let max_map_count = observe::max_map_count(host).unwrap_or(DEFAULT_MAX_MAP_COUNT);
+    let options = pagefold_census::Options {
+        selection: request.selection.clone(),
+        domains: request.domains.clone(),
+        settle: request.settle,
+        second: Second::Candidates,
+        threads: request.threads,
+        across_domains: request.across_domains,
+        max_map_count,
+        use_zero_pages: true,
+        ..Default::default()
+    };
+    let (census, index) = pagefold_census::take(host, &options, progress, stop)?;
+    let constraints = Constraints {
+        page_size: host.page_size(),
+        whole: request.whole,
+        min_profit: request.min_profit,
+        max_map_count,
+        regions: BTreeMap::new(),
+        cpu: request.share,
+        narrow: true,
+        speed: Speed::default(),
+    };
+    let plan = plan(&census, &index, &constraints, excluded);
+    Ok((census, plan))
+}

@@ -1,0 +1,214 @@
+//! From a census to a plan: who is left alone, what is enrolled of the others, and what that should come to.
+
+use super::{LeftAlone, Plan, PlannedRange, Predicted, Target};
+use crate::census::{Census, GuidedRange, RegionCensus, SubjectCensus};
+use crate::identity;
+use crate::process::Process;
+use crate::region::VmFlags;
+use crate::savings::Reach;
+use crate::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, ProcessId};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// What a plan must keep to.
+#[derive(Clone, Debug)]
+pub struct Constraints {
+    /// The size of a page.
+    pub page_size: PageSize,
+    /// Whether processes are enrolled whole.
+    pub whole: bool,
+    /// Processes that would give back less, net of metadata, are left alone.
+    pub min_profit: Bytes,
+    /// Regions that a process may have (`vm.max_map_count`).
+    pub max_map_count: u64,
+    /// The regions that each process has now. One that is not told has those that the census saw.
+    pub regions: BTreeMap<ProcessId, u64>,
+    /// The share of one CPU that ksmd may take, above 0.
+    pub cpu: f64,
+    /// Whether idle ranges that programs enrolled themselves are withdrawn.
+    pub narrow: bool,
+    /// How fast ksmd is.
+    pub speed: Speed,
+}
+
+/// What ksmd takes for a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Speed {
+    /// The first scan: a checksum, and a search in the stable tree.
+    pub first: Duration,
+    /// The second scan of a page without a copy: into the unstable tree.
+    pub unique: Duration,
+    /// The second scan of a page that merges.
+    pub merge: Duration,
+}
+
+impl Default for Speed {
+    /// As measured on a virtual machine of two CPUs with Linux 6.18: 1.2 million pages checksummed in a second, 150 to
+    /// 250 thousand put into the unstable tree, 100 to 250 thousand merged. Other machines differ; the ratios hold.
+    fn default() -> Self {
+        Self { first: Duration::from_nanos(900), unique: Duration::from_micros(5), merge: Duration::from_micros(6) }
+    }
+}
+
+impl Speed {
+    /// CPU time for so many pages, of which some merge.
+    pub fn time(self, pages: Pages, merging: Pages) -> Duration {
+        let of = |each: Duration, pages: Pages| Duration::from_nanos((each.as_nanos() as u64).saturating_mul(pages.0));
+        of(self.first, pages) + of(self.merge, merging) + of(self.unique, pages.saturating_sub(merging))
+    }
+}
+
+/// Make a plan of what a census found. `excluded` says why a process must not be enrolled, if it must not; confidential
+/// guests are left alone without being told, because their memory is encrypted or the host may not touch it.
+///
+/// The frames that it should free are the census's own figure if nobody with anything to gain is left alone. Otherwise
+/// they are the sum of what the pages of the targets stand for, which takes their partners for enrolled too: who holds
+/// the index of the census counts them again.
+///
+/// Make no plan of a sample: pages that were left out stand in the ranges unseen.
+pub fn plan(census: &Census, constraints: &Constraints, excluded: &dyn Fn(&Process) -> Option<String>) -> Plan {
+    let mut plan = Plan { whole: constraints.whole, ..Plan::default() };
+    let mut everybody = true;
+    let mut freed = Bytes::ZERO;
+    for (position, subject) in census.subjects.iter().enumerate() {
+        let process = &subject.process;
+        let mut leave = |why: String| {
+            plan.left_alone.push(LeftAlone { pid: process.id.pid, comm: process.comm.clone(), why });
+        };
+        let (ranges, gives) = if constraints.whole {
+            whole(census, constraints, subject)
+        } else {
+            guided(census, constraints, position, subject)
+        };
+        let anything = !ranges.is_empty();
+        if let Some(why) = excluded(process).or_else(|| confidential(process)) {
+            everybody &= !anything;
+            leave(why);
+            continue;
+        }
+        if !anything {
+            continue;
+        }
+        let scanned: Pages = ranges.iter().map(|range| range.pages).sum();
+        let net = Reach { scanned, ..Reach::default() }.net(constraints.page_size).0 + gives.0 as i64;
+        if net < constraints.min_profit.0 as i64 {
+            everybody = false;
+            leave(format!("would give back {} net", NetBytes(net)));
+            continue;
+        }
+        freed += gives;
+        plan.targets.push(Target {
+            process: process.clone(),
+            domain: subject.domain.clone(),
+            narrowed: if constraints.narrow && !constraints.whole { idle(census, position) } else { Vec::new() },
+            ranges,
+        });
+    }
+    plan.predicted = predict(census, constraints, &plan.targets, everybody, freed);
+    plan
+}
+
+/// Why a process is left alone whatever its memory holds.
+fn confidential(process: &Process) -> Option<String> {
+    let technique = identity::confidential_guest(process.arguments.as_deref().ok()?)?;
+    Some(format!("confidential guest ({technique})"))
+}
+
+/// Everything that KSM could take of a process, and about how much that gives back.
+fn whole(census: &Census, constraints: &Constraints, subject: &SubjectCensus) -> (Vec<PlannedRange>, Bytes) {
+    let mut gives = Pages::ZERO;
+    let mut ranges = Vec::new();
+    let eligible = |region: &&RegionCensus| region.ineligible.is_none() && region.counts.resident().0 > 0;
+    for RegionCensus { region, counts, .. } in subject.regions.iter().filter(eligible) {
+        let foreign = if census.across_domains { counts.foreign } else { Pages::ZERO };
+        let duplicate = counts.within + counts.across + foreign;
+        // Which of two copies is the redundant one is a matter of order: each stands for half a frame at least, or the
+        // first of two equal processes would seem to give nothing.
+        gives += counts.zero + counts.redundant.min(duplicate).max(Pages(duplicate.0 / 2));
+        ranges.push(PlannedRange {
+            range: region.range,
+            region: region.range,
+            pages: counts.resident().saturating_sub(counts.merged),
+            merging: counts.zero + duplicate,
+            zero: counts.zero,
+            enrolled: region.flags.has(VmFlags::MERGEABLE),
+        });
+    }
+    if ranges.iter().all(|range| range.merging == Pages::ZERO) {
+        ranges.clear();
+    }
+    (ranges, constraints.page_size.of(gives))
+}
+
+/// The ranges of a process that pay, and how much they give back. If they would take the process beyond half of the
+/// regions that it may still have, which the census kept to as things were then, the worst of them are left out.
+fn guided(
+    census: &Census,
+    constraints: &Constraints,
+    position: usize,
+    subject: &SubjectCensus,
+) -> (Vec<PlannedRange>, Bytes) {
+    let mut ranges: Vec<&GuidedRange> = of_subject(&census.ranges, position, |range| range.subject).iter().collect();
+    let has = constraints.regions.get(&subject.process.id).copied().unwrap_or(subject.regions.len() as u64);
+    let room = (constraints.max_map_count.saturating_sub(has) / 4) as usize;
+    let fresh = ranges.iter().filter(|range| !range.enrolled).count();
+    if fresh > room {
+        ranges.sort_by_key(|range| (!range.enrolled, std::cmp::Reverse(range.freed)));
+        ranges.truncate(ranges.len() - (fresh - room));
+        ranges.sort_by_key(|range| range.range.start);
+    }
+    let gives = ranges.iter().map(|range| range.freed).sum();
+    let planned = ranges.into_iter().map(|range| PlannedRange {
+        range: range.range,
+        region: region_of(subject, range.range),
+        pages: range.pages,
+        merging: range.merging,
+        zero: range.zero,
+        enrolled: range.enrolled,
+    });
+    (planned.collect(), gives)
+}
+
+/// The items of one subject in a list that is sorted by subject.
+fn of_subject<T>(items: &[T], subject: usize, of: impl Fn(&T) -> usize) -> &[T] {
+    let start = items.partition_point(|item| of(item) < subject);
+    let end = items.partition_point(|item| of(item) <= subject);
+    &items[start..end]
+}
+
+/// The region of a range.
+fn region_of(subject: &SubjectCensus, range: AddressRange) -> AddressRange {
+    let after = subject.regions.partition_point(|known| known.region.range.start <= range.start);
+    after.checked_sub(1).map_or(range, |position| subject.regions[position].region.range)
+}
+
+fn idle(census: &Census, position: usize) -> Vec<AddressRange> {
+    of_subject(&census.idle, position, |idle| idle.subject).iter().map(|idle| idle.range).collect()
+}
+
+fn predict(census: &Census, constraints: &Constraints, targets: &[Target], everybody: bool, freed: Bytes) -> Predicted {
+    let ranges = || targets.iter().flat_map(|target| &target.ranges);
+    let scanned: Pages = ranges().map(|range| range.pages).sum();
+    let merging: Pages = ranges().map(|range| range.merging).sum();
+    let of_census = match (constraints.whole, census.across_domains) {
+        (true, true) => census.savings.whole,
+        (true, false) => census.savings.within_domains,
+        (false, _) => census.savings.guided,
+    };
+    // The census's figures hold for what it chose.
+    let same = everybody && (constraints.whole || scanned == of_census.scanned);
+    let exact = constraints.page_size.pages_in(freed);
+    let reach = Reach { freed: if same { of_census.freed } else { exact.min(of_census.freed) }, scanned, ..of_census };
+    let ksmd = constraints.speed.time(scanned, merging);
+    let edges = |range: &PlannedRange| {
+        u64::from(range.range.start > range.region.start) + u64::from(range.range.end < range.region.end)
+    };
+    let narrowed: u64 = targets.iter().map(|target| 2 * target.narrowed.len() as u64).sum();
+    Predicted {
+        reach,
+        merging,
+        regions_added: ranges().filter(|range| !range.enrolled).map(edges).sum::<u64>() + narrowed,
+        ksmd,
+        wall: ksmd.div_f64(constraints.cpu.max(f64::MIN_POSITIVE).max(1e-3)),
+    }
+}

@@ -1,0 +1,182 @@
+//! A plan: what is to be enrolled, what that should save, and what it should cost. Pure data, made from a census.
+//!
+//! [`plan`](fn@plan) makes one; [`crate::lasting`] judges afterwards what of it stays merged.
+
+mod assemble;
+
+pub use assemble::{Constraints, Speed, plan};
+
+use crate::domain::Domain;
+use crate::process::Process;
+use crate::savings::Reach;
+use crate::units::{AddressRange, Pages, Pid, ProcessId};
+use std::time::Duration;
+
+/// What is to be enrolled in KSM.
+#[derive(Clone, Debug, Default)]
+pub struct Plan {
+    /// Whether processes are enrolled whole instead of range by range.
+    pub whole: bool,
+    /// By process, in the order of the census. Processes of which nothing pays are not among them.
+    pub targets: Vec<Target>,
+    /// What it should come to.
+    pub predicted: Predicted,
+    /// Processes of the census that are left alone on purpose.
+    pub left_alone: Vec<LeftAlone>,
+}
+
+impl Plan {
+    /// How many ranges there are, those that the programs have enrolled already included.
+    pub fn ranges(&self) -> usize {
+        self.targets.iter().map(|target| target.ranges.len()).sum()
+    }
+
+    /// Leave out what of the ranges lies in `without`. Counts shrink in proportion, and the prediction stays: it is that
+    /// of the whole plan.
+    pub fn leave_out(&mut self, process: ProcessId, without: &[AddressRange]) {
+        for target in self.targets.iter_mut().filter(|target| target.process.id == process) {
+            target.ranges = target.ranges.iter().flat_map(|range| range.without(without)).collect();
+        }
+        self.targets.retain(|target| !target.ranges.is_empty());
+    }
+
+    /// What is still to be enrolled, by process, where there is anything: ascending ranges, those that touch joined.
+    pub fn to_enrol(&self) -> impl Iterator<Item = (ProcessId, Vec<AddressRange>)> + '_ {
+        self.targets.iter().filter_map(|target| {
+            let mut ranges: Vec<AddressRange> = Vec::new();
+            for planned in target.ranges.iter().filter(|planned| !planned.enrolled) {
+                match ranges.last_mut() {
+                    Some(last) if last.end == planned.range.start => last.end = planned.range.end,
+                    _ => ranges.push(planned.range),
+                }
+            }
+            (!ranges.is_empty()).then_some((target.process.id, ranges))
+        })
+    }
+}
+
+/// A process in a plan.
+#[derive(Clone, Debug)]
+pub struct Target {
+    /// Which one.
+    pub process: Process,
+    /// Its trust domain.
+    pub domain: Domain,
+    /// What is to be enrolled of it: ascending, disjoint, each within one region of the census.
+    pub ranges: Vec<PlannedRange>,
+    /// What the program enrolled itself and does not pay: withdrawn while ksmd works, and put back afterwards.
+    /// Ascending and disjoint; nothing is merged in it.
+    pub narrowed: Vec<AddressRange>,
+}
+
+/// A range in a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlannedRange {
+    /// Where.
+    pub range: AddressRange,
+    /// The region that it lies in, as the census saw it.
+    pub region: AddressRange,
+    /// Resident pages in it that are not merged yet: what ksmd has to scan.
+    pub pages: Pages,
+    /// Those of them that have a copy or hold zeros: what should merge.
+    pub merging: Pages,
+    /// Those of them that hold zeros.
+    pub zero: Pages,
+    /// Whether the program has enrolled it already.
+    pub enrolled: bool,
+}
+
+impl PlannedRange {
+    /// The parts of it that lie outside of some ranges.
+    fn without(&self, ranges: &[AddressRange]) -> Vec<Self> {
+        let mut parts = vec![self.range];
+        for &hole in ranges {
+            parts = parts
+                .into_iter()
+                .flat_map(|part| {
+                    [
+                        AddressRange { start: part.start, end: part.end.min(hole.start) },
+                        AddressRange { start: part.start.max(hole.end), end: part.end },
+                    ]
+                })
+                .filter(|part| part.start < part.end)
+                .collect();
+        }
+        let whole = self.range.bytes().0.max(1) as u128;
+        parts
+            .into_iter()
+            .map(|range| {
+                let part = |pages: Pages| Pages((u128::from(pages.0) * u128::from(range.bytes().0) / whole) as u64);
+                Self { range, pages: part(self.pages), merging: part(self.merging), zero: part(self.zero), ..*self }
+            })
+            .collect()
+    }
+}
+
+/// What a plan should come to.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Predicted {
+    /// Frames freed, pages scanned, huge pages split.
+    pub reach: Reach,
+    /// Pages that should merge, kept copies included.
+    pub merging: Pages,
+    /// Regions that the ranges' boundaries add to the processes, at most.
+    pub regions_added: u64,
+    /// CPU time of ksmd.
+    pub ksmd: Duration,
+    /// Wall time from enrolling until merged, at the bound on ksmd's CPU.
+    pub wall: Duration,
+}
+
+/// Why a process is left alone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeftAlone {
+    /// Which.
+    pub pid: Pid,
+    /// Its name.
+    pub comm: String,
+    /// Why, in one phrase.
+    pub why: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const fn range(start: u64, end: u64) -> AddressRange {
+        AddressRange { start, end }
+    }
+
+    fn planned(start: u64, end: u64) -> PlannedRange {
+        let pages = Pages(end - start);
+        let range = range(start, end);
+        PlannedRange { range, region: range, pages, merging: pages, zero: Pages::ZERO, enrolled: false }
+    }
+
+    #[test]
+    fn what_is_left_out_is_cut_out() {
+        let check = |holes: &[AddressRange], expected: &[(u64, u64)]| {
+            let parts: Vec<_> = planned(10, 20).without(holes).iter().map(|p| (p.range.start, p.range.end)).collect();
+            assert_eq!(parts, expected);
+        };
+        check(&[], &[(10, 20)]);
+        check(&[range(0, 10), range(20, 30)], &[(10, 20)]);
+        check(&[range(12, 14)], &[(10, 12), (14, 20)]);
+        check(&[range(12, 14), range(5, 11), range(13, 19)], &[(11, 12), (19, 20)]);
+        check(&[range(0, 99)], &[]);
+    }
+
+    proptest! {
+        #[test]
+        fn each_page_is_kept_or_left_out(holes in prop::collection::vec((0u64..50, 0u64..20), 0..8)) {
+            let holes: Vec<_> = holes.into_iter().map(|(start, length)| range(start, start + length)).collect();
+            let parts = planned(5, 45).without(&holes);
+            for page in 5..45 {
+                let kept = parts.iter().filter(|part| part.range.contains(page)).count();
+                prop_assert_eq!(kept, usize::from(!holes.iter().any(|hole| hole.contains(page))));
+            }
+            prop_assert!(parts.iter().map(|part| part.pages.0).sum::<u64>() <= 40);
+        }
+    }
+}

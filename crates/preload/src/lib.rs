@@ -1,0 +1,132 @@
+//! `libpagefold_preload.so`: enrols the program that loads it in KSM, from within (`LD_PRELOAD`, set by `pagefold run`).
+//!
+//! It is for hosts on which enrolment cannot be inherited over exec. When it is loaded it asks for
+//! `prctl(PR_SET_MEMORY_MERGE)`, which covers all that the process will ever map (kernel/sys.c, mm/ksm.c
+//! `ksm_enable_merge_any`, Linux 6.4). Where that is refused, a thread marks the whole address space as
+//! `MADV_MERGEABLE`, at once and then twice a second: mm/madvise.c `madvise_walk_vmas` passes over holes, answering
+//! `ENOMEM` in the end, and mm/ksm.c `ksm_madvise` over what cannot be merged.
+//!
+//! A guest in somebody else's process touches as little as it can:
+//! - the thread opens no file (a program that closes or counts its descriptors sees nothing of it), allocates nothing
+//!   while it runs, takes no signal, and makes two system calls: `madvise` and `futex`;
+//! - a forked child gets a thread of its own; the child of a `vfork` has its parent's memory and needs none;
+//! - when the main thread ends by `pthread_exit` this one ends too, since a process whose other threads have ended
+//!   must end.
+//!
+//! Limits: what is mapped and unmapped between two rounds is missed. A process with a second thread cannot
+//! `unshare(CLONE_NEWUSER)`. A child made by a bare `clone` system call has no thread. A seccomp filter that is laid
+//! over all threads at once (`SECCOMP_FILTER_FLAG_TSYNC`) reaches this thread too, and one that kills for `madvise` or
+//! `futex` would kill the process. For glibc alone: other C libraries do not load it.
+
+use std::ffi::{c_int, c_long, c_ulong, c_void};
+use std::io;
+use std::mem::MaybeUninit;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+/// All of the address space that mmap(2) gives out unless it is asked for more: 47 bits on x86-64, short of the last
+/// page (Documentation/arch/x86/x86_64/5level-paging.rst), 48 elsewhere (Documentation/arch/arm64/memory.rst).
+const ADDRESS_SPACE: usize = if cfg!(target_arch = "x86_64") { (1 << 47) - 4096 } else { 1 << 48 };
+
+/// Between the first two rounds, in nanoseconds; doubled until it is [`PAUSE`]. Programs map most when they start.
+const FIRST_PAUSE: i64 = 15_625_000;
+/// Between later rounds, in nanoseconds.
+const PAUSE: i64 = 500_000_000;
+
+/// What the thread sleeps on: 1 when it is to end.
+static END: AtomicU32 = AtomicU32::new(0);
+/// Whether there is a thread.
+static RUNNING: AtomicBool = AtomicBool::new(false);
+/// The key of [`thread_ends`].
+static KEY: AtomicU32 = AtomicU32::new(0);
+
+/// The loader calls it before the program begins.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static LOADED: extern "C" fn() = loaded;
+
+extern "C" fn loaded() {
+    let (yes, zero): (c_ulong, c_ulong) = (1, 0);
+    // SAFETY: this option takes numbers only, and changes neither the content nor the access of memory.
+    let inherited = unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, yes, zero, zero, zero) } == 0;
+    if inherited || !mark() {
+        return;
+    }
+    let mut key = 0;
+    // SAFETY: `key` is there to be written, and `thread_ends` stays loaded: a preloaded library is never unloaded.
+    let keyed = unsafe { libc::pthread_key_create(&raw mut key, Some(thread_ends)) } == 0;
+    KEY.store(key, Ordering::Relaxed);
+    // SAFETY: `forked` stays loaded.
+    let followed = keyed && unsafe { libc::pthread_atfork(None, None, Some(forked)) } == 0;
+    if followed {
+        start();
+    }
+}
+
+/// In a forked child only the thread that forked is left. glibc calls this once its own locks are usable again.
+extern "C" fn forked() {
+    if RUNNING.load(Ordering::Relaxed) {
+        start();
+    }
+}
+
+/// The calling thread, which loaded this library or forked, ends before its process does.
+extern "C" fn thread_ends(_: *mut c_void) {
+    END.store(1, Ordering::Relaxed);
+    let one: c_int = 1;
+    // SAFETY: the futex is a static; waking reads and writes nothing.
+    unsafe { libc::syscall(libc::SYS_futex, END.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, one) };
+}
+
+/// Mark everything that is mapped now; whether this kernel can.
+fn mark() -> bool {
+    // SAFETY: this advice changes neither the content nor the access of memory, and holes are passed over.
+    let answer = unsafe { libc::madvise(ptr::null_mut(), ADDRESS_SPACE, libc::MADV_MERGEABLE) };
+    answer == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::ENOMEM)
+}
+
+/// Start the thread, with every signal blocked in it from its beginning. Where there can be none, what was marked
+/// already stays marked.
+fn start() {
+    END.store(0, Ordering::Relaxed);
+    let mut all = MaybeUninit::uninit();
+    let mut before = MaybeUninit::uninit();
+    // SAFETY: `all` is there to be written.
+    unsafe { libc::sigfillset(all.as_mut_ptr()) };
+    // SAFETY: `all` was filled; `before` is there to be written.
+    if unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) } != 0 {
+        return;
+    }
+    let mut thread = MaybeUninit::uninit();
+    // SAFETY: `thread` is there to be written, `rounds` stays loaded and asks nothing of its argument.
+    let made = unsafe { libc::pthread_create(thread.as_mut_ptr(), ptr::null(), rounds, ptr::null_mut()) } == 0;
+    if made {
+        // SAFETY: the thread was made, so this was written.
+        let thread = unsafe { thread.assume_init() };
+        // SAFETY: nobody joins it.
+        unsafe { libc::pthread_detach(thread) };
+        // SAFETY: the key was made; its value is never followed, it only has to differ from null.
+        unsafe { libc::pthread_setspecific(KEY.load(Ordering::Relaxed), END.as_ptr().cast()) };
+    }
+    RUNNING.store(made, Ordering::Relaxed);
+    // SAFETY: `before` was written above.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), ptr::null_mut()) };
+}
+
+extern "C" fn rounds(_: *mut c_void) -> *mut c_void {
+    let mut pause = FIRST_PAUSE;
+    while END.load(Ordering::Relaxed) == 0 && mark() {
+        sleep(pause);
+        pause = (pause * 2).min(PAUSE);
+    }
+    ptr::null_mut()
+}
+
+/// Sleep for so many nanoseconds, or until it is to end.
+fn sleep(nanoseconds: i64) {
+    let time = libc::timespec { tv_sec: 0, tv_nsec: nanoseconds };
+    let unchanged: c_long = 0;
+    let wait = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
+    // SAFETY: the futex is a static, `time` outlives the call, and the kernel only reads both.
+    unsafe { libc::syscall(libc::SYS_futex, END.as_ptr(), wait, unchanged, &raw const time) };
+}
