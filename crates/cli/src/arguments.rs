@@ -40,6 +40,9 @@ pub struct Global {
     /// Where the lock and the journal of what is to be put back are kept
     #[arg(long, global = true, default_value = pagefold_drive::session::DIRECTORY, value_name = "DIR")]
     pub state: PathBuf,
+    /// The configuration [default: /etc/pagefold/pagefold.toml where it is there]
+    #[arg(long, global = true, value_name = "FILE")]
+    pub config: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -63,6 +66,12 @@ pub enum Command {
     Account(command::account::Options),
     /// Start a program with its whole process tree enrolled in KSM
     Run(command::run::Options),
+    /// Set KSM's settings by a rule, show them, or put back what was before
+    Policy(command::policy::Options),
+    /// Put back what a killed run left
+    Recover(command::recover::Options),
+    /// Print a configuration, or check it
+    Config(command::config::Options),
     /// Print the JSON schema of a report
     Schema(command::schema::Options),
     /// Print a completion script for a shell

@@ -37,7 +37,12 @@ fn recording() -> Recording {
 }
 
 fn plain() -> Style {
-    output::style(&Global { host: "recording".to_owned(), color: When::Never, state: PathBuf::new() })
+    output::style(&Global {
+        host: "recording".to_owned(),
+        color: When::Never,
+        state: std::path::PathBuf::new(),
+        config: None,
+    })
 }
 
 /// Every fault of every path that `command` asks for, each by itself: `check` gets the path, the fault and the host.

@@ -7,6 +7,7 @@
 
 mod arguments;
 mod command;
+mod config;
 #[cfg(test)]
 mod faults;
 mod output;
@@ -47,6 +48,9 @@ fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
         Command::Account(options) => command::account::run(options, &arguments.global),
         Command::Merge(options) => command::merge::run(options, &arguments.global),
         Command::Run(options) => command::run::run(options, &arguments.global),
+        Command::Policy(options) => command::policy::run(options, &arguments.global),
+        Command::Recover(options) => command::recover::run(options, &arguments.global),
+        Command::Config(options) => command::config::run(options, &arguments.global),
         Command::Schema(options) => command::schema::run(options),
         Command::Completions(options) => command::completions::run(options),
     }

@@ -66,7 +66,8 @@ pub fn remedy(global: &Global) -> &'static str {
     }
 }
 
-fn uid(user: &str) -> anyhow::Result<u32> {
+/// The number of a user, by name or number.
+pub fn uid(user: &str) -> anyhow::Result<u32> {
     if let Ok(uid) = user.parse() {
         return Ok(uid);
     }

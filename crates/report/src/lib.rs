@@ -9,5 +9,7 @@ pub mod account;
 pub mod census;
 pub mod doctor;
 pub mod merge;
+pub mod policy;
+pub mod recover;
 pub mod text;
 pub mod wire;

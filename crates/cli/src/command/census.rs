@@ -1,10 +1,10 @@
 //! `pagefold census`: what the memory of a host holds twice, before anything is changed.
 
 use crate::arguments::{DomainBy, Global, MatrixBy, Targets, duration, probability};
+use crate::config::Config;
 use crate::{Outcome, output, progress, source};
 use anyhow::Context;
 use clap::Args;
-use pagefold_model::domain::DomainRule;
 use pagefold_report::census::{CensusReport, Context as ReportContext, text};
 use pagefold_report::wire;
 use std::time::Duration;
@@ -36,9 +36,10 @@ pub struct Options {
     /// Threads that read [default: one for each CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// How processes are sorted into trust domains
-    #[arg(long, value_enum, value_name = "RULE", default_value_t = DomainBy::User)]
-    domains: DomainBy,
+    /// How processes that are in no group of the configuration are sorted into trust domains [default: as the
+    /// configuration says, otherwise user]
+    #[arg(long, value_enum, value_name = "RULE")]
+    domains: Option<DomainBy>,
     /// Who the rows of the sharing matrix are
     #[arg(long, value_enum, value_name = "WHO", default_value_t = MatrixBy::Process)]
     matrix: MatrixBy,
@@ -70,7 +71,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let threads = options.threads.map_or_else(available, usize::from);
     let census_options = pagefold_census::Options {
         selection: source::selection(&options.targets, global)?,
-        domains: DomainRule::from(options.domains).into(),
+        domains: Config::load(global)?.domains(options.domains),
         settle: options.settle,
         threads,
         sample: options.sample,

@@ -1,6 +1,7 @@
 //! `pagefold merge`: census, plan, apply, settle, verify, report.
 
 use crate::arguments::{DomainBy, Global, Targets, bytes, duration, percent};
+use crate::config::Config;
 use crate::{Outcome, output, progress, source};
 use anyhow::{Context, bail};
 use clap::Args;
@@ -8,8 +9,8 @@ use pagefold_drive::prepare::{Request, prepare};
 use pagefold_drive::{Session, ksmd, merge};
 use pagefold_host::{Host, observe};
 use pagefold_model::census::Census;
-use pagefold_model::domain::DomainRule;
 use pagefold_model::plan::Plan;
+use pagefold_model::process::Process;
 use pagefold_model::{Absent, Bytes};
 use pagefold_report::merge::{MergeReport, text};
 use pagefold_report::wire;
@@ -53,9 +54,10 @@ pub struct Options {
     /// else has the same content: only for domains that may know that of each other
     #[arg(long)]
     across_domains: bool,
-    /// How processes are sorted into trust domains
-    #[arg(long, value_enum, value_name = "RULE", default_value_t = DomainBy::User)]
-    domains: DomainBy,
+    /// How processes that are in no group of the configuration are sorted into trust domains [default: as the
+    /// configuration says, otherwise user]
+    #[arg(long, value_enum, value_name = "RULE")]
+    domains: Option<DomainBy>,
     /// Watch merged pages of running programs for this time at least, and withdraw what is written too often to pay;
     /// 0 for not at all
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = duration)]
@@ -114,9 +116,11 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
 /// Take the census that a plan needs, and plan.
 fn plan(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBool) -> anyhow::Result<(Census, Plan)> {
     let available = || std::thread::available_parallelism().map_or(1, Into::into);
+    let config = Config::load(global)?;
+    let excluded = |process: &Process| config.exclusions.reason(process);
     let request = Request {
         selection: source::selection(&options.targets, global)?,
-        domains: DomainRule::from(options.domains).into(),
+        domains: config.domains(options.domains),
         across_domains: options.across_domains,
         settle: options.settle,
         threads: options.threads.map_or_else(available, usize::from),
@@ -125,7 +129,7 @@ fn plan(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBool) 
         share: options.cpu,
     };
     let (census, plan) =
-        progress::show(host.page_size(), stop, |progress| prepare(host, &request, &|_| None, progress, stop))?;
+        progress::show(host.page_size(), stop, |progress| prepare(host, &request, &excluded, progress, stop))?;
     source::seen(!census.subjects.is_empty(), &request.selection, &census.unseen, global)?;
     if census.partial {
         bail!("stopped during the census: nothing was changed");
@@ -150,7 +154,7 @@ fn begin<'a>(host: &'a dyn Host, options: &Options, global: &Global) -> anyhow::
     }
     let (session, undone, remains) = Session::begin(host, &global.state)?;
     if !undone.is_empty() {
-        eprintln!("pagefold: put back what a killed run had left ({} changes)", undone.len() - remains.len());
+        eprintln!("pagefold: put back what a killed run had left ({} changes)", undone.len());
     }
     for remains in remains {
         eprintln!("pagefold: not put back: {remains}");

@@ -3,8 +3,11 @@
 pub mod account;
 pub mod census;
 pub mod completions;
+pub mod config;
 pub mod doctor;
 pub mod merge;
+pub mod policy;
 pub mod record;
+pub mod recover;
 pub mod run;
 pub mod schema;

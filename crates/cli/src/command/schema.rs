@@ -6,6 +6,8 @@ use pagefold_report::account::AccountReport;
 use pagefold_report::census::CensusReport;
 use pagefold_report::doctor::DoctorReport;
 use pagefold_report::merge::MergeReport;
+use pagefold_report::policy::PolicyReport;
+use pagefold_report::recover::RecoverReport;
 use pagefold_report::wire;
 
 /// Arguments of `schema`.
@@ -27,6 +29,10 @@ enum Report {
     Account,
     /// `pagefold merge --json`
     Merge,
+    /// `pagefold policy show --json` and `set --json`
+    Policy,
+    /// `pagefold recover --json` and `pagefold policy restore --json`
+    Recover,
 }
 
 /// Print the schema.
@@ -36,6 +42,8 @@ pub fn run(options: &Options) -> anyhow::Result<Outcome> {
         Report::Doctor => wire::schema::<DoctorReport>(),
         Report::Account => wire::schema::<AccountReport>(),
         Report::Merge => wire::schema::<MergeReport>(),
+        Report::Policy => wire::schema::<PolicyReport>(),
+        Report::Recover => wire::schema::<RecoverReport>(),
     })?;
     Ok(Outcome::Done)
 }

@@ -1,0 +1,98 @@
+//! `pagefold recover`: put back what a killed run left, and what every command does before it changes a host.
+
+use crate::arguments::Global;
+use crate::{Outcome, output, source};
+use anyhow::{Context, anyhow, bail};
+use clap::Args;
+use pagefold_drive::Session;
+use pagefold_drive::session::{Error, Remains, Was};
+use pagefold_host::Host;
+use pagefold_host::act::{Action, Refusal};
+use pagefold_report::recover::{RecoverReport, RemainsReport};
+use pagefold_report::wire;
+
+const EXAMPLES: &str = "\
+Examples:
+  sudo pagefold recover                 put back what a killed pagefold left
+  sudo pagefold recover --state /tmp/p  the same for one that was run with --state /tmp/p
+
+Every command that changes the host does this first. What somebody else has written since is
+theirs and stays.
+
+Exit status: 0 everything is as it was, 2 nothing could be tried, 3 something remains.";
+
+/// Arguments of `recover`.
+#[derive(Args, Debug)]
+#[command(after_help = EXAMPLES)]
+pub struct Options {
+    /// Print JSON (see `pagefold schema recover`)
+    #[arg(long)]
+    json: bool,
+}
+
+/// Put back, and say what.
+pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
+    let host = live(global)?;
+    let (_session, undone, remains) = Session::begin(&*host, &global.state).map_err(explained)?;
+    tell(&undone, &remains, options.json, "Nothing was left to put back.")
+}
+
+/// The host, if it is one that can be changed.
+pub fn live(global: &Global) -> anyhow::Result<Box<dyn Host>> {
+    if global.host != "live" {
+        bail!("--host {}: only the live host can be changed; leave --host out", global.host);
+    }
+    source::open(global)
+}
+
+/// Begin to change a host. What a killed run left is put back first, and said on standard error.
+pub fn begin<'a>(host: &'a dyn Host, global: &Global) -> anyhow::Result<Session<'a>> {
+    let (session, undone, remains) = Session::begin(host, &global.state).map_err(explained)?;
+    if !undone.is_empty() || !remains.is_empty() {
+        eprint!("A pagefold was killed before.\n{}", report(&undone, &remains).render(""));
+    }
+    Ok(session)
+}
+
+/// Print what was put back and what was not.
+pub fn tell(undone: &[Action], remains: &[Remains], json: bool, nothing: &str) -> anyhow::Result<Outcome> {
+    let report = report(undone, remains);
+    output::print(&if json { wire::json(&report) } else { report.render(nothing) })?;
+    Ok(if remains.is_empty() { Outcome::Done } else { Outcome::Partial })
+}
+
+fn report(undone: &[Action], remains: &[Remains]) -> RecoverReport {
+    let remains = remains.iter().map(|remains| RemainsReport {
+        was: Was(&remains.undo).to_string(),
+        why: remains.why.clone(),
+        retried: remains.kept,
+    });
+    RecoverReport::new(undone.iter().map(|undo| Was(undo).to_string()).collect(), remains.collect())
+}
+
+/// An error with its remedy.
+pub fn explained(error: Error) -> anyhow::Error {
+    let remedy = match &error {
+        Error::Refused(Refusal::Denied(_)) if rustix::process::geteuid().is_root() => {
+            "nothing was changed: /sys is read-only here (a container?) or a security module forbids it"
+        }
+        Error::Refused(Refusal::Denied(_)) => "nothing was changed: run as root",
+        Error::Refused(Refusal::Busy(_)) => {
+            "nothing was changed: max_page_sharing and merge_across_nodes can be set only while nothing is merged"
+        }
+        Error::Refused(_) => "nothing was changed",
+        _ => return error.into(),
+    };
+    Err::<(), _>(error).context(remedy).expect_err("it is an error")
+}
+
+/// That the kernel has KSM, which everything else takes for granted.
+pub fn needs_ksm(host: &dyn Host) -> anyhow::Result<()> {
+    match host.read("sys/kernel/mm/ksm/run") {
+        Ok(_) => Ok(()),
+        Err(pagefold_model::Absent::NotOnThisKernel) => {
+            Err(anyhow!("this kernel has no KSM (no /sys/kernel/mm/ksm): boot one with CONFIG_KSM=y"))
+        }
+        Err(why) => Err(anyhow!("/sys/kernel/mm/ksm/run: {why}")),
+    }
+}

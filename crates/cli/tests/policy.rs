@@ -1,0 +1,322 @@
+//! `pagefold policy` and `pagefold recover` on this machine: real KSM, killed processes, a read-only /sys.
+//!
+//! Needs root and KSM. What is changed is put back.
+
+#![forbid(unsafe_code)]
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use pagefold_labs::client::Lab;
+use pagefold_labs::ksm::Ksm;
+use pagefold_model::policy::Advisor;
+use serde_json::Value;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+const ROOT: &str = "/sys/kernel/mm/ksm";
+
+/// KSM as it is after boot, for this test alone, and a directory for state.
+fn take(test: &str) -> Option<(Ksm, tempfile::TempDir)> {
+    match Ksm::take() {
+        Err(why) => {
+            println!("skipped: {test}: {why}");
+            None
+        }
+        Ok(ksm) => {
+            if Path::new(ROOT).join("advisor_mode").exists() {
+                ksm.set("advisor_mode", "none");
+            }
+            for (name, value) in [("run", 0), ("pages_to_scan", 777), ("sleep_millisecs", 20)] {
+                ksm.set(name, value);
+            }
+            Some((ksm, tempfile::tempdir().unwrap()))
+        }
+    }
+}
+
+fn value(name: &str) -> String {
+    let text = fs::read_to_string(Path::new(ROOT).join(name)).unwrap_or_default();
+    let word = text.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map(|(word, _)| word.to_owned());
+    word.unwrap_or_else(|| text.trim().to_owned())
+}
+
+fn values() -> Vec<String> {
+    let names =
+        ["advisor_mode", "advisor_target_scan_time", "pages_to_scan", "sleep_millisecs", "use_zero_pages", "run"];
+    names.iter().map(|name| format!("{name}={}", value(name))).collect()
+}
+
+fn command(state: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+    command.arg("--state").arg(state).args(arguments);
+    command
+}
+
+fn pagefold(state: &Path, arguments: &[&str]) -> Output {
+    command(state, arguments).output().expect("the binary runs")
+}
+
+/// Run, expect an exit status, and give what was printed.
+fn expect(status: i32, state: &Path, arguments: &[&str]) -> String {
+    let output = pagefold(state, arguments);
+    let (out, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(status), "{arguments:?}\n{out}{error}");
+    if status == 2 {
+        assert_eq!(error.lines().count(), 1, "one line: {error}");
+    }
+    format!("{out}{error}")
+}
+
+/// A follower that has said that it follows.
+fn follower(state: &Path) -> Child {
+    let mut child =
+        command(state, &["policy", "set", "ksmtuned", "--follow"]).stderr(Stdio::piped()).spawn().expect("it starts");
+    let mut line = String::new();
+    BufReader::new(child.stderr.as_mut().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.starts_with("Following ksmtuned"), "{line}");
+    child
+}
+
+#[test]
+fn policies_are_set_and_restored() {
+    let Some((_ksm, state)) = take("policies_are_set_and_restored") else { return };
+    let (state, before) = (state.path(), values());
+    let file = state.join("night.toml");
+    fs::write(&file, "[ksm]\nuse_zero_pages = true\npages_to_scan = 321\n").unwrap();
+    for (policy, expected) in [
+        (file.to_str().unwrap(), ["none", "200", "321", "20", "1", "0"]),
+        ("flat-out", ["none", "200", "20000", "0", "0", "1"]),
+        ("advisor:20", ["scan-time", "20", "", "20", "0", "1"]),
+        ("guided", ["none", "200", "100", "1000", "0", "1"]),
+        ("default", ["none", "200", "100", "20", "0", "1"]),
+    ] {
+        let said = expect(0, state, &["policy", "set", policy]);
+        assert!(said.contains("They stay until `pagefold policy restore`."), "{said}");
+        for (value, expected) in values().iter().zip(expected) {
+            let value = value.split_once('=').unwrap().1;
+            assert!(expected.is_empty() || value == expected, "{policy}: {:?}", values());
+        }
+        let shown: Value = serde_json::from_str(&expect(0, state, &["policy", "show", "--json"])).unwrap();
+        assert_eq!(shown["policy"], policy);
+    }
+    let said = expect(0, state, &["policy", "restore"]);
+    assert!(said.contains("Put back: /sys/kernel/mm/ksm/pages_to_scan was 777"), "{said}");
+    assert_eq!(values(), before);
+    assert!(expect(0, state, &["policy", "restore"]).contains("there is nothing to restore"));
+    let said = expect(0, state, &["policy", "set", "ksmtuned"]);
+    assert!(said.contains("needs --follow"), "{said}");
+    expect(0, state, &["policy", "restore"]);
+    assert_eq!(values(), before);
+}
+
+#[test]
+fn what_somebody_else_wrote_is_left_to_them() {
+    let Some((ksm, state)) = take("what_somebody_else_wrote_is_left_to_them") else { return };
+    let state = state.path();
+    expect(0, state, &["policy", "set", "flat-out"]);
+    ksm.set("sleep_millisecs", 33);
+    let said = expect(0, state, &["policy", "show"]);
+    assert!(said.contains("somebody else"), "{said}");
+    let said = expect(3, state, &["policy", "restore"]);
+    assert!(said.contains("sleep_millisecs was 20: it is 33 now, which somebody else wrote"), "{said}");
+    assert_eq!([value("sleep_millisecs"), value("pages_to_scan"), value("run")], ["33", "777", "0"]);
+}
+
+#[test]
+fn a_killed_follower_is_put_back_by_recover() {
+    let Some((ksm, state)) = take("a_killed_follower_is_put_back_by_recover") else { return };
+    let (state, before) = (state.path(), values());
+    assert!(expect(0, state, &["recover"]).contains("Nothing was left to put back."));
+    // Killed at any moment of the changes: there are six of them, and none takes a millisecond.
+    for micros in [0, 200, 500, 1000, 2000, 3000, 4000, 6000, 10_000, 50_000] {
+        let mut child = command(state, &["policy", "set", "flat-out"]).stdout(Stdio::null()).spawn().unwrap();
+        sleep(Duration::from_micros(micros));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        expect(0, state, &["recover"]);
+        expect(0, state, &["policy", "restore"]);
+        assert_eq!(values(), before, "killed after {micros} us");
+    }
+    let mut child = follower(state);
+    let busy = expect(2, state, &["policy", "set", "default"]);
+    assert!(busy.contains(&format!("(process {})", child.id())), "{busy}");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    expect(0, state, &["recover"]);
+    assert_eq!(values(), before);
+    drop(ksm);
+}
+
+/// As a killed session leaves it: the settings written, and a journal that says what they were.
+#[test]
+fn recover_puts_back_and_says_what_it_did_not() {
+    let Some((ksm, state)) = take("recover_puts_back_and_says_what_it_did_not") else { return };
+    let state = state.path();
+    expect(0, state, &["policy", "set", "flat-out"]);
+    fs::rename(state.join("policy.json"), state.join("journal.json")).unwrap();
+    ksm.set("pages_to_scan", 5);
+    let said = expect(3, state, &["recover", "--json"]);
+    let report: Value = serde_json::from_str(&said).unwrap();
+    assert_eq!(report["remains"].as_array().unwrap().len(), 1);
+    assert_eq!(report["remains"][0]["was"], "/sys/kernel/mm/ksm/pages_to_scan was 777");
+    assert_eq!(report["put_back"][0], "/sys/kernel/mm/ksm/run was 0");
+    assert_eq!([value("sleep_millisecs"), value("pages_to_scan"), value("run")], ["20", "5", "0"]);
+    assert!(expect(0, state, &["recover"]).contains("Nothing was left"));
+}
+
+#[test]
+fn a_follower_ends_on_a_signal() {
+    let Some((_ksm, state)) = take("a_follower_ends_on_a_signal") else { return };
+    let before = values();
+    let mut child = follower(state.path());
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
+    let started = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        assert!(started.elapsed() < Duration::from_secs(30), "it does not end");
+        sleep(Duration::from_millis(10));
+    };
+    assert_eq!(status.code(), Some(0));
+    assert_eq!(values(), before);
+}
+
+/// Run in a mount namespace of its own, after a shell command there.
+fn beside(prepare: &str, state: &Path, arguments: &str) -> Output {
+    let script =
+        format!("{prepare} && exec {} --state {} {arguments}", env!("CARGO_BIN_EXE_pagefold"), state.display());
+    Command::new("unshare").args(["--mount", "sh", "-c", &script]).output().expect("unshare runs")
+}
+
+#[test]
+fn bad_hosts_are_named_in_one_line_and_nothing_is_changed() {
+    let Some((_ksm, state)) = take("bad_hosts_are_named_in_one_line_and_nothing_is_changed") else { return };
+    let before = values();
+    if !beside("true", state.path(), "--version").status.success() {
+        return println!("skipped: needs mount namespaces");
+    }
+    for (prepare, arguments, says) in [
+        ("mount --bind -o ro /sys /sys && mount -o remount,ro,bind /sys", "policy set flat-out", "read-only"),
+        ("mount -t tmpfs none /sys/kernel/mm/ksm", "policy set flat-out", "CONFIG_KSM"),
+        ("mount -t tmpfs none /sys/kernel/mm/ksm", "policy show", "CONFIG_KSM"),
+    ] {
+        let output = beside(prepare, state.path(), arguments);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{prepare}: {error}");
+        assert!(error.contains(says) && error.lines().count() == 1, "{prepare}: {error}");
+        assert_eq!(values(), before, "{prepare}");
+        assert!(!state.path().join("journal.json").exists());
+    }
+}
+
+#[test]
+fn another_tuner_is_named_with_what_stops_it() {
+    let Some((_ksm, state)) = take("another_tuner_is_named_with_what_stops_it") else { return };
+    let (before, script) = (values(), state.path().join("ksmtuned"));
+    fs::write(&script, "#!/bin/sh\nread line\n").unwrap();
+    let mut tuner = Command::new("sh").arg(&script).stdin(Stdio::piped()).spawn().unwrap();
+    let state = state.path().join("state");
+    let said = expect(2, &state, &["policy", "set", "default"]);
+    assert!(said.contains("ksmtuned tunes KSM") && said.contains("systemctl disable --now ksmtuned"), "{said}");
+    assert_eq!(values(), before);
+    expect(0, &state, &["policy", "set", "default", "--force"]);
+    expect(0, &state, &["policy", "restore"]);
+    drop(tuner.stdin.take());
+    tuner.wait().unwrap();
+    assert_eq!(values(), before);
+}
+
+#[test]
+fn what_is_no_policy_is_refused() {
+    let state = tempfile::tempdir().unwrap();
+    let state = state.path();
+    let check = |arguments: &[&str], says: &str| {
+        let said = expect(2, state, arguments);
+        assert!(said.contains(says), "{said}");
+    };
+    check(&["policy", "set", "flatout"], "did you mean flat-out?");
+    check(&["policy", "set", "fastest"], "It is one of default, ksmtuned, advisor, flat-out, guided, or a file");
+    check(&["policy", "set", "advisor:0"], "advisor:20");
+    check(&["policy", "set", "./none.toml"], "cannot read ./none.toml");
+    check(&["policy", "set", "guided", "--follow"], "does not adapt");
+    check(&["--host", "recording:/", "policy", "set", "default"], "only the live host can be changed");
+    check(&["--host", "recording:/", "recover"], "only the live host can be changed");
+    check(&["--config", "/none.toml", "census"], "cannot read /none.toml");
+    let bad = state.join("bad.toml");
+    fs::write(&bad, "[ksm]\npage_to_scan = 1\n").unwrap();
+    check(&["policy", "set", bad.to_str().unwrap()], "bad.toml:2: \"page_to_scan\" is no setting of KSM");
+    check(&["--config", bad.to_str().unwrap(), "config", "check"], "bad.toml:1: unknown field `ksm`");
+    assert!(!state.join("lock").exists(), "nothing was begun");
+}
+
+#[test]
+fn an_unprivileged_user_is_told_to_be_root() {
+    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::process::CommandExt;
+    let Some((_ksm, folder)) = take("an_unprivileged_user_is_told_to_be_root") else { return };
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let binary = folder.path().join("pagefold");
+    fs::copy(env!("CARGO_BIN_EXE_pagefold"), &binary).unwrap();
+    let before = values();
+    for state in ["/run/pagefold-of-nobody", "/proc/self/state"] {
+        let output = Command::new(&binary)
+            .args(["--state", state, "policy", "set", "default", "--force"])
+            .current_dir("/")
+            .uid(65534)
+            .gid(65534)
+            .output()
+            .unwrap();
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{error}");
+        assert!(error.contains("as root") && error.lines().count() == 1, "{error}");
+    }
+    assert_eq!(values(), before);
+}
+
+/// The kernel's advisor against the model of it: what `pages_to_scan` was after each of the first scans. Scans of a few
+/// pages take less than a second and a percent of a CPU, so both compute with the same whole numbers.
+#[test]
+fn the_advisor_does_what_the_model_computes() {
+    let Some((ksm, _state)) = take("the_advisor_does_what_the_model_computes") else { return };
+    if !Path::new(ROOT).join("advisor_mode").exists() {
+        return println!("skipped: needs a kernel with the advisor (6.8)");
+    }
+    let _lab = Lab::layout(&["--mergeable", "unique=40"]).unwrap();
+    // So that the next scan starts anew: with a batch longer than a scan, ksmd stops at the end of one.
+    let scans = ksm.counter("full_scans");
+    ksm.set("pages_to_scan", 1_000_000);
+    ksm.set("run", 1);
+    while ksm.counter("full_scans") < scans + 3 {
+        sleep(Duration::from_millis(1));
+    }
+    ksm.set("run", 0);
+    let ksmd = pagefold_drive::policy::observe(&pagefold_linux::LiveHost::new()).ksmd_cpu.unwrap();
+
+    let rule = Advisor::default();
+    let mut context = rule.start();
+    let mut computed = vec![context.pages_to_scan];
+    for scan in 1..8 {
+        context = context.step(&rule, Duration::from_millis(100), ksmd + Duration::from_millis(scan));
+        computed.push(context.pages_to_scan);
+    }
+    computed.dedup();
+
+    ksm.set("advisor_mode", "scan-time");
+    let mut seen = vec![ksm.counter("pages_to_scan") as u64];
+    let scans = ksm.counter("full_scans");
+    ksm.set("run", 1);
+    while ksm.counter("full_scans") < scans + 8 {
+        let pages = ksm.counter("pages_to_scan") as u64;
+        if seen.last() != Some(&pages) {
+            seen.push(pages);
+        }
+    }
+    ksm.set("run", 0);
+    ksm.set("advisor_mode", "none");
+    assert_eq!(seen, computed, "ksmd had used {ksmd:?}");
+}

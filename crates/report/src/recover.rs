@@ -1,0 +1,67 @@
+//! What was put back and what was not, on the wire.
+
+use schemars::JsonSchema;
+use serde::Serialize;
+
+/// The result of `pagefold recover` and `pagefold policy restore`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct RecoverReport {
+    /// `pagefold.recover/1`.
+    pub schema: &'static str,
+    /// What was put back, in the order in which it was, as what there was before.
+    pub put_back: Vec<String>,
+    /// What was not.
+    pub remains: Vec<RemainsReport>,
+}
+
+/// Something that could not be put back.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct RemainsReport {
+    /// What there was before.
+    pub was: String,
+    /// Why it was not put back.
+    pub why: String,
+    /// Whether it is still written down, and the next command that changes the host tries again.
+    pub retried: bool,
+}
+
+impl RecoverReport {
+    /// Put it together.
+    pub fn new(put_back: Vec<String>, remains: Vec<RemainsReport>) -> Self {
+        Self { schema: "pagefold.recover/1", put_back, remains }
+    }
+
+    /// As text; `nothing` says what it means that there was nothing.
+    pub fn render(&self, nothing: &str) -> String {
+        if self.put_back.is_empty() && self.remains.is_empty() {
+            return format!("{nothing}\n");
+        }
+        let mut text = String::new();
+        for was in &self.put_back {
+            text.push_str(&format!("Put back: {was}\n"));
+        }
+        for RemainsReport { was, why, retried } in &self.remains {
+            let again = if *retried { "; the next command tries again" } else { "" };
+            text.push_str(&format!("Not put back: {was}: {why}{again}\n"));
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_says_what_was_put_back_and_what_was_not() {
+        let nothing = RecoverReport::new(Vec::new(), Vec::new());
+        assert_eq!(nothing.render("Nothing to do."), "Nothing to do.\n");
+        let remains = |retried| RemainsReport { was: "run was 0".into(), why: "busy".into(), retried };
+        let report = RecoverReport::new(vec!["x was 1".into()], vec![remains(true), remains(false)]);
+        assert_eq!(
+            report.render(""),
+            "Put back: x was 1\nNot put back: run was 0: busy; the next command tries again\n\
+             Not put back: run was 0: busy\n"
+        );
+    }
+}
