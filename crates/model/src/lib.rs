@@ -14,6 +14,7 @@ pub mod content;
 pub mod doctor;
 pub mod domain;
 pub mod estimate;
+pub mod guard;
 pub mod identity;
 pub mod ksm;
 pub mod memory;
