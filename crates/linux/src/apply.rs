@@ -10,7 +10,10 @@ use std::io;
 pub fn apply(_host: &LiveHost, action: &Action) -> Result<Effect, Refusal> {
     match action {
         Action::Set { setting, value } => set(*setting, value).map(|()| Effect::default()),
-        Action::Advise { .. } | Action::MergeAny { .. } | Action::GuestMerge { .. } | Action::Collapse { .. } => {
+        Action::GuestMerge { process, socket, backend, on } => {
+            Ok(crate::qmp::set_merge(socket, *process, backend, *on).map(|()| Effect::default())?)
+        }
+        Action::Advise { .. } | Action::MergeAny { .. } | Action::Collapse { .. } => {
             Err(Refusal::Unsupported("not on this machine".to_owned()))
         }
     }

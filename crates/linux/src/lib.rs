@@ -6,6 +6,7 @@ mod apply;
 mod contents;
 mod frames;
 mod process;
+pub mod qmp;
 
 pub use contents::BATCH_BYTES;
 
