@@ -54,6 +54,8 @@ pub enum Command {
     Doctor(command::doctor::Options),
     /// Tell the true footprint of processes, where RSS is blind to merging
     Account(command::account::Options),
+    /// Give merged processes pages of their own again, if the memory is there
+    Unmerge(command::unmerge::Options),
     /// Print the JSON schema of a report
     Schema(command::schema::Options),
     /// Print a completion script for a shell

@@ -45,6 +45,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
         Command::Record(options) => command::record::run(options, &arguments.global),
         Command::Doctor(options) => command::doctor::run(options, &arguments.global),
         Command::Account(options) => command::account::run(options, &arguments.global),
+        Command::Unmerge(options) => command::unmerge::run(options, &arguments.global),
         Command::Schema(options) => command::schema::run(options),
         Command::Completions(options) => command::completions::run(options),
     }

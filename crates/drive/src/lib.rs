@@ -7,5 +7,6 @@
 
 pub mod journal;
 pub mod session;
+pub mod unmerge;
 
 pub use session::Session;

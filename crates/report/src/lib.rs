@@ -9,4 +9,5 @@ pub mod account;
 pub mod census;
 pub mod doctor;
 pub mod text;
+pub mod unmerge;
 pub mod wire;

@@ -6,3 +6,4 @@ pub mod completions;
 pub mod doctor;
 pub mod record;
 pub mod schema;
+pub mod unmerge;

@@ -5,6 +5,7 @@ use clap::{Args, ValueEnum};
 use pagefold_report::account::AccountReport;
 use pagefold_report::census::CensusReport;
 use pagefold_report::doctor::DoctorReport;
+use pagefold_report::unmerge::UnmergeReport;
 use pagefold_report::wire;
 
 /// Arguments of `schema`.
@@ -24,6 +25,8 @@ enum Report {
     Doctor,
     /// `pagefold account --json`
     Account,
+    /// `pagefold unmerge --json`
+    Unmerge,
 }
 
 /// Print the schema.
@@ -32,6 +35,7 @@ pub fn run(options: &Options) -> anyhow::Result<Outcome> {
         Report::Census => wire::schema::<CensusReport>(),
         Report::Doctor => wire::schema::<DoctorReport>(),
         Report::Account => wire::schema::<AccountReport>(),
+        Report::Unmerge => wire::schema::<UnmergeReport>(),
     })?;
     Ok(Outcome::Done)
 }

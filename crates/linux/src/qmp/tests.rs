@@ -90,26 +90,23 @@ fn what_qemu_refuses_is_told_in_its_words() {
             _ => json!({"error": {"class": "GenericError", "desc": "Property 'x.merge' not found"}}),
         }]
     };
-    let error =
-        with(|stream| qemu(stream, answer), |path| set_merge(path, own(), "/objects/x", false)).unwrap_err().to_string();
+    let error = with(|stream| qemu(stream, answer), |path| set_merge(path, own(), "/objects/x", false))
+        .unwrap_err()
+        .to_string();
     assert_eq!(error, "QEMU refuses qom-set: Property 'x.merge' not found");
 }
 
 #[test]
 fn a_switch_that_did_not_take_is_an_error() {
-    let answer = |command: &str, _: &Value| {
-        vec![json!({"return": if command == "qom-get" { json!(true) } else { json!({}) }})]
-    };
+    let answer =
+        |command: &str, _: &Value| vec![json!({"return": if command == "qom-get" { json!(true) } else { json!({}) }})];
     let error = with(|stream| qemu(stream, answer), |path| set_merge(path, own(), "/objects/x", false)).unwrap_err();
     assert!(error.to_string().ends_with("merge of /objects/x is true afterwards"), "{error}");
 }
 
 #[test]
 fn strangers_hear_no_word() {
-    for process in [
-        ProcessId { pid: Pid(1), ..own() },
-        ProcessId { start_time: own().start_time + 1, ..own() },
-    ] {
+    for process in [ProcessId { pid: Pid(1), ..own() }, ProcessId { start_time: own().start_time + 1, ..own() }] {
         let (sender, heard) = std::sync::mpsc::channel();
         let serve = move |mut stream: UnixStream| {
             let mut bytes = Vec::new();

@@ -64,10 +64,7 @@ fn parts_are_cut_before_pages() {
     let range = AddressRange { start: 0x1000, end: 0x9000 };
     let part = |start, end| AddressRange { start, end };
     assert_eq!(split(range, &[], 2), [(range, 0)]);
-    assert_eq!(
-        split(range, &[0x2000, 0x4000, 0x7000], 2),
-        [(part(0x1000, 0x7000), 2), (part(0x7000, 0x9000), 1)]
-    );
+    assert_eq!(split(range, &[0x2000, 0x4000, 0x7000], 2), [(part(0x1000, 0x7000), 2), (part(0x7000, 0x9000), 1)]);
 }
 
 fn place() -> impl Strategy<Value = Place> {
