@@ -52,8 +52,8 @@ pub enum Way {
     Guest {
         /// The socket.
         socket: PathBuf,
-        /// The backends that are marked.
-        backends: Vec<String>,
+        /// The backends that are marked, with their sizes.
+        backends: Vec<(String, Bytes)>,
     },
     /// It is a guest whose control socket is known and of no use, for this reason.
     Unreachable(String),
@@ -81,12 +81,23 @@ pub struct Target {
     pub way: Way,
     /// In the order in which they are withdrawn.
     pub parts: Vec<Part>,
-    /// Pages of zeros that KSM placed in it.
+    /// Pages of zeros that KSM placed in them, at most.
     pub zeros: Pages,
     /// Anonymous memory in huge pages.
     pub anon_huge: Bytes,
     /// Whether frames could be looked at; otherwise the pages are an upper bound, and none comes free.
     pub exact: Reading<()>,
+}
+
+impl Way {
+    /// Whether a region is reached in this way. Of a guest those are as large as a backend; what QEMU marks beside, its
+    /// firmware and video memory, is smaller.
+    fn reaches(&self, region: &Region) -> bool {
+        match self {
+            Self::Guest { backends, .. } => backends.iter().any(|&(_, size)| region.range.bytes() >= size),
+            _ => true,
+        }
+    }
 }
 
 impl Target {
@@ -133,6 +144,16 @@ pub struct Plan {
     pub idle: usize,
     /// Those that were asked for and not seen.
     pub unseen: Vec<Unseen>,
+}
+
+impl Target {
+    /// The frames that its first parts take.
+    fn need_of(&self, parts: usize) -> Pages {
+        if parts == self.parts.len() {
+            return self.need().host;
+        }
+        self.parts.iter().take(parts).map(|part| self.part_need(part).host).sum()
+    }
 }
 
 impl Plan {
@@ -237,7 +258,7 @@ fn examine(
         Ok(pages) => Pages(u64::try_from(*pages).unwrap_or(0)),
         Err(_) => Pages::ZERO,
     };
-    let marked: Vec<&Region> = regions.iter().filter(|region| is_marked(region)).collect();
+    let marked: Vec<&Region> = regions.iter().filter(|region| is_marked(region) && way.reaches(region)).collect();
     let anon_huge = regions.iter().map(|region| region.anon_huge).sum();
     let at_most = if matches!(way, Way::Guest { .. }) { usize::MAX } else { PART };
     let mut parts = Parts { at_most, parts: Vec::new(), frames: Vec::new() };
@@ -252,6 +273,7 @@ fn examine(
     if exact.is_err() {
         parts = Parts { at_most, parts: vec![bound(host, &process, &marked, zeros)?], frames: vec![Vec::new()] };
     }
+    let zeros = zeros.min(parts.parts.iter().map(|part| part.zeros).sum());
     Ok((Target { process, way, parts: parts.parts, zeros, anon_huge, exact }, parts.frames))
 }
 
@@ -379,8 +401,8 @@ pub struct Withdrawn {
     pub error: Option<String>,
     /// Whether it ended meanwhile.
     pub ended: bool,
-    /// What is still merged: pages on KSM frames, and zero pages.
-    pub remains: Option<Reading<(Pages, Pages)>>,
+    /// What is still merged.
+    pub remains: Option<Reading<Remains>>,
     /// Memory of it in huge pages after unmerging and after putting them together.
     pub huge: Option<(Bytes, Bytes)>,
 }
@@ -389,8 +411,20 @@ impl Withdrawn {
     /// Whether nothing of it is enrolled or merged any more.
     pub fn is_whole(&self) -> bool {
         let clean = self.error.is_none() && self.missed.is_empty();
-        self.ended || (self.withdrawn && clean && self.remains == Some(Ok((Pages::ZERO, Pages::ZERO))))
+        let none = |remains: &Remains| remains.merged == Pages::ZERO && remains.zeros == Pages::ZERO;
+        self.ended || (self.withdrawn && clean && self.remains.as_ref().is_some_and(|r| r.as_ref().is_ok_and(none)))
     }
+}
+
+/// What is still merged in a process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Remains {
+    /// Pages on KSM frames.
+    pub merged: Pages,
+    /// Pages of zeros that KSM placed.
+    pub zeros: Pages,
+    /// Pages of either that the way in which it is withdrawn does not reach; in none of the others.
+    pub beside: Pages,
 }
 
 /// What was done.
@@ -406,6 +440,13 @@ pub struct Done {
     pub before: Figures,
     /// See `before`.
     pub after: Figures,
+}
+
+impl Done {
+    /// The frames that were planned for what was withdrawn.
+    pub fn planned(&self, plan: &Plan) -> Pages {
+        plan.targets.iter().zip(&self.targets).map(|(target, done)| target.need_of(done.parts)).sum()
+    }
 }
 
 /// The host's figures that tell what was taken.
@@ -454,7 +495,7 @@ pub fn carry_out(
     }
     for (target, done) in plan.targets.iter().zip(&mut targets) {
         if !done.ended {
-            done.remains = Some(remains(host, target.process.id));
+            done.remains = Some(remains(host, target));
             done.ended = done.remains == Some(Err(Absent::Vanished));
         }
     }
@@ -470,17 +511,27 @@ pub fn carry_out(
     Ok(Done { targets, stopped, interrupted, before, after })
 }
 
-/// What is merged in a process now.
-fn remains(host: &dyn Host, id: ProcessId) -> Reading<(Pages, Pages)> {
-    let handle = held(host, id)?;
-    let bytes: Reading<Bytes> = observe::regions(&*handle)?.into_iter().map(|region| region.ksm).sum();
+/// What is merged in a process now, by smaps: `ksm_merging_pages` is only right once ksmd comes by again.
+fn remains(host: &dyn Host, target: &Target) -> Reading<Remains> {
+    let handle = held(host, target.process.id)?;
+    let regions = observe::regions(&*handle)?;
     let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
-    let merged = match bytes {
-        Ok(bytes) => host.page_size().pages_in(bytes),
-        Err(_) => Pages(ksm.merging_pages?),
+    let pages = |reached: bool| -> Reading<Pages> {
+        let bytes: Reading<Bytes> = regions
+            .iter()
+            .filter(|region| (!is_marked(region) || target.way.reaches(region)) == reached)
+            .map(|region| region.ksm.clone())
+            .sum();
+        Ok(host.page_size().pages_in(bytes?))
     };
     let zeros = ksm.zero_pages.map_or(Pages::ZERO, |pages| Pages(u64::try_from(pages).unwrap_or(0)));
-    Ok((merged, zeros))
+    let (Ok(merged), Ok(beside)) = (pages(true), pages(false)) else {
+        return Ok(Remains { merged: Pages(ksm.merging_pages?), zeros, beside: Pages::ZERO });
+    };
+    // Which zero pages are whose cannot be seen. While nothing that is reached is marked, they are not there.
+    let reached = regions.iter().any(|region| is_marked(region) && target.way.reaches(region));
+    let elsewhere = if reached || matches!(target.way, Way::Whole | Way::Regions) { Pages::ZERO } else { zeros };
+    Ok(Remains { merged, zeros: zeros.saturating_sub(elsewhere), beside: beside + elsewhere })
 }
 
 fn held(host: &dyn Host, id: ProcessId) -> Reading<Box<dyn Handle + '_>> {
@@ -535,7 +586,7 @@ impl Work<'_, '_> {
                 }
             }
             Way::Guest { socket, backends } => {
-                for backend in backends {
+                for (backend, _) in backends {
                     let (socket, backend) = (socket.clone(), backend.clone());
                     self.apply(&Action::GuestMerge { process, socket, backend, on: false }, done)?;
                 }

@@ -5,7 +5,7 @@ use crate::{Outcome, output, progress, source};
 use anyhow::{Context, bail};
 use clap::Args;
 use pagefold_drive::session::{DIRECTORY, Session};
-use pagefold_drive::unmerge::{self, Done, Figures, Limits, Plan, Target, Way, Withdrawn};
+use pagefold_drive::unmerge::{self, Done, Figures, Limits, Plan, Remains, Target, Way, Withdrawn};
 use pagefold_host::{Host, Process as Handle, observe};
 use pagefold_linux::qmp;
 use pagefold_model::guard::{Judgement, Verdict};
@@ -192,7 +192,7 @@ impl Work<'_> {
         match qmp::guests_backends(&socket, process.id) {
             Ok(backends) => {
                 let marked = backends.into_iter().filter(|backend| backend.merge && !backend.share);
-                let backends: Vec<String> = marked.map(|backend| backend.path).collect();
+                let backends: Vec<_> = marked.map(|backend| (backend.path, backend.size)).collect();
                 Ok((!backends.is_empty()).then_some(Way::Guest { socket, backends }))
             }
             Err(error) if self.options.qmp.is_some() => Err(error.into()),
@@ -246,6 +246,7 @@ fn process(target: &Target) -> UnmergedProcess {
         state: "planned",
         merged_pages_after: None,
         zero_pages_after: None,
+        beside_pages: None,
         longest_stop_ms: None,
         huge: None,
         error: None,
@@ -254,13 +255,12 @@ fn process(target: &Target) -> UnmergedProcess {
 
 /// Enter what was done.
 fn carried_out(report: &mut UnmergeReport, plan: &Plan, done: &Done) {
-    let mut left = Pages::ZERO;
     for ((target, done), process) in plan.targets.iter().zip(&done.targets).zip(&mut report.processes) {
         process.parts_withdrawn = done.parts as u64;
         process.state = state(done);
-        if let Some(Ok((merged, zeros))) = done.remains {
+        if let Some(Ok(Remains { merged, zeros, beside })) = done.remains {
             (process.merged_pages_after, process.zero_pages_after) = (Some(merged.0), Some(zeros.0));
-            left += merged + zeros;
+            process.beside_pages = Some(beside.0).filter(|_| matches!(target.way, Way::Guest { .. }));
         }
         process.longest_stop_ms = done.stops.iter().max().map(|stop| stop.as_secs_f64() * 1e3);
         process.huge = done.huge.map(|(unmerged, collapsed)| HugeReport {
@@ -284,13 +284,11 @@ fn carried_out(report: &mut UnmergeReport, plan: &Plan, done: &Done) {
         let (before, after) = before.as_ref().ok().zip(after.as_ref().ok())?;
         Some(after.0.cast_signed() - before.0.cast_signed())
     };
-    let copies: Pages = plan.targets.iter().map(Target::copies).sum();
     let merged: Pages = plan.targets.iter().map(Target::merged).sum();
     let predicted = plan.need().host;
     report.taken = Some(TakenReport {
         predicted: predicted.0 * size,
-        // What is left keeps at most its frames from coming free.
-        withdrawn: predicted.0.min(copies.saturating_sub(left).0) * size,
+        withdrawn: done.planned(plan).0 * size,
         anon_pages: grown(anon, &after.anon),
         mem_available: grown(&after.available, available),
         mem_available_before: available.as_ref().ok().map(|bytes| bytes.0),

@@ -96,7 +96,7 @@ pub struct UnknownLimit {
 pub struct TakenReport {
     /// Frames taken, less those that came free, by the plan.
     pub predicted: u64,
-    /// The part of it that was withdrawn, by what is left merged.
+    /// The part of it that is of the parts that were withdrawn.
     pub withdrawn: u64,
     /// By how much `AnonPages` grew, everybody's.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -146,6 +146,9 @@ pub struct UnmergedProcess {
     /// Pages of zeros that KSM placed, after.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub zero_pages_after: Option<u64>,
+    /// Of a guest: pages of firmware and video memory that stay merged, because no backend rules them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub beside_pages: Option<u64>,
     /// For how long a thread of it was stopped at a time, at most, in milliseconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub longest_stop_ms: Option<f64>,

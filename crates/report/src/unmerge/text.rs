@@ -145,7 +145,7 @@ fn taken_lines(taken: &TakenReport, page_size: u64, style: Style) -> String {
     let mut table = style.table(&["", ">predicted", ">found", "by"]);
     let found = |value: Option<i64>| value.map_or_else(|| "?".to_owned(), |value| NetBytes(value).to_string());
     let predicted = Bytes(taken.predicted).to_string();
-    table.add_row(["memory taken", &predicted, &Bytes(taken.withdrawn).to_string(), "what is left merged"]);
+    table.add_row(["memory taken", &predicted, &Bytes(taken.withdrawn).to_string(), "parts that were withdrawn"]);
     table.add_row(["", "", &found(taken.anon_pages), "AnonPages, everybody's"]);
     table.add_row(["", "", &found(taken.mem_available), "MemAvailable, everybody's"]);
     let copies = taken.copies.map_or_else(|| "?".to_owned(), number);
@@ -196,6 +196,13 @@ fn notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
         if let Some(error) = &process.error {
             notes.push(format!("{} ({}): {error}", process.who.pid, process.who.label()));
         }
+    }
+    let beside: u64 = report.processes.iter().filter_map(|process| process.beside_pages).sum();
+    if beside > 0 {
+        notes.push(format!(
+            "{} of firmware and video memory stay merged, which no memory backend rules: `--inject` reaches them.",
+            Bytes(beside * report.page_size)
+        ));
     }
     if report.processes.iter().any(|process| process.estimated.is_some()) {
         notes.push(
