@@ -9,7 +9,7 @@
 //! A page on a KSM frame is copied also when it is the last one there (mm/memory.c, `wp_can_reuse_anon_folio` refuses
 //! KSM folios), and the frame comes back with its last mapping. So withdrawing k of a frame's n mappings takes k frames,
 //! or n - 1 if k = n, and on the way there never more than one frame above what it comes to: a copy takes one, and at
-//! most gives one back. Pages of zeros that KSM placed (`ksm_zero_pages`) take a frame each from 6.6 on; before, they
+//! most gives one back; the reserve has that one. Pages of zeros that KSM placed (`ksm_zero_pages`) take a frame each from 6.6 on; before, they
 //! stay what they are. Page tables are there already, since every page in question is mapped.
 //!
 //! A cgroup is charged for all copies of its processes, and given no credit: the frame that comes back was charged to
