@@ -28,6 +28,12 @@ fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
+/// Say why a test, or the rest of it, is not run.
+fn skipped(why: &str) -> Outcome {
+    println!("skipped: {why}");
+    Ok(())
+}
+
 /// Run the command with a state directory of its own: exit status, standard output, standard error.
 fn unmerge(arguments: &[&str]) -> Result<(Option<i32>, String, String), Box<dyn Error>> {
     let state = tempfile::tempdir()?;
@@ -189,12 +195,12 @@ const FLEET: [&str; 9] = ["fleet", "--guests", "2", "--memory", "112", "--same",
 #[test]
 fn a_guest_is_withdrawn_by_its_socket_and_the_copies_are_those_predicted() -> Outcome {
     if let Some(why) = missing() {
-        return Ok(println!("skipped: {why}"));
+        return skipped(&why);
     }
     let fleet: Lab<Guest> = Lab::start(None, &[&FLEET[..], &["--names", "apart"]].concat())?;
     let ksm = match Ksm::take() {
         Ok(ksm) => ksm,
-        Err(why) => return Ok(println!("skipped: {why}")),
+        Err(why) => return skipped(&why),
     };
     let [first, second] = &fleet.lines[..] else { return Err("two guests".into()) };
     // So that what they hold stays what it is.
@@ -234,7 +240,7 @@ fn a_guest_is_withdrawn_by_its_socket_and_the_copies_are_those_predicted() -> Ou
 #[test]
 fn a_socket_that_is_held_or_a_stranger_s_is_left_alone() -> Outcome {
     if let Some(why) = missing() {
-        return Ok(println!("skipped: {why}"));
+        return skipped(&why);
     }
     let fleet: Lab<Guest> = Lab::start(None, &[&FLEET[..], &["--names", "held"]].concat())?;
     let [first, second] = &fleet.lines[..] else { return Err("two guests".into()) };
@@ -260,13 +266,13 @@ fn a_socket_that_is_held_or_a_stranger_s_is_left_alone() -> Outcome {
 #[test]
 fn what_does_not_fit_into_a_cgroup_is_refused_and_nobody_is_killed() -> Outcome {
     if let Some(why) = missing() {
-        return Ok(println!("skipped: {why}"));
+        return skipped(&why);
     }
-    let Some(cgroup) = Cgroup::new("limit") else { return Ok(println!("skipped: no memory cgroup can be made")) };
+    let Some(cgroup) = Cgroup::new("limit") else { return skipped("no memory cgroup can be made") };
     let fleet: Lab<Guest> = Lab::start(Some(&cgroup), &[&FLEET[..], &["--names", "tight"]].concat())?;
     let ksm = match Ksm::take() {
         Ok(ksm) => ksm,
-        Err(why) => return Ok(println!("skipped: {why}")),
+        Err(why) => return skipped(&why),
     };
     for guest in &fleet.lines {
         qmp(guest, "stop")?;
@@ -364,7 +370,7 @@ impl Drop for Sleeper {
 #[test]
 fn a_process_that_is_not_enrolled_has_nothing_to_unmerge() -> Outcome {
     if !Path::new("/sys/kernel/mm/ksm/run").exists() {
-        return Ok(println!("skipped: this kernel has no KSM"));
+        return skipped("this kernel has no KSM");
     }
     let sleeper = Sleeper(Command::new("sleep").arg("600").spawn()?);
     let pid = sleeper.0.id().to_string();
@@ -379,7 +385,7 @@ fn a_process_that_is_not_enrolled_has_nothing_to_unmerge() -> Outcome {
 #[test]
 fn somebody_else_s_process_is_not_permitted() -> Outcome {
     if !is_root() || !Path::new("/sys/kernel/mm/ksm/run").exists() {
-        return Ok(println!("skipped: needs root, to become somebody else, and KSM"));
+        return skipped("needs root, to become somebody else, and KSM");
     }
     let directory = tempfile::tempdir()?;
     fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777))?;
@@ -399,7 +405,7 @@ fn somebody_else_s_process_is_not_permitted() -> Outcome {
 fn the_need_is_the_truth_to_the_page() -> Outcome {
     let ksm = match Ksm::take() {
         Ok(ksm) => ksm,
-        Err(why) => return Ok(println!("skipped: {why}")),
+        Err(why) => return skipped(&why),
     };
     ksm.set("use_zero_pages", 1);
     let lab: Lab<Region> = Lab::start(None, &["layout", "--mergeable", "within=400,copies=4,zero=100,unique=50"])?;
