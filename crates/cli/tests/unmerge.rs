@@ -423,3 +423,108 @@ fn the_need_is_the_truth_to_the_page() -> Outcome {
     assert_eq!(host.ok_or("the host")?["needed"].as_u64(), Some(400 * 4096));
     Ok(())
 }
+
+/// The lab's region of a kind, in bytes.
+fn range(region: &Region) -> (u64, u64) {
+    (region.start, region.start + region.pages * 4096)
+}
+
+#[test]
+fn a_process_gets_its_own_pages_back_from_within_as_it_was_enrolled() -> Outcome {
+    if !is_root() {
+        return skipped("needs root");
+    }
+    for enrolled in ["--mergeable", "--merge-any"] {
+        let spec = "within=4000,copies=4,zero=1000,unique=500";
+        // First, so that another test's ksmd has merged none of it by other rules.
+        let ksm = match Ksm::take() {
+            Ok(ksm) => ksm,
+            Err(why) => return skipped(&why),
+        };
+        ksm.set("use_zero_pages", 1);
+        let lab: Lab<Region> = Lab::start(None, &["layout", enrolled, spec])?;
+        ksm.settle();
+        let pid = lab.child.id();
+        let sums = || -> Result<Vec<u64>, Box<dyn Error>> {
+            lab.lines.iter().map(range).map(|(start, end)| checksum(pid, start, end)).collect()
+        };
+        let before = sums()?;
+        let (status, done) = report(&["--pid", &pid.to_string()])?;
+        assert_eq!((status, &done["outcome"]), (Some(0), &"done".into()), "{done}");
+        let process = &done["processes"][0];
+        assert_eq!(process["way"], if enrolled == "--mergeable" { "regions" } else { "whole" });
+        let pages = |name: &str| process[name].as_u64();
+        assert!(pages("merged_pages") >= Some(4000) && pages("zero_pages") >= Some(1000), "{process}");
+        // Pages of zeros that KSM placed are brought back too.
+        assert_eq!((&process["merged_pages_after"], &process["zero_pages_after"]), (&0.into(), &0.into()), "{process}");
+        let merged = process["merged_pages"].as_u64().ok_or("merged")?;
+        let copies = done["taken"]["copies"].as_u64().ok_or("copies")?;
+        assert!((merged..merged + merged / 20).contains(&copies), "{merged} and {copies}");
+        assert_eq!(sums()?, before);
+        assert!(regions(pid, 0)?.iter().all(|region| !region.2), "nothing is marked any more");
+        let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+        assert!(status.contains("State:\tS") && status.contains("TracerPid:\t0"), "{status}");
+    }
+    Ok(())
+}
+
+#[test]
+fn huge_pages_come_back_where_they_are_asked_for() -> Outcome {
+    if !is_root() {
+        return skipped("needs root");
+    }
+    let mode = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    if !mode.contains("[always]") && !mode.contains("[madvise]") {
+        return skipped("huge pages are not allowed on this host");
+    }
+    // Equal in both, so that huge pages are split to merge them.
+    let twin = || Lab::<Region>::start(None, &["layout", "--mergeable", "--salt", "twin", "huge=2048"]);
+    let (lab, _other) = (twin()?, twin()?);
+    let ksm = match Ksm::take() {
+        Ok(ksm) => ksm,
+        Err(why) => return skipped(&why),
+    };
+    ksm.set("use_zero_pages", 0);
+    ksm.settle();
+    let (status, done) = report(&["--pid", &lab.child.id().to_string(), "--collapse"])?;
+    assert_eq!(status, Some(0), "{done}");
+    let huge = &done["processes"][0]["huge"];
+    let [unmerged, collapsed] = ["unmerged", "collapsed"].map(|name| huge[name].as_u64().unwrap_or(0));
+    assert!(collapsed >= 8 * MIB && unmerged < collapsed, "{done}");
+    Ok(())
+}
+
+#[test]
+fn a_process_is_withdrawn_part_by_part_until_its_cgroup_is_full() -> Outcome {
+    if !is_root() {
+        return skipped("needs root");
+    }
+    let Some(cgroup) = Cgroup::new("parts") else { return skipped("no memory cgroup can be made") };
+    let lab: Lab<Region> = Lab::start(Some(&cgroup), &["layout", "--mergeable", "within=32768,copies=64"])?;
+    let ksm = match Ksm::take() {
+        Ok(ksm) => ksm,
+        Err(why) => return skipped(&why),
+    };
+    ksm.settle();
+    let pid = lab.child.id();
+    let (start, end) = range(lab.lines.first().ok_or("a region")?);
+    let before = checksum(pid, start, end)?;
+    // Two of four parts of 32 MiB, and some.
+    cgroup.limit((cgroup.usage().ok_or("usage")? + 80 * MIB) & !4095)?;
+    let target = pid.to_string();
+    let (status, refused) = report(&["--pid", &target])?;
+    assert_eq!((status, &refused["outcome"]), (Some(1), &"refused".into()), "{refused}");
+    let (status, staged) = report(&["--pid", &target, "--staged"])?;
+    assert_eq!((status, &staged["outcome"]), (Some(3), &"partial".into()), "{staged}");
+    let process = &staged["processes"][0];
+    assert_eq!((&process["parts_withdrawn"], &process["state"]), (&2.into(), &"partial".into()), "{process}");
+    assert_eq!(process["merged_pages_after"].as_u64(), Some(32768 - 2 * 8192));
+    assert_eq!(cgroup.killed().unwrap_or(0), 0);
+    assert_eq!(checksum(pid, start, end)?, before);
+    // With the limit gone the rest follows.
+    cgroup.limit(1 << 40)?;
+    let (status, rest) = report(&["--pid", &target, "--staged"])?;
+    assert_eq!((status, &rest["outcome"]), (Some(0), &"done".into()), "{rest}");
+    assert_eq!(checksum(pid, start, end)?, before);
+    Ok(())
+}

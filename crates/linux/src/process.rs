@@ -59,7 +59,12 @@ impl<'a> LiveProcess<'a> {
         }
     }
 
-    fn is_alive(&self) -> bool {
+    /// Its open directory below `/proc`.
+    pub(crate) fn directory(&self) -> &OwnedFd {
+        &self.directory
+    }
+
+    pub(crate) fn is_alive(&self) -> bool {
         rustix::fs::statat(&self.directory, "stat", rustix::fs::AtFlags::empty()).is_ok()
     }
 

@@ -3,7 +3,10 @@
 //! Everything exported is safe to call. Each unsafe block holds one operation and its argument. Nothing of Pagefold is
 //! imported here.
 
+pub mod advise;
+pub mod fault;
 pub mod fingerprint;
 pub mod forked;
+pub mod inject;
 pub mod mapping;
 pub mod pagemap;

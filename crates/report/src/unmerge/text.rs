@@ -42,7 +42,9 @@ fn title(report: &UnmergeReport) -> String {
         "refused" => format!(
             "Refused on {host}: giving {they} pages of their own takes {needed}, and {binds}. Nothing was changed."
         ),
-        "done" => format!("Unmerged on {host}: {they} had {merged} merged and have pages of their own again."),
+        "done" => format!(
+            "Unmerged on {host}: {they} with {merged} merged: pages of their own again, and none is merged any more."
+        ),
         _ => format!("Unmerged in part on {host}: of {they} with {merged} merged, {} still is.", left(report)),
     }
 }

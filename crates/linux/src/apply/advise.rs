@@ -1,0 +1,311 @@
+//! Advice about a process's memory, given from within it.
+//!
+//! The ranges were found some time ago. They are held against `smaps` right before, and what is no longer as it has to
+//! be is left out and named. The rest goes in as few stops of one thread as keep each near a millisecond: up to 256
+//! ranges by one `process_madvise(2)` on the target's own memory where the kernel takes that (6.13), otherwise and
+//! where that stops short one by one by `madvise(2)`. Mirrors mm/madvise.c and mm/ksm.c (6.18). Limits: withdrawing a
+//! whole process (`PR_SET_MEMORY_MERGE` off) is one call, and stops the thread for as long as unmerging it takes.
+
+use super::{miss, refusal};
+use crate::process::LiveProcess;
+use pagefold_host::act::{Advice, Effect, Refusal};
+use pagefold_host::{Process, observe};
+use pagefold_model::AddressRange;
+use pagefold_model::region::{Region, VmFlags};
+use pagefold_sys::fault;
+use pagefold_sys::inject::{self, Inside, ROOM, Target};
+use rustix::io::Errno;
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+#[cfg(target_arch = "x86_64")]
+mod number {
+    pub const MADVISE: i64 = 28;
+    pub const PRCTL: i64 = 157;
+    pub const PROCESS_MADVISE: i64 = 440;
+}
+#[cfg(target_arch = "aarch64")]
+mod number {
+    pub const MADVISE: i64 = 233;
+    pub const PRCTL: i64 = 167;
+    pub const PROCESS_MADVISE: i64 = 440;
+}
+
+/// PIDFD_SELF_THREAD (include/uapi/linux/fcntl.h): the caller.
+const PIDFD_SELF: i64 = -10_000;
+const PR_SET_MEMORY_MERGE: u64 = 67;
+
+/// A stop is ended when it has taken so long: with the call under way, and with stopping and leaving, that is about a
+/// millisecond.
+const STOP: Duration = Duration::from_micros(500);
+/// What one call is meant to take at most.
+const CALL: Duration = Duration::from_micros(250);
+/// A kernel call takes at most 2 GiB less a page of a vector (MAX_RW_COUNT) and drops the rest without a word.
+const LARGEST: u64 = 1 << 30;
+/// Unmerging copies pages, at some microseconds each; how far to begin with and to go down to.
+const FIRST_UNMERGE: u64 = 1 << 20;
+const SMALLEST: u64 = 256 << 10;
+/// `struct iovec` of the target.
+const VECTOR: usize = 16;
+
+/// The number of the advice (include/uapi/asm-generic/mman-common.h).
+fn code(advice: Advice) -> u64 {
+    match advice {
+        Advice::Mergeable => 12,
+        Advice::Unmergeable => 13,
+    }
+}
+
+/// Give advice about ranges.
+pub fn advise(process: &LiveProcess<'_>, advice: Advice, ranges: &[AddressRange]) -> Result<Effect, Refusal> {
+    let (wanted, mut missed) = revalidate(&observe::regions(process)?, advice, ranges);
+    let mut stops = Vec::new();
+    if wanted.is_empty() {
+        return Ok(Effect { stops, missed });
+    }
+    let target = target(process)?;
+    let mut work = Work::new(advice, wanted, !target.is_filtered().map_err(refusal)?);
+    while !work.ranges.is_empty() {
+        match inject::inside(&target, |inside| work.step(inside)) {
+            Ok(((), stopped)) => {
+                stops.push(stopped);
+                fault::point("between two stops");
+                if !work.ranges.is_empty() {
+                    // The target gets at least as much time as was taken from it.
+                    std::thread::sleep(stopped.min(Duration::from_millis(5)));
+                }
+            }
+            // What was done stays done, and is told.
+            Err(error) if work.done > 0 && error != inject::Error::Gone => {
+                let why = refusal(error).to_string();
+                work.ranges.drain(..).for_each(|range| work.missed.push((range, why.clone())));
+            }
+            Err(error) => return Err(refusal(error)),
+        }
+    }
+    for (range, why) in work.missed {
+        miss(&mut missed, range, why);
+    }
+    missed.sort_by_key(|&(range, _)| range);
+    Ok(Effect { stops, missed })
+}
+
+/// Enrol or withdraw a process as a whole.
+pub fn merge_any(process: &LiveProcess<'_>, on: bool) -> Result<Effect, Refusal> {
+    let target = target(process)?;
+    let (answer, stopped) =
+        inject::inside(&target, |inside| inside.call(number::PRCTL, [PR_SET_MEMORY_MERGE, u64::from(on), 0, 0, 0, 0]))
+            .map_err(refusal)?;
+    match errno(answer) {
+        None => Ok(Effect { stops: vec![stopped], missed: Vec::new() }),
+        Some(Errno::INVAL) => Err(Refusal::Unsupported(
+            "this kernel cannot enrol whole processes (PR_SET_MEMORY_MERGE, 6.4): enrol ranges".to_owned(),
+        )),
+        Some(Errno::PERM) => Err(Refusal::Denied(
+            "this kernel lets only processes with CAP_SYS_RESOURCE be enrolled whole: enrol ranges".to_owned(),
+        )),
+        Some(errno) => Err(Refusal::Failed(format!("PR_SET_MEMORY_MERGE: {errno}"))),
+    }
+}
+
+fn target(process: &LiveProcess<'_>) -> Result<Target, Refusal> {
+    Target::new(process.directory(), process.id().pid.0.cast_signed()).map_err(refusal)
+}
+
+fn errno(answer: i64) -> Option<Errno> {
+    (answer < 0).then(|| Errno::from_raw_os_error(i32::try_from(-answer).unwrap_or(i32::MAX)))
+}
+
+/// Which parts of the ranges the advice would change, and which it cannot, with why.
+fn revalidate(
+    regions: &[Region],
+    advice: Advice,
+    ranges: &[AddressRange],
+) -> (VecDeque<AddressRange>, Vec<(AddressRange, String)>) {
+    let mut wanted: VecDeque<AddressRange> = VecDeque::new();
+    let mut missed = Vec::new();
+    let unmapped = || "not mapped any more".to_owned();
+    for &range in ranges {
+        let mut at = range.start;
+        let first = regions.partition_point(|region| region.range.end <= range.start);
+        for region in &regions[first..] {
+            let Some(part) = region.range.overlap(range) else { break };
+            if at < part.start {
+                miss(&mut missed, AddressRange { start: at, end: part.start }, unmapped());
+            }
+            at = part.end;
+            if let Some(why) = region.ineligible() {
+                miss(&mut missed, part, format!("cannot be merged: {}", why.phrase()));
+            } else if region.flags.has(VmFlags::MERGEABLE) == (advice == Advice::Unmergeable) {
+                match wanted.back_mut() {
+                    Some(last) if last.end == part.start => last.end = part.end,
+                    _ => wanted.push_back(part),
+                }
+            }
+        }
+        if at < range.end {
+            miss(&mut missed, AddressRange { start: at, end: range.end }, unmapped());
+        }
+    }
+    (wanted, missed)
+}
+
+/// What is still to be advised.
+struct Work {
+    advice: Advice,
+    ranges: VecDeque<AddressRange>,
+    missed: Vec<(AddressRange, String)>,
+    /// Whether the kernel takes many ranges in a call.
+    batched: bool,
+    /// At most so many bytes in a call.
+    bytes: u64,
+    /// How many calls were made.
+    done: usize,
+}
+
+impl Work {
+    fn new(advice: Advice, ranges: VecDeque<AddressRange>, batched: bool) -> Self {
+        let bytes = if advice == Advice::Mergeable { LARGEST } else { FIRST_UNMERGE };
+        Self { advice, ranges, missed: Vec::new(), batched, bytes, done: 0 }
+    }
+
+    /// Do as much as fits in one stop.
+    fn step(&mut self, inside: &Inside<'_>) -> Result<(), inject::Error> {
+        while !self.ranges.is_empty() {
+            let began = Instant::now();
+            if self.batched {
+                self.many(inside)?
+            } else {
+                self.one(inside).map(|_| ())?
+            }
+            self.done += 1;
+            let took = began.elapsed();
+            if took < CALL / 2 {
+                self.bytes = (self.bytes * 2).min(LARGEST);
+            } else if took > CALL * 2 {
+                self.bytes = (self.bytes / 2).max(SMALLEST);
+            }
+            if inside.stopped() > STOP {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// The first ranges, as far as fits in one call.
+    fn batch(&self) -> Vec<AddressRange> {
+        let mut left = self.bytes;
+        let mut batch = Vec::new();
+        for &range in self.ranges.iter().take(ROOM / VECTOR) {
+            let part = AddressRange { start: range.start, end: range.end.min(range.start + left) };
+            left -= part.bytes().0;
+            batch.push(part);
+            if left == 0 {
+                break;
+            }
+        }
+        batch
+    }
+
+    /// Take so many bytes off the front.
+    fn advance(&mut self, mut bytes: u64) {
+        while let Some(first) = self.ranges.front_mut().filter(|_| bytes > 0) {
+            let len = first.bytes().0;
+            if bytes < len {
+                first.start += bytes;
+                return;
+            }
+            bytes -= len;
+            self.ranges.pop_front();
+        }
+    }
+
+    fn many(&mut self, inside: &Inside<'_>) -> Result<(), inject::Error> {
+        let batch = self.batch();
+        let vectors: Vec<u8> =
+            batch.iter().flat_map(|range| [range.start, range.bytes().0]).flat_map(u64::to_ne_bytes).collect();
+        let place = inside.place(&vectors)?;
+        let arguments = [PIDFD_SELF.cast_unsigned(), place, batch.len() as u64, code(self.advice), 0, 0];
+        let answer = inside.call(number::PROCESS_MADVISE, arguments)?;
+        let whole: u64 = batch.iter().map(|range| range.bytes().0).sum();
+        let done = answer.max(0).cast_unsigned();
+        self.advance(done);
+        if done < whole {
+            // It stopped at a range that it does not take, or takes nothing of the kind at all: one by one tells.
+            let taken = self.one(inside)?;
+            let unknown = matches!(errno(answer), Some(Errno::BADF | Errno::INVAL | Errno::PERM | Errno::NOSYS));
+            self.batched = !(taken && unknown);
+        }
+        Ok(())
+    }
+
+    /// The first range, as far as fits in one call; whether the kernel took it.
+    fn one(&mut self, inside: &Inside<'_>) -> Result<bool, inject::Error> {
+        let Some(&range) = self.ranges.front() else { return Ok(true) };
+        let range = AddressRange { start: range.start, end: range.end.min(range.start + self.bytes) };
+        let bytes = range.bytes().0;
+        let answer = inside.call(number::MADVISE, [range.start, bytes, code(self.advice), 0, 0, 0])?;
+        self.advance(bytes);
+        let why = match errno(answer) {
+            None => return Ok(true),
+            Some(Errno::NOMEM) => "not mapped any more, or the process has vm.max_map_count regions".to_owned(),
+            Some(Errno::AGAIN) => "the kernel has no memory for it".to_owned(),
+            Some(Errno::INVAL) => "this kernel has no KSM".to_owned(),
+            Some(errno) => format!("refused by the kernel: {errno}"),
+        };
+        self.missed.push((range, why));
+        Ok(false)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn range(start: u64, end: u64) -> AddressRange {
+        AddressRange { start, end }
+    }
+
+    fn region(start: u64, end: u64, flags: &[VmFlags]) -> Region {
+        let flags = flags.iter().fold(VmFlags::default(), |all, &flag| all.with(flag));
+        Region { flags, ..Region::empty(range(start, end)) }
+    }
+
+    #[test]
+    fn what_changed_since_is_left_out_and_named() {
+        let regions = [
+            region(0x1000, 0x3000, &[]),
+            region(0x3000, 0x4000, &[VmFlags::MERGEABLE]),
+            region(0x5000, 0x6000, &[VmFlags::SHARED]),
+            region(0x6000, 0x9000, &[]),
+        ];
+        let (wanted, missed) = revalidate(&regions, Advice::Mergeable, &[range(0, 0x7000), range(0x8000, 0xa000)]);
+        assert_eq!(wanted, [range(0x1000, 0x3000), range(0x6000, 0x7000), range(0x8000, 0x9000)]);
+        let missed: Vec<_> = missed.iter().map(|(range, why)| (*range, why.as_str())).collect();
+        let unmapped = "not mapped any more";
+        assert_eq!(
+            missed,
+            [
+                (range(0, 0x1000), unmapped),
+                (range(0x4000, 0x5000), unmapped),
+                (range(0x5000, 0x6000), "cannot be merged: shared memory"),
+                (range(0x9000, 0xa000), unmapped),
+            ]
+        );
+        let (wanted, _) = revalidate(&regions, Advice::Unmergeable, &[range(0, 0x7000)]);
+        assert_eq!(wanted, [range(0x3000, 0x4000)]);
+    }
+
+    #[test]
+    fn a_call_takes_no_more_than_its_share() {
+        let mut work =
+            Work::new(Advice::Mergeable, [range(0, LARGEST + 0x1000), range(LARGEST * 2, LARGEST * 3)].into(), true);
+        assert_eq!(work.batch(), [range(0, LARGEST)]);
+        work.advance(LARGEST);
+        assert_eq!(work.batch(), [range(LARGEST, LARGEST + 0x1000), range(LARGEST * 2, LARGEST * 3 - 0x1000)]);
+        work.advance(0x1000);
+        assert_eq!(work.batch(), [range(LARGEST * 2, LARGEST * 3)]);
+        work.advance(LARGEST);
+        assert!(work.batch().is_empty());
+    }
+}

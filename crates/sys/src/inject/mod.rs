@@ -1,0 +1,323 @@
+//! System calls made inside another running process, from outside and without a trace.
+//!
+//! Some of what a process may do to its memory the kernel takes only from itself: `MADV_MERGEABLE` and
+//! `PR_SET_MEMORY_MERGE` among it. So one thread of it is stopped for a moment by ptrace(2), makes the call, and goes on
+//! where it was; the other threads never stop.
+//!
+//! **The thread is at all times one instruction away from healing itself.** Before anything of it is changed, a signal
+//! frame is laid out on its stack, below what is in use: the one that the kernel would write if a signal came just then,
+//! holding every register, the vector state and the signal mask. The thread is then parked at the code that ends signal
+//! handlers (`rt_sigreturn`), with the stack pointer at that frame. Whenever the tracer is gone from here on, by
+//! `kill -9` or a crash, the kernel lets the thread go and it restores itself.
+//!
+//! A call is made by letting the thread enter `rt_sigreturn` and turning that, at its entry, into the call that is
+//! wanted, with a return address that leads back to the stub. There the thread is again at the next call's beginning.
+//! While it is parked all signals are blocked; they stay pending and are delivered afterwards.
+//!
+//! At the end the thread is made to trap before it returns to user mode. That is the place in the kernel (`get_signal`)
+//! at which it was found, so that its registers, among them the number of an interrupted call, can be put back as they
+//! were: the kernel restarts the call as if nothing had happened, a sleep with the time that is left. The bytes on the
+//! stack are put back as well. A tracer that died takes that last finesse with it: the call then begins anew.
+//!
+//! Mirrors kernel/ptrace.c, kernel/signal.c, kernel/entry/common.c, kernel/rseq.c (6.18); what depends on the processor
+//! is in one module each. Limits: processes with a seccomp filter need it suspended (CAP_SYS_ADMIN), which ends with the
+//! tracer: if that is killed in the microseconds between turning a call and the kernel's check of it, a filter that
+//! forbids the call judges it. 32-bit programs, strict seccomp, shadow stacks, and programs that dispatch system calls
+//! themselves are refused.
+
+#[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
+#[cfg_attr(target_arch = "aarch64", path = "aarch64.rs")]
+mod arch;
+mod ptrace;
+mod target;
+
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use crate::fault;
+use ptrace::{Stop, Thread};
+pub use target::Target;
+
+/// Room for arguments in the target's memory, in bytes.
+pub const ROOM: usize = 4096;
+
+/// How long to wait for a call to be entered, and for the thread to trap after the last one.
+const PROMPT: Duration = Duration::from_secs(2);
+/// How long a call may take. Unmerging many gigabytes takes seconds.
+const LONGEST: Duration = Duration::from_secs(600);
+/// How often a call is begun again that the kernel wants restarted.
+const RESTARTS: usize = 1000;
+
+const ALL_SIGNALS: u64 = u64::MAX;
+
+/// Why nothing was injected, or not all. The target goes on as it was in every case.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Error {
+    /// The process has ended, or has begun another program.
+    Gone,
+    /// The privilege is missing; for what.
+    Denied(String),
+    /// This thread or process traces it.
+    Traced(u32),
+    /// It cannot be done to this process; why.
+    Unsupported(String),
+    /// It cannot be done now; why.
+    Busy(String),
+    /// Something else went wrong; what.
+    Failed(String),
+}
+
+/// Where code lies in the target's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Home {
+    /// The code that ends signal handlers.
+    stub: u64,
+    /// Where an injected call returns to.
+    landing: u64,
+}
+
+/// An I/O error, with what was being done. The errors of a thread that is no longer there are `Gone`.
+fn failed(doing: &'static str) -> impl Fn(io::Error) -> Error {
+    move |error| match error.raw_os_error() {
+        Some(libc::ESRCH) => Error::Gone,
+        Some(libc::EPERM | libc::EACCES) => Error::Denied(doing.to_owned()),
+        _ => Error::Failed(format!("{doing}: {error}")),
+    }
+}
+
+/// A stopped thread, from which system calls can be made.
+#[derive(Debug)]
+pub struct Inside<'a> {
+    target: &'a Target,
+    thread: Thread,
+    home: Home,
+    parked: arch::Registers,
+    base: u64,
+    room: u64,
+    stopped: Instant,
+}
+
+impl Inside<'_> {
+    /// For how long the thread has been stopped.
+    #[must_use]
+    pub fn stopped(&self) -> Duration {
+        self.stopped.elapsed()
+    }
+
+    /// Lay out at most [`ROOM`] bytes for a call to read; where they lie in the target. Replaces what was there.
+    ///
+    /// # Errors
+    /// `Gone` when the process is.
+    ///
+    /// # Panics
+    /// If it is too much.
+    pub fn place(&self, bytes: &[u8]) -> Result<u64, Error> {
+        assert!(bytes.len() <= ROOM, "{} bytes", bytes.len());
+        self.target.memory.write_all_at(bytes, self.room).map_err(failed("writing to its stack"))?;
+        Ok(self.room)
+    }
+
+    /// Make a system call. What it answers is the kernel's: a negative number is an error.
+    ///
+    /// # Errors
+    /// `Gone` when the process ended, `Busy` when it was frozen; nothing more can be called then.
+    pub fn call(&self, number: i64, arguments: [u64; 6]) -> Result<i64, Error> {
+        for _ in 0..RESTARTS {
+            self.run_to_syscall(PROMPT)?;
+            fault::point("at the entry of the call that heals");
+            let registers = arch::registers(self.thread).map_err(failed("reading registers"))?;
+            if !arch::is_at_entry(&registers, self.home) {
+                return Err(Error::Failed("the thread is not where it was parked".to_owned()));
+            }
+            arch::set_call(self.thread, &self.parked, self.base, self.home, number, arguments)
+                .map_err(failed("writing registers"))?;
+            fault::point("call turned");
+            self.run_to_syscall(LONGEST)?;
+            fault::point("at the exit of the call");
+            let registers = arch::registers(self.thread).map_err(failed("reading registers"))?;
+            arch::set_registers(self.thread, &self.parked).map_err(failed("writing registers"))?;
+            fault::point("parked again");
+            let result = arch::result(&registers);
+            // Something woke it: a stop signal, which cannot be blocked, or another kind of work.
+            if !arch::is_restart(result) {
+                return Ok(result);
+            }
+        }
+        Err(Error::Busy("the call is interrupted again and again".to_owned()))
+    }
+
+    fn run_to_syscall(&self, patience: Duration) -> Result<(), Error> {
+        let resuming = failed("resuming it");
+        let deadline = Instant::now() + patience;
+        self.thread.run_to_syscall(0).map_err(&resuming)?;
+        loop {
+            match self.thread.wait(deadline).map_err(failed("waiting for it"))? {
+                Some(Stop::Syscall) => return Ok(()),
+                // A group stop: it goes back to it when it is let go.
+                Some(Stop::Trap) => self.thread.run_to_syscall(0).map_err(&resuming)?,
+                // Only stop signals get here, the others are blocked.
+                Some(Stop::Signal(signal)) => self.thread.run_to_syscall(signal).map_err(&resuming)?,
+                Some(Stop::Exec | Stop::Ended) => return Err(Error::Gone),
+                None => return Err(Error::Busy("it does not run: is it frozen?".to_owned())),
+            }
+        }
+    }
+}
+
+/// Wait until a thread that was interrupted traps within `get_signal`. Signals that come before that are delivered.
+fn wait_for_trap(thread: Thread, deadline: Instant) -> Result<(), Error> {
+    loop {
+        match thread.wait(deadline).map_err(failed("waiting for it"))? {
+            Some(Stop::Trap) => return Ok(()),
+            Some(Stop::Signal(signal)) => thread.run(signal).map_err(failed("resuming it"))?,
+            Some(Stop::Syscall) => thread.run(0).map_err(failed("resuming it"))?,
+            Some(Stop::Exec | Stop::Ended) => return Err(Error::Gone),
+            None => {
+                return Err(Error::Busy("it does not stop: it waits in the kernel, or gets no processor".to_owned()));
+            }
+        }
+    }
+}
+
+/// How an attempt at one thread went wrong.
+enum Miss {
+    /// Another thread may do.
+    Thread(Error),
+    /// No thread will.
+    Process(Error),
+}
+
+/// Stop one thread of `target`, let `work` make calls in it, and let it go; for how long it was stopped.
+///
+/// Must run on an operating system thread of its own: a thread that was seized but does not stop is let go by the
+/// tracer's end alone.
+fn visit<T>(
+    target: &Target,
+    tid: i32,
+    patience: Duration,
+    work: &mut dyn FnMut(&Inside<'_>) -> Result<T, Error>,
+) -> Result<(Result<T, Error>, Duration), Miss> {
+    let suspend_seccomp = target.needs_seccomp_suspended(tid).map_err(Miss::Process)?;
+    let thread = Thread::seize(tid, suspend_seccomp).map_err(|error| {
+        let why = target.why_not_seized(tid, suspend_seccomp, &error);
+        if why == Error::Gone { Miss::Thread(why) } else { Miss::Process(why) }
+    })?;
+    fault::point("seized");
+    // What has the number now may be another process's thread. Traced, it keeps the number.
+    if !target.has_thread(tid) {
+        return Err(Miss::Thread(Error::Gone));
+    }
+    thread.interrupt().map_err(failed("interrupting it")).map_err(Miss::Thread)?;
+    fault::point("interrupted");
+    wait_for_trap(thread, Instant::now() + patience).map_err(Miss::Thread)?;
+    let stopped = Instant::now();
+    fault::point("stopped");
+    let parked = park(target, thread, stopped).map_err(|why| {
+        // As it was: nothing has been written but unused stack.
+        let _ = thread.detach();
+        match why {
+            Error::Unsupported(_) | Error::Gone => Miss::Process(why),
+            _ => Miss::Thread(why),
+        }
+    })?;
+    let outcome = work(&parked.inside);
+    match parked.leave() {
+        Ok(()) => Ok((outcome, stopped.elapsed())),
+        // The calls were made; whether the process ended since is not their business.
+        Err(Error::Gone) => Ok((outcome, stopped.elapsed())),
+        Err(why) => Err(Miss::Process(why)),
+    }
+}
+
+/// A thread at the stub, with what it takes to put it back.
+struct Parked<'a> {
+    inside: Inside<'a>,
+    state: arch::State,
+    mask: u64,
+    /// What was on the stack at `base`.
+    before: Vec<u8>,
+}
+
+fn park<'a>(target: &'a Target, thread: Thread, stopped: Instant) -> Result<Parked<'a>, Error> {
+    let home = target.verified_home()?;
+    let mut state = arch::State::save(thread)?;
+    if thread.dispatches_syscalls() {
+        return Err(Error::Unsupported(
+            "it dispatches its system calls itself (as emulators of Windows do)".to_owned(),
+        ));
+    }
+    let mask = thread.signal_mask().map_err(failed("reading its signal mask"))?;
+    if let Some(abort) = state.user_ip().and_then(|ip| target.rseq_abort(thread.rseq()?, ip)) {
+        state.set_ip(abort);
+    }
+    state.forgive_interruption();
+    let bytes = state.frame_bytes().next_multiple_of(64) + ROOM;
+    let (base, before) = target.room_on_stack(state.stack_pointer(), bytes)?;
+    let frame = state.frame(base, mask, home);
+    target.memory.write_all_at(&frame, base).map_err(failed("writing to its stack"))?;
+    fault::point("frame written");
+    let parked = arch::parked(&state, base, home);
+    arch::set_registers(thread, &parked).map_err(failed("writing registers"))?;
+    fault::point("parked");
+    thread.set_signal_mask(ALL_SIGNALS).map_err(failed("blocking its signals"))?;
+    fault::point("signals blocked");
+    let room = base + frame.len().next_multiple_of(64) as u64;
+    Ok(Parked { inside: Inside { target, thread, home, parked, base, room, stopped }, state, mask, before })
+}
+
+impl Parked<'_> {
+    /// Put everything back and let the thread go.
+    fn leave(self) -> Result<(), Error> {
+        let Inside { target, thread, base, .. } = self.inside;
+        thread.interrupt().map_err(failed("interrupting it"))?;
+        fault::point("interrupted to leave");
+        thread.run(0).map_err(failed("resuming it"))?;
+        fault::point("resumed to leave");
+        wait_for_trap(thread, Instant::now() + PROMPT)?;
+        fault::point("stopped to leave");
+        thread.set_signal_mask(self.mask).map_err(failed("restoring its signal mask"))?;
+        fault::point("signal mask restored");
+        arch::set_registers(thread, &self.state.registers).map_err(failed("restoring its registers"))?;
+        fault::point("registers restored");
+        // From here the frame is of no use to it. Not putting the bytes back would harm nobody either: they lie below
+        // what is in use.
+        target.memory.write_all_at(&self.before, base).map_err(failed("restoring its stack"))?;
+        fault::point("stack restored");
+        thread.detach().map_err(failed("letting it go"))?;
+        fault::point("let go");
+        Ok(())
+    }
+}
+
+/// Stop one thread of a process for a moment and let `work` make system calls in it. What `work` came to, and for how
+/// long the thread was stopped.
+///
+/// `work` is called at most once. Whatever goes wrong, the thread goes on as it was.
+///
+/// # Errors
+/// Why no thread could be stopped, or what `work` said.
+pub fn inside<T: Send>(
+    target: &Target,
+    work: impl FnOnce(&Inside<'_>) -> Result<T, Error> + Send,
+) -> Result<(T, Duration), Error> {
+    let _alone = target.lock()?;
+    let mut work = Some(work);
+    let mut once = |inside: &Inside<'_>| (work.take().expect("a thread is visited once"))(inside);
+    let mut why = Error::Gone;
+    for (tid, patience) in target.candidates()? {
+        let visited = std::thread::scope(|scope| {
+            let name = "pagefold-inject".to_owned();
+            let tracer =
+                std::thread::Builder::new().name(name).spawn_scoped(scope, || visit(target, tid, patience, &mut once));
+            // A panic in it is ours; the thread it visited has been let go by the kernel.
+            tracer.map(|tracer| tracer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        });
+        match visited.map_err(failed("starting a thread"))? {
+            Ok((outcome, stopped)) => return outcome.map(|outcome| (outcome, stopped)),
+            Err(Miss::Process(error)) => return Err(error),
+            Err(Miss::Thread(error)) => why = error,
+        }
+    }
+    Err(why)
+}

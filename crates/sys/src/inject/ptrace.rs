@@ -1,0 +1,189 @@
+//! The requests of ptrace(2) that injection makes, on one thread that the calling thread traces.
+//!
+//! Mirrors kernel/ptrace.c and include/uapi/linux/ptrace.h (6.18). Every request answers `ESRCH` unless the thread is
+//! traced by the caller and stopped, so none can touch a thread that was not seized by it.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+/// PTRACE_EVENT_STOP, which the C library does not name everywhere.
+const EVENT_STOP: i32 = 128;
+const SYSCALL_STOP: i32 = libc::SIGTRAP | 0x80;
+
+const OPTION_SYSGOOD: usize = 1;
+const OPTION_EXEC: usize = 1 << 4;
+const OPTION_SUSPEND_SECCOMP: usize = 1 << 21;
+
+const SEIZE: u32 = 0x4206;
+const INTERRUPT: u32 = 0x4207;
+const GETREGSET: u32 = 0x4204;
+const SETREGSET: u32 = 0x4205;
+const GETSIGMASK: u32 = 0x420a;
+const SETSIGMASK: u32 = 0x420b;
+const GET_RSEQ_CONFIGURATION: u32 = 0x420f;
+const GET_SYSCALL_USER_DISPATCH: u32 = 0x4211;
+
+/// `struct ptrace_rseq_configuration`.
+#[repr(C)]
+#[derive(Default)]
+struct RseqConfiguration {
+    pointer: u64,
+    size: u32,
+    signature: u32,
+    flags: u32,
+    pad: u32,
+}
+
+/// `struct ptrace_sud_config`.
+#[repr(C)]
+#[derive(Default)]
+struct UserDispatch {
+    mode: u64,
+    selector: u64,
+    offset: u64,
+    len: u64,
+}
+
+/// Why a thread reports to its tracer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// PTRACE_EVENT_STOP: within `get_signal`, before it returns to user mode. By interruption or by group stop.
+    Trap,
+    /// Entry to or exit from a system call.
+    Syscall,
+    /// A signal is about to be delivered.
+    Signal(i32),
+    /// Another event: of those asked for only exec.
+    Exec,
+    /// The thread has ended, or is no longer ours because another thread's exec took its number.
+    Ended,
+}
+
+/// A thread that the calling thread traces.
+#[derive(Clone, Copy, Debug)]
+pub struct Thread(i32);
+
+impl Thread {
+    /// Begin to trace a thread without stopping it.
+    pub fn seize(tid: i32, suspend_seccomp: bool) -> io::Result<Self> {
+        let seccomp = if suspend_seccomp { OPTION_SUSPEND_SECCOMP } else { 0 };
+        let thread = Self(tid);
+        thread.request(SEIZE, 0, OPTION_SYSGOOD | OPTION_EXEC | seccomp)?;
+        Ok(thread)
+    }
+
+    /// A request whose `data` is a number, or the address of what the caller keeps alive and of the right size.
+    fn request(self, request: u32, address: usize, data: usize) -> io::Result<()> {
+        // SAFETY: of the requests made here only those of the functions below that say so write to this process: to a
+        // buffer that they pass by its address with its length and that outlives the call. What is written to the
+        // tracee is no memory of this process.
+        let answer = unsafe { libc::ptrace(request as _, self.0, address, data) };
+        if answer == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Have it trap before it next returns to user mode.
+    pub fn interrupt(self) -> io::Result<()> {
+        self.request(INTERRUPT, 0, 0)
+    }
+
+    /// Let it run to the next system call's entry or exit, delivering a signal (0: none).
+    pub fn run_to_syscall(self, signal: i32) -> io::Result<()> {
+        self.request(libc::PTRACE_SYSCALL as u32, 0, signal as usize)
+    }
+
+    /// Let it run, delivering a signal (0: none).
+    pub fn run(self, signal: i32) -> io::Result<()> {
+        self.request(libc::PTRACE_CONT as u32, 0, signal as usize)
+    }
+
+    /// Let it go.
+    pub fn detach(self) -> io::Result<()> {
+        self.request(libc::PTRACE_DETACH as u32, 0, 0)
+    }
+
+    /// A register set into `buffer`; how many bytes of it the kernel filled.
+    pub fn register_set(self, set: usize, buffer: &mut [u8]) -> io::Result<usize> {
+        let mut vector = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+        self.request(GETREGSET, set, (&raw mut vector) as usize)?;
+        Ok(vector.iov_len)
+    }
+
+    /// Write a register set.
+    pub fn set_register_set(self, set: usize, bytes: &[u8]) -> io::Result<()> {
+        // The kernel reads only what the vector points to.
+        let mut vector = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+        self.request(SETREGSET, set, (&raw mut vector) as usize)
+    }
+
+    /// The signal mask that the thread has outside of a call that replaces it for its duration (ppoll(2)).
+    pub fn signal_mask(self) -> io::Result<u64> {
+        let mut mask = 0_u64;
+        self.request(GETSIGMASK, size_of::<u64>(), (&raw mut mask) as usize)?;
+        Ok(mask)
+    }
+
+    /// Set the signal mask; a mask to come back from is forgotten with it.
+    pub fn set_signal_mask(self, mask: u64) -> io::Result<()> {
+        self.request(SETSIGMASK, size_of::<u64>(), (&raw const mask) as usize)
+    }
+
+    /// Where the thread's `struct rseq` lies; nothing if it has none or the kernel (before 5.13) does not tell.
+    pub fn rseq(self) -> Option<u64> {
+        let mut configuration = RseqConfiguration::default();
+        let size = size_of::<RseqConfiguration>();
+        self.request(GET_RSEQ_CONFIGURATION, size, (&raw mut configuration) as usize).ok()?;
+        (configuration.pointer != 0).then_some(configuration.pointer)
+    }
+
+    /// Whether the program dispatches system calls itself (`PR_SET_SYSCALL_USER_DISPATCH`).
+    pub fn dispatches_syscalls(self) -> bool {
+        let mut dispatch = UserDispatch::default();
+        let size = size_of::<UserDispatch>();
+        // A kernel that does not tell (before 6.4) may still have it; emulators of other systems are its only users.
+        self.request(GET_SYSCALL_USER_DISPATCH, size, (&raw mut dispatch) as usize).is_ok() && dispatch.mode != 0
+    }
+
+    /// Wait until it reports, at most until `deadline`.
+    pub fn wait(self, deadline: Instant) -> io::Result<Option<Stop>> {
+        let mut polls = 0_u32;
+        loop {
+            let mut status = 0;
+            // SAFETY: `status` is a valid place for the status.
+            let answer = unsafe { libc::waitpid(self.0, &raw mut status, libc::__WALL | libc::WNOHANG) };
+            match answer {
+                0 => {}
+                -1 => match Errno::from_io_error(&io::Error::last_os_error()) {
+                    Some(Errno::INTR) => {}
+                    Some(Errno::CHILD) => return Ok(Some(Stop::Ended)),
+                    _ => return Err(io::Error::last_os_error()),
+                },
+                _ => return Ok(Some(classify(status))),
+            }
+            if Instant::now() >= deadline {
+                return Ok(None);
+            }
+            // The stop is a matter of microseconds once the thread runs; yielding lets it run where it has no other
+            // processor. After some milliseconds it is not about to come, and this need not burn one.
+            polls += 1;
+            if polls < 2000 {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(Duration::from_micros(200));
+            }
+        }
+    }
+}
+
+fn classify(status: i32) -> Stop {
+    if !libc::WIFSTOPPED(status) {
+        return Stop::Ended;
+    }
+    match (libc::WSTOPSIG(status), status >> 16) {
+        (_, EVENT_STOP) => Stop::Trap,
+        (SYSCALL_STOP, 0) => Stop::Syscall,
+        (signal, 0) => Stop::Signal(signal),
+        _ => Stop::Exec,
+    }
+}

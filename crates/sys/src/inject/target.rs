@@ -1,0 +1,288 @@
+//! What is found out about a process before a thread of it is stopped, and read again while one is.
+//!
+//! A process is given by an open directory of it below `/proc`, which belongs to it for good. Its memory is reached
+//! through `/proc/PID/mem`, held open: that belongs to the address space and answers with nothing once that was left by
+//! exit or exec.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{Dir, FlockOperation, Mode, OFlags, flock, openat};
+use rustix::io::Errno;
+
+use super::{Error, Home, arch, failed};
+
+/// How long to wait for one thread of several before the next is tried, and for the only or the main one.
+const SHORT: Duration = Duration::from_millis(20);
+const LONG: Duration = Duration::from_millis(1000);
+/// How many threads are tried.
+const TRIES: usize = 8;
+/// How long to wait while another tracer holds the process: one of ours lets go within milliseconds.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// PF_KTHREAD (include/linux/sched.h).
+const KERNEL_THREAD: u64 = 0x0020_0000;
+
+/// Bytes of code that are read at once, and how much of them is read twice so that nothing is missed between.
+const CHUNK: usize = 1 << 20;
+const OVERLAP: usize = 16;
+
+/// A process that is to be visited.
+#[derive(Debug)]
+pub struct Target {
+    directory: OwnedFd,
+    pid: i32,
+    pub(super) memory: File,
+    home: Home,
+}
+
+/// A line of `/proc/PID/maps`.
+struct Mapping<'a> {
+    start: u64,
+    end: u64,
+    permissions: &'a str,
+    inode: u64,
+    name: &'a str,
+}
+
+fn mapping(line: &str) -> Option<Mapping<'_>> {
+    let mut fields = line.splitn(6, ' ');
+    let (start, end) = fields.next()?.split_once('-')?;
+    let permissions = fields.next()?;
+    let inode = fields.nth(2)?.parse().ok()?;
+    let name = fields.next().unwrap_or_default().trim_start();
+    let address = |text| u64::from_str_radix(text, 16).ok();
+    Some(Mapping { start: address(start)?, end: address(end)?, permissions, inode, name })
+}
+
+/// The value of a line of `/proc/PID/status`.
+fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
+    status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
+}
+
+fn number<T: std::str::FromStr>(status: &str, name: &str) -> Option<T> {
+    field(status, name)?.parse().ok()
+}
+
+impl Target {
+    /// Find out whether and how a process can be visited. `directory` is its open directory below `/proc`, `pid` the
+    /// number it has there.
+    ///
+    /// # Errors
+    /// Why it cannot. Nothing has been done to it.
+    pub fn new(directory: impl AsFd, pid: i32) -> Result<Self, Error> {
+        let directory = directory.as_fd().try_clone_to_owned().map_err(failed("holding its directory"))?;
+        let status = text(&directory, "status")?;
+        if number(&status, "Tgid") == Some(std::process::id()) {
+            return Err(Error::Unsupported("a process cannot trace itself".to_owned()));
+        }
+        let stat = text(&directory, "stat")?;
+        let flags =
+            stat.rsplit(')').next().and_then(|rest| rest.split(' ').nth(7)).and_then(|flags| flags.parse().ok());
+        if flags.is_some_and(|flags: u64| flags & KERNEL_THREAD != 0) {
+            return Err(Error::Unsupported("it is a thread of the kernel".to_owned()));
+        }
+        let features = field(&status, "x86_Thread_features").unwrap_or_default();
+        if features.split(' ').any(|feature| feature == "shstk") {
+            return Err(Error::Unsupported("it runs with a shadow stack".to_owned()));
+        }
+        let memory = openat(&directory, "mem", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map(File::from);
+        let memory = memory.map_err(|errno| match errno {
+            Errno::NOENT | Errno::SRCH => Error::Gone,
+            Errno::PERM | Errno::ACCESS => Error::Denied("tracing it needs its owner or CAP_SYS_PTRACE".to_owned()),
+            _ => Error::Failed(format!("opening its memory: {errno}")),
+        })?;
+        let maps = text(&directory, "maps")?;
+        let home = find_home(&memory, &maps)?;
+        Ok(Self { directory, pid, memory, home })
+    }
+
+    /// Held while a thread of it is visited, so that no two of ours share its stack.
+    pub(super) fn lock(&self) -> Result<File, Error> {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        let file = openat(&self.directory, "maps", flags, Mode::empty()).map_err(|_| Error::Gone)?;
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => return Ok(File::from(file)),
+                Err(Errno::WOULDBLOCK) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(1)),
+                Err(Errno::WOULDBLOCK) => return Err(Error::Busy("another pagefold is at it".to_owned())),
+                Err(errno) => return Err(failed("locking it")(errno.into())),
+            }
+        }
+    }
+
+    /// The threads to try, with how long each may take to stop: the main one first. One that has ended cannot.
+    pub(super) fn candidates(&self) -> Result<Vec<(i32, Duration)>, Error> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let handle = openat(&self.directory, "task", flags, Mode::empty()).map_err(|_| Error::Gone)?;
+        let mut threads = Vec::new();
+        for entry in Dir::new(handle).map_err(|_| Error::Gone)?.flatten() {
+            if let Some(tid) = entry.file_name().to_str().ok().and_then(|name| name.parse().ok()) {
+                threads.push(tid);
+            }
+        }
+        threads.sort_by_key(|&tid: &i32| (tid != self.pid, tid));
+        threads.retain(|tid| {
+            let status = text(&self.directory, &format!("task/{tid}/status")).unwrap_or_default();
+            field(&status, "State").is_some_and(|state| !state.starts_with(['Z', 'X']))
+        });
+        threads.truncate(TRIES);
+        let Some(&first) = threads.first() else { return Err(Error::Gone) };
+        let mut tries: Vec<_> = threads.iter().map(|&tid| (tid, SHORT)).collect();
+        tries.push((first, LONG));
+        if threads.len() == 1 {
+            tries.remove(0);
+        }
+        Ok(tries)
+    }
+
+    pub(super) fn has_thread(&self, tid: i32) -> bool {
+        text(&self.directory, &format!("task/{tid}/stat")).is_ok()
+    }
+
+    /// Whether seccomp has to be suspended for a thread.
+    pub(super) fn needs_seccomp_suspended(&self, tid: i32) -> Result<bool, Error> {
+        let status = text(&self.directory, &format!("task/{tid}/status"))?;
+        match number(&status, "Seccomp") {
+            Some(0) | None => Ok(false),
+            Some(1) => Err(Error::Unsupported("it runs under strict seccomp".to_owned())),
+            Some(_) => Ok(true),
+        }
+    }
+
+    /// Whether the process runs under seccomp.
+    ///
+    /// # Errors
+    /// `Gone` when it ended.
+    pub fn is_filtered(&self) -> Result<bool, Error> {
+        Ok(number(&text(&self.directory, "status")?, "Seccomp").is_some_and(|mode: u32| mode != 0))
+    }
+
+    /// Why a thread could not be seized.
+    pub(super) fn why_not_seized(&self, tid: i32, suspend_seccomp: bool, error: &io::Error) -> Error {
+        let Ok(status) = text(&self.directory, &format!("task/{tid}/status")) else { return Error::Gone };
+        let tracer = number(&status, "TracerPid").unwrap_or(0);
+        match error.raw_os_error() {
+            Some(libc::ESRCH) => Error::Gone,
+            _ if tracer != 0 => Error::Traced(tracer),
+            Some(libc::EPERM | libc::EINVAL) if suspend_seccomp => Error::Denied(
+                "it runs under a seccomp filter, which only CAP_SYS_ADMIN may suspend, on a kernel with \
+                 CONFIG_CHECKPOINT_RESTORE"
+                    .to_owned(),
+            ),
+            Some(libc::EPERM) => Error::Denied("tracing it needs its owner or CAP_SYS_PTRACE".to_owned()),
+            _ => Error::Failed(format!("seizing thread {tid}: {error}")),
+        }
+    }
+
+    /// Where the code lies, if it still does.
+    pub(super) fn verified_home(&self) -> Result<Home, Error> {
+        let mut stub = [0; 16];
+        let mut landing = [0; 16];
+        let landing_at = arch::landing_code(self.home.landing);
+        let both = self.memory.read_exact_at(&mut stub, self.home.stub);
+        both.and_then(|()| self.memory.read_exact_at(&mut landing, landing_at)).map_err(|_| Error::Gone)?;
+        if arch::is_home(&stub, &landing) { Ok(self.home) } else { Err(Error::Gone) }
+    }
+
+    /// Where a thread that was stopped within a restartable sequence has to go on: the kernel forgets the sequence once
+    /// it sees the thread elsewhere (kernel/rseq.c, `rseq_ip_fixup`), so what preemption would do has to be done.
+    pub(super) fn rseq_abort(&self, rseq: u64, ip: u64) -> Option<u64> {
+        let read = |at: u64| {
+            let mut bytes = [0; 8];
+            self.memory.read_exact_at(&mut bytes, at).ok()?;
+            Some(u64::from_le_bytes(bytes))
+        };
+        // `struct rseq` has `rseq_cs` at 8; `struct rseq_cs` is version and flags, start_ip, post_commit_offset, abort_ip.
+        let sequence = read(rseq + 8)?;
+        if sequence == 0 {
+            return None;
+        }
+        let (start, length, abort) = (read(sequence + 8)?, read(sequence + 16)?, read(sequence + 24)?);
+        (ip.wrapping_sub(start) < length).then_some(abort)
+    }
+
+    /// Where on the main stack so many bytes can be written without anybody noticing, 64-byte aligned, and what is
+    /// there.
+    ///
+    /// That is where nobody has been yet: the lowest part of `[stack]` that holds zeros only. Programs that run
+    /// elsewhere (Go, coroutines) have one, too, and their own small stacks are never touched. Where the stack has been
+    /// in use down to its end, it is below the stack pointer of a thread that runs there.
+    pub(super) fn room_on_stack(&self, stack_pointer: u64, bytes: usize) -> Result<(u64, Vec<u8>), Error> {
+        /// How far up to look.
+        const REACH: u64 = 64 << 10;
+        let maps = text(&self.directory, "maps")?;
+        let stack = maps.lines().rev().filter_map(mapping).find(|mapping| mapping.name == "[stack]");
+        let none = || Error::Unsupported("it has no room left on its main stack".to_owned());
+        let stack = stack.filter(|stack| stack.permissions.starts_with("rw")).ok_or_else(none)?;
+        let on_stack = (stack.start..stack.end).contains(&stack_pointer);
+        let top = if on_stack { stack_pointer - arch::RED_ZONE } else { stack.end };
+        let len = bytes as u64;
+        let mut before = vec![0; bytes];
+        let mut read = |base: u64| self.memory.read_exact_at(&mut before, base).map(|()| before.clone());
+        let mut base = stack.start.next_multiple_of(64);
+        while base + len <= top.min(stack.start + REACH) {
+            let found = read(base).map_err(failed("reading its stack"))?;
+            match found.iter().rposition(|&byte| byte != 0) {
+                None => return Ok((base, found)),
+                Some(used) => base = (base + used as u64 + 1).next_multiple_of(64),
+            }
+        }
+        let below = top.checked_sub(len).map(|base| base & !63);
+        let below = below.filter(|&base| on_stack && base >= stack.start).ok_or_else(none)?;
+        read(below).map(|found| (below, found)).map_err(failed("reading its stack"))
+    }
+}
+
+/// A file of the process. `Gone` when it is.
+fn text(directory: &OwnedFd, file: &str) -> Result<String, Error> {
+    let mut bytes = Vec::new();
+    let file = openat(directory, file, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map(File::from);
+    match file.map_err(io::Error::from).and_then(|mut file| file.read_to_end(&mut bytes)) {
+        Ok(_) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Err(Error::Gone),
+        Err(error) => Err(failed("reading what it is")(error)),
+    }
+}
+
+/// Look for the code in the target's libraries and its program.
+fn find_home(memory: &File, maps: &str) -> Result<Home, Error> {
+    let code = maps.lines().filter_map(mapping).filter(|mapping| {
+        let vdso = arch::STUB_IN_VDSO && mapping.name == "[vdso]";
+        mapping.permissions.starts_with("r-xp") && (mapping.inode != 0 || vdso)
+    });
+    let mut code: Vec<Mapping<'_>> = code.collect();
+    if code.is_empty() {
+        return Err(Error::Gone);
+    }
+    // A program of gigabytes need not be searched when the C library is there.
+    code.sort_by_key(|mapping| {
+        let file = mapping.name.rsplit('/').next().unwrap_or_default();
+        !(file.starts_with("libc") || file.starts_with("ld-musl") || file == "[vdso]")
+    });
+    let (mut stub, mut landing) = (None, None);
+    let mut buffer = vec![0; CHUNK + OVERLAP];
+    for mapping in &code {
+        let mut start = mapping.start;
+        while start < mapping.end {
+            let len = (mapping.end - start).min(buffer.len() as u64) as usize;
+            // What cannot be read, beyond the end of a file that was cut, holds no code.
+            if memory.read_exact_at(&mut buffer[..len], start).is_ok() {
+                let (stub_at, landing_at) = arch::find(&buffer[..len]);
+                stub = stub.or(stub_at.map(|at| start + at as u64));
+                landing = landing.or(landing_at.map(|at| start + at as u64));
+                if let (Some(stub), Some(landing)) = (stub, landing) {
+                    return Ok(Home { stub, landing });
+                }
+            }
+            start += CHUNK as u64;
+        }
+    }
+    Err(Error::Unsupported(
+        "its code has no return from signal handlers, through which it could heal itself".to_owned(),
+    ))
+}

@@ -1,0 +1,265 @@
+//! x86-64: registers, the signal frame, and the code that a thread is parked at.
+//!
+//! Mirrors arch/x86/kernel/signal_64.c, arch/x86/kernel/fpu/signal.c, arch/x86/include/uapi/asm/sigcontext.h and the
+//! restart of system calls in arch/x86/kernel/signal.c (6.18). Limits: needs a processor with XSAVE; threads in 32-bit
+//! or x32 code, or with a shadow stack, are refused.
+
+use std::arch::x86_64::__cpuid_count;
+use std::io;
+
+use super::ptrace::Thread;
+use super::{Error, Home, failed};
+
+const NT_PRSTATUS: usize = 1;
+const NT_X86_XSTATE: usize = 0x202;
+
+/// Number of `rt_sigreturn`.
+pub const SIGRETURN: i64 = 15;
+/// Bytes below the stack pointer that belong to the running function (System V ABI, 3.2.2).
+pub const RED_ZONE: u64 = 128;
+/// Whether the kernel's own code, `[vdso]`, may hold the stub.
+pub const STUB_IN_VDSO: bool = false;
+
+/// `mov $15,%rax; syscall`: what every C library's `restore_rt` and Go's `sigreturn` consist of.
+const STUB: [u8; 9] = [0x48, 0xc7, 0xc0, 0x0f, 0x00, 0x00, 0x00, 0x0f, 0x05];
+/// `ret` behind `syscall`, and behind `xor %eax,%eax`.
+const LANDINGS: [[u8; 3]; 2] = [[0x0f, 0x05, 0xc3], [0x31, 0xc0, 0xc3]];
+
+const USER_CS: u64 = 0x33;
+const X32_BIT: u64 = 1 << 30;
+
+/// `struct rt_sigframe`: the return address, `struct ucontext`, `siginfo`.
+const UCONTEXT: usize = 8;
+const SIGCONTEXT: usize = UCONTEXT + 40;
+const SIGMASK: usize = SIGCONTEXT + 256;
+const FRAME: usize = SIGMASK + 8 + 128;
+/// UC_FP_XSTATE | UC_SIGCONTEXT_SS | UC_STRICT_RESTORE_SS.
+const UC_FLAGS: u64 = 7;
+/// No mode of an alternate stack, which `sigreturn` therefore leaves alone.
+const SS_FLAGS_NONE: u64 = 3;
+
+const SW_RESERVED: usize = 464;
+const XSTATE_HEADER: usize = 512;
+const MAGIC1: u32 = 0x4650_5853;
+const MAGIC2: u32 = 0x4650_5845;
+/// x87 and SSE, which the kernel always marks as present.
+const FPSSE: u64 = 3;
+/// XFEATURE_XTILE_DATA, for which a thread has room only once it used it.
+const TILE_DATA: u64 = 1 << 18;
+
+const ERESTARTSYS: i64 = -512;
+const ERESTARTNOINTR: i64 = -513;
+const ERESTARTNOHAND: i64 = -514;
+const ERESTART_RESTARTBLOCK: i64 = -516;
+
+/// System calls that answer EINTR to a thread that was merely stopped, where others are restarted (signal(7),
+/// "Interruption of system calls and library functions by stop signals"): semop, rt_sigtimedwait, io_getevents,
+/// semtimedop, epoll_wait, epoll_pwait, io_pgetevents, epoll_pwait2. None has done anything when it answers so.
+const INTERRUPTED_BY_STOP: [u64; 8] = [65, 128, 208, 220, 232, 281, 333, 441];
+
+/// General registers, as NT_PRSTATUS has them.
+pub type Registers = libc::user_regs_struct;
+
+const REGISTER_BYTES: usize = size_of::<Registers>();
+
+/// All that a thread has in its processor.
+#[derive(Clone)]
+pub struct State {
+    pub registers: Registers,
+    vectors: Vec<u8>,
+}
+
+/// Positions of the stub and of the landing in code: each where there is one.
+pub fn find(code: &[u8]) -> (Option<usize>, Option<usize>) {
+    let stub = code.windows(STUB.len()).position(|window| window == STUB);
+    let landing = code.windows(3).position(|window| LANDINGS.iter().any(|landing| window == landing));
+    // The landing is the `ret`; the two bytes before it are where a restarted call comes back to.
+    (stub, landing.map(|position| position + 2))
+}
+
+/// Whether the code is still what was found.
+pub fn is_home(stub: &[u8; 16], landing: &[u8; 16]) -> bool {
+    stub.starts_with(&STUB) && LANDINGS.iter().any(|code| landing.starts_with(code))
+}
+
+/// Where to read the code that [`is_home`] looks at.
+pub fn landing_code(landing: u64) -> u64 {
+    landing - 2
+}
+
+pub fn registers(thread: Thread) -> io::Result<Registers> {
+    let mut bytes = [0; REGISTER_BYTES];
+    let filled = thread.register_set(NT_PRSTATUS, &mut bytes)?;
+    if filled != REGISTER_BYTES {
+        return Err(io::Error::from_raw_os_error(libc::ENOEXEC));
+    }
+    // SAFETY: both are 27 plain 64-bit numbers, for which every bit pattern is valid.
+    Ok(unsafe { std::mem::transmute::<[u8; REGISTER_BYTES], Registers>(bytes) })
+}
+
+pub fn set_registers(thread: Thread, registers: &Registers) -> io::Result<()> {
+    // SAFETY: 27 64-bit numbers have no padding.
+    let bytes = unsafe { std::mem::transmute::<Registers, [u8; REGISTER_BYTES]>(*registers) };
+    thread.set_register_set(NT_PRSTATUS, &bytes)
+}
+
+impl State {
+    pub fn save(thread: Thread) -> Result<Self, Error> {
+        let registers = registers(thread).map_err(|error| match error.raw_os_error() {
+            Some(libc::ENOEXEC) => Error::Unsupported("it is a 32-bit program".to_owned()),
+            _ => failed("reading its registers")(error),
+        })?;
+        let called = (registers.orig_rax as i64 >= 0).then_some(registers.orig_rax);
+        if registers.cs != USER_CS || called.is_some_and(|number| number & X32_BIT != 0) {
+            return Err(Error::Unsupported("it runs 32-bit code".to_owned()));
+        }
+        let mut vectors = vec![0; 64 << 10];
+        let filled =
+            thread.register_set(NT_X86_XSTATE, &mut vectors).map_err(failed("reading its vector registers"))?;
+        vectors.truncate(filled);
+        if filled < XSTATE_HEADER + 64 {
+            return Err(Error::Unsupported("this processor has no XSAVE".to_owned()));
+        }
+        Ok(Self { registers, vectors })
+    }
+
+    pub fn stack_pointer(&self) -> u64 {
+        self.registers.rsp
+    }
+
+    /// The instruction it is at, unless it is in a system call.
+    pub fn user_ip(&self) -> Option<u64> {
+        ((self.registers.orig_rax as i64) < 0).then_some(self.registers.rip)
+    }
+
+    pub fn set_ip(&mut self, ip: u64) {
+        self.registers.rip = ip;
+    }
+
+    /// A call that answers EINTR because of the stop is to be restarted instead.
+    pub fn forgive_interruption(&mut self) {
+        let registers = &mut self.registers;
+        let interrupted = registers.rax as i64 == -i64::from(libc::EINTR);
+        if interrupted && INTERRUPTED_BY_STOP.contains(&registers.orig_rax) {
+            registers.rax = ERESTARTNOHAND as u64;
+        }
+    }
+
+    /// The registers with which it goes on from user mode: a call that the kernel would restart begins anew.
+    fn resumed(&self) -> Registers {
+        let mut registers = self.registers;
+        let in_call = registers.orig_rax as i64 >= 0;
+        if in_call && is_restart(registers.rax as i64) {
+            registers.rax = registers.orig_rax;
+            registers.rip -= 2;
+        }
+        registers
+    }
+
+    /// How many bytes [`State::frame`] has at most.
+    pub fn frame_bytes(&self) -> usize {
+        8 + FRAME + 64 + self.vectors.len() + 8
+    }
+
+    /// What is to be written at `base`, 64-byte aligned, so that a thread that [`parked`] stands at the stub comes back
+    /// to this state by itself, with that signal mask.
+    pub fn frame(&self, base: u64, mask: u64, home: Home) -> Vec<u8> {
+        let mut bytes = vec![0; self.frame_bytes()];
+        let vectors = (8 + FRAME).next_multiple_of(64);
+        let registers = self.resumed();
+        let frame = 8;
+        let mut put = |at: usize, value: u64| bytes[frame + at..frame + at + 8].copy_from_slice(&value.to_le_bytes());
+        put(0, home.stub);
+        put(UCONTEXT, UC_FLAGS);
+        put(UCONTEXT + 24, SS_FLAGS_NONE);
+        let r = &registers;
+        let general = [
+            r.r8, r.r9, r.r10, r.r11, r.r12, r.r13, r.r14, r.r15, r.rdi, r.rsi, r.rbp, r.rbx, r.rdx, r.rax, r.rcx,
+            r.rsp, r.rip, r.eflags,
+        ];
+        for (position, value) in general.into_iter().enumerate() {
+            put(SIGCONTEXT + position * 8, value);
+        }
+        put(SIGCONTEXT + 144, r.cs | r.ss << 48);
+        put(SIGCONTEXT + 168, mask);
+        put(SIGCONTEXT + 184, base + vectors as u64);
+        put(SIGMASK, mask);
+        self.put_vectors(&mut bytes[vectors..]);
+        bytes
+    }
+
+    /// The XSAVE area as `sigreturn` wants it.
+    fn put_vectors(&self, area: &mut [u8]) {
+        area[..self.vectors.len()].copy_from_slice(&self.vectors);
+        let number = |at: usize| u64::from_le_bytes(self.vectors[at..at + 8].try_into().expect("eight bytes"));
+        let (all, used) = (number(SW_RESERVED), number(XSTATE_HEADER) | FPSSE);
+        // ptrace shows the largest state any thread may have. A thread that never used tiles has no room for them, and
+        // `sigreturn` takes no more than the thread has room for.
+        let restored = if used & TILE_DATA == 0 { all & !TILE_DATA } else { all };
+        let size = xstate_bytes(restored).min(self.vectors.len());
+        area[XSTATE_HEADER..XSTATE_HEADER + 8].copy_from_slice(&used.to_le_bytes());
+        let software = [MAGIC1, size as u32 + 4, restored as u32, (restored >> 32) as u32, size as u32, 0];
+        area[SW_RESERVED..SW_RESERVED + 48].fill(0);
+        for (position, word) in software.into_iter().enumerate() {
+            area[SW_RESERVED + position * 4..][..4].copy_from_slice(&word.to_le_bytes());
+        }
+        // Kernels look for the second mark behind the stated size, those of 6.14 to 6.18 behind the room that the
+        // thread has, which may be the full one although it uses less now.
+        for at in [size, self.vectors.len()] {
+            area[at..at + 4].copy_from_slice(&MAGIC2.to_le_bytes());
+        }
+    }
+}
+
+/// The size of the standard format for these features (Intel SDM vol. 1, 13.4.3).
+fn xstate_bytes(features: u64) -> usize {
+    let extended = (2..63).filter(|feature| features >> feature & 1 == 1).map(|feature| {
+        let leaf = __cpuid_count(0xd, feature);
+        (leaf.eax + leaf.ebx) as usize
+    });
+    extended.max().unwrap_or(0).max(XSTATE_HEADER + 64)
+}
+
+/// Whether the kernel means to restart the call that came to this.
+pub fn is_restart(result: i64) -> bool {
+    matches!(result, ERESTARTSYS | ERESTARTNOINTR | ERESTARTNOHAND | ERESTART_RESTARTBLOCK)
+}
+
+/// At the stub: the next instructions are `rt_sigreturn` of the frame at `base`.
+pub fn parked(state: &State, base: u64, home: Home) -> Registers {
+    let mut registers = state.registers;
+    registers.rip = home.stub;
+    registers.rsp = base + 16;
+    registers.orig_rax = u64::MAX;
+    registers.rax = 0;
+    registers
+}
+
+/// Whether a thread that stopped is at the entry of the stub's own call.
+pub fn is_at_entry(registers: &Registers, home: Home) -> bool {
+    registers.orig_rax as i64 == SIGRETURN && registers.rip == home.stub + STUB.len() as u64
+}
+
+/// Turn the call that a thread is at the entry of into another, that comes back to the landing: its `ret` goes to the
+/// stub, whose address is the first word of the frame. If the kernel restarts the call it is from two bytes before.
+pub fn set_call(
+    thread: Thread,
+    parked: &Registers,
+    base: u64,
+    home: Home,
+    number: i64,
+    arguments: [u64; 6],
+) -> io::Result<()> {
+    let mut registers = *parked;
+    registers.orig_rax = number as u64;
+    [registers.rdi, registers.rsi, registers.rdx, registers.r10, registers.r8, registers.r9] = arguments;
+    registers.rip = home.landing;
+    registers.rsp = base + 8;
+    // The kernel has this in place at the entry of a call.
+    registers.rax = -i64::from(libc::ENOSYS) as u64;
+    set_registers(thread, &registers)
+}
+
+pub fn result(registers: &Registers) -> i64 {
+    registers.rax as i64
+}
