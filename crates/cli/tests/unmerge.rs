@@ -133,9 +133,12 @@ impl<Line> Drop for Lab<Line> {
     }
 }
 
-/// The ranges of a process that are at least so large, with whether they are marked for KSM.
-fn regions(pid: u32, least: u64) -> Result<Vec<(u64, u64, bool)>, Box<dyn Error>> {
-    let mut regions: Vec<(u64, u64, bool)> = Vec::new();
+/// Where a region begins and ends, and whether it is marked for KSM.
+type Marked = (u64, u64, bool);
+
+/// The regions of a process that are at least so large.
+fn regions(pid: u32, least: u64) -> Result<Vec<Marked>, Box<dyn Error>> {
+    let mut regions: Vec<Marked> = Vec::new();
     for line in fs::read_to_string(format!("/proc/{pid}/smaps"))?.lines() {
         if let Some(flags) = line.strip_prefix("VmFlags:") {
             regions.last_mut().ok_or("flags of nothing")?.2 = flags.split(' ').any(|flag| flag == "mg");
@@ -234,6 +237,17 @@ fn a_guest_is_withdrawn_by_its_socket_and_the_copies_are_those_predicted() -> Ou
     assert!(after.iter().any(|&(start, end, marked)| (start, end, marked) == (ram.0, ram.1, false)), "{after:?}");
     assert_eq!(checksum(first.pid, ram.0, ram.1)?, before);
     assert!(regions(second.pid, 112 * MIB)?.iter().any(|region| region.2), "the other guest stays enrolled");
+
+    // Firmware and video memory are no backend's: they are told, and a second time reached from within.
+    assert!(guest["beside_pages"].as_u64() > Some(0), "{guest}");
+    let (status, again) = report(&["--vm", "apart-0"])?;
+    assert_eq!(
+        (status, &again["outcome"], &again["processes"][0]["way"]),
+        (Some(0), &"done".into(), &"regions".into()),
+        "{again}"
+    );
+    assert!(regions(first.pid, 0)?.iter().all(|region| !region.2));
+    assert_eq!(qmp(first, "query-status")?["return"]["status"], "paused");
     Ok(())
 }
 

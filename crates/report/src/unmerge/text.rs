@@ -236,3 +236,56 @@ fn notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
     }
     notes
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::unmerge::PartsReport;
+    use pagefold_model::guard::{Limit, Need, Place, Room, Rule, judge};
+    use pagefold_model::{PageSize, Pages};
+
+    /// A report on 16 MiB that are needed in `/vms`, of which there is a half.
+    fn report(outcome: &'static str, swap: u64, forced: bool) -> UnmergeReport {
+        let limit =
+            |place, rule, room| Limit { place, rule, limit: Bytes(1 << 30), room: Bytes(room), swap: Bytes(swap) };
+        let limits = vec![
+            limit(Place::Host, Rule::Available, 1 << 30),
+            limit(Place::Cgroup("/vms\u{1b}[2J".to_owned()), Rule::High, 8 << 20),
+        ];
+        let need = Need::of(Some("/vms\u{1b}[2J"), Pages(4096), Pages(1024));
+        let page = PageSize::new(4096).unwrap();
+        UnmergeReport {
+            schema: "pagefold.unmerge/1",
+            host: "this host".to_owned(),
+            page_size: 4096,
+            seconds: 0.0,
+            outcome,
+            guard: GuardReport::of(&judge(&need, &Room { limits, unknown: Vec::new() }, page)),
+            parts: PartsReport { all: 3, fit: 1 },
+            stopped: None,
+            forced,
+            interrupted: false,
+            taken: None,
+            processes: Vec::new(),
+            not_enrolled: 2,
+            not_seen: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_refusal_names_what_binds_and_what_can_be_done() {
+        let text = render(&report("refused", 0, false), 10, "", Style::default());
+        let text = text.replace('\n', " ");
+        assert!(text.contains("memory.high of /vms\\u{1b}[2J leaves 8.00 MiB. Nothing was changed."), "{text}");
+        assert!(text.contains("`--staged` would withdraw 1 of 3 parts now"), "{text}");
+        let text = render(&report("refused", 8 << 20, false), 10, "", Style::default());
+        assert!(text.contains("the rest would be swapped out"), "{text}");
+    }
+
+    #[test]
+    fn force_says_what_may_happen() {
+        let text = render(&report("done", 0, true), 10, "", Style::default());
+        assert!(text.contains("Forced past memory.high of /vms\\u{1b}[2J: its processes are throttled."), "{text}");
+        assert!(!text.contains("MemAvailable of"), "{text}");
+    }
+}
