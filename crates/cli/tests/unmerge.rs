@@ -200,11 +200,12 @@ fn a_guest_is_withdrawn_by_its_socket_and_the_copies_are_those_predicted() -> Ou
     if let Some(why) = missing() {
         return skipped(&why);
     }
-    let fleet: Lab<Guest> = Lab::start(None, &[&FLEET[..], &["--names", "apart"]].concat())?;
+    // Held from before they boot: ksmd does not settle while guests boot that are enrolled.
     let ksm = match Ksm::take() {
         Ok(ksm) => ksm,
         Err(why) => return skipped(&why),
     };
+    let fleet: Lab<Guest> = Lab::start(None, &[&FLEET[..], &["--names", "apart"]].concat())?;
     let [first, second] = &fleet.lines[..] else { return Err("two guests".into()) };
     // So that what they hold stays what it is.
     for guest in [first, second] {
@@ -256,6 +257,11 @@ fn a_socket_that_is_held_or_a_stranger_s_is_left_alone() -> Outcome {
     if let Some(why) = missing() {
         return skipped(&why);
     }
+    // Held from before they boot: ksmd does not settle while guests boot that are enrolled.
+    let _ksm = match Ksm::take() {
+        Ok(ksm) => ksm,
+        Err(why) => return skipped(&why),
+    };
     let fleet: Lab<Guest> = Lab::start(None, &[&FLEET[..], &["--names", "held"]].concat())?;
     let [first, second] = &fleet.lines[..] else { return Err("two guests".into()) };
     let (status, _, error) = unmerge(&["--vm", "held-0", "--qmp", &second.qmp])?;
@@ -282,12 +288,13 @@ fn what_does_not_fit_into_a_cgroup_is_refused_and_nobody_is_killed() -> Outcome 
     if let Some(why) = missing() {
         return skipped(&why);
     }
-    let Some(cgroup) = Cgroup::new("limit") else { return skipped("no memory cgroup can be made") };
-    let fleet: Lab<Guest> = Lab::start(Some(&cgroup), &[&FLEET[..], &["--names", "tight"]].concat())?;
+    // Held from before they boot: ksmd does not settle while guests boot that are enrolled.
     let ksm = match Ksm::take() {
         Ok(ksm) => ksm,
         Err(why) => return skipped(&why),
     };
+    let Some(cgroup) = Cgroup::new("limit") else { return skipped("no memory cgroup can be made") };
+    let fleet: Lab<Guest> = Lab::start(Some(&cgroup), &[&FLEET[..], &["--names", "tight"]].concat())?;
     for guest in &fleet.lines {
         qmp(guest, "stop")?;
     }
