@@ -72,6 +72,8 @@ pub enum Command {
     Recover(command::recover::Options),
     /// Print a configuration, or check it
     Config(command::config::Options),
+    /// Give merged processes pages of their own again, if the memory is there
+    Unmerge(command::unmerge::Options),
     /// Print the JSON schema of a report
     Schema(command::schema::Options),
     /// Print a completion script for a shell

@@ -51,6 +51,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
         Command::Policy(options) => command::policy::run(options, &arguments.global),
         Command::Recover(options) => command::recover::run(options, &arguments.global),
         Command::Config(options) => command::config::run(options, &arguments.global),
+        Command::Unmerge(options) => command::unmerge::run(options, &arguments.global),
         Command::Schema(options) => command::schema::run(options),
         Command::Completions(options) => command::completions::run(options),
     }

@@ -14,6 +14,7 @@ pub mod merge;
 pub mod policy;
 pub mod prepare;
 pub mod session;
+pub mod unmerge;
 pub mod verify;
 pub mod watch;
 

@@ -3,7 +3,7 @@
 //! Nothing else changes anything, so that a dry run is a run that stops before `apply`, a test fails any one of them,
 //! and the journal that is written beforehand ([`undo`] tells what puts an action back) knows all there is to know.
 
-use crate::{Host, observe, parse};
+use crate::{Host, Process, observe, parse};
 use pagefold_model::ksm::Setting;
 use pagefold_model::region::VmFlags;
 use pagefold_model::{Absent, AddressRange, Pid, ProcessId, Reading};
@@ -160,14 +160,92 @@ pub fn undo(host: &dyn Host, action: &Action) -> Reading<Vec<Action>> {
             if now == Ok(*on) { Vec::new() } else { vec![undo] }
         }
         Action::GuestMerge { process, socket, backend, on } => {
-            vec![Action::GuestMerge { process: *process, socket: socket.clone(), backend: backend.clone(), on: !on }]
+            let handle = host.open(process.pid)?;
+            if handle.id() != *process {
+                return Err(Absent::Vanished);
+            }
+            let (socket, backend) = (socket.clone(), backend.clone());
+            let undo = Action::GuestMerge { process: *process, socket, backend, on: !on };
+            if guest_is(&*handle, *on)? { Vec::new() } else { vec![undo] }
         }
         Action::Collapse { .. } => Vec::new(),
     })
+}
+
+/// Whether all memory backends of a guest are marked for KSM, or none is, as told by its regions.
+///
+/// QEMU's socket would tell it of each, but only the host's files are asked here. A guest's backends are its largest
+/// regions that KSM could take and that can be read and written, as many as its command line names and at least one:
+/// arenas of malloc are reserved without access, and the buffer of translated code is executable. Where some of them are
+/// marked and others are not, neither is so, and an action is then taken to change what it names.
+fn guest_is(handle: &dyn Process, on: bool) -> Reading<bool> {
+    let backends =
+        observe::process(handle)?.identity.vm.map_or(0, |vm| vm.backends.iter().filter(|b| !b.share).count());
+    let mut regions = observe::regions(handle)?;
+    regions.retain(|region| region.ineligible().is_none() && region.permissions == *b"rw-p");
+    regions.sort_by_key(|region| std::cmp::Reverse(region.range.bytes()));
+    Ok(regions.iter().take(backends.max(1)).all(|region| region.flags.has(VmFlags::MERGEABLE) == on))
 }
 
 /// The value of a setting: the bracketed word of a choice, otherwise all of it.
 pub fn setting_now(host: &dyn Host, setting: Setting) -> Reading<String> {
     let bytes = host.read(&format!("sys/kernel/mm/ksm/{}", setting.file()))?;
     Ok(parse::bracketed(&bytes).unwrap_or_else(|_| String::from_utf8_lossy(&bytes).trim().to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recording::Recording;
+    use std::fs;
+
+    /// What undoes switching the guest whose regions are these: size in pages, permissions, whether marked.
+    fn undo_of(backends: usize, regions: &[(u64, &str, bool)], on: bool) -> Vec<Action> {
+        let directory = tempfile::tempdir().unwrap();
+        let process = directory.path().join("files/proc/7");
+        fs::create_dir_all(&process).unwrap();
+        let write = |name: &str, text: &str| fs::write(process.join(name), text).unwrap();
+        fs::write(directory.path().join("recording.toml"), "schema = \"pagefold.recording/1\"\npage_size = 4096\n")
+            .unwrap();
+        write("stat", &format!("7 (qemu) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 4711 0 0{}\n", " 0".repeat(28)));
+        let objects: String = (0..backends).map(|n| format!("\0-object\0memory-backend-ram,id=m{n},size=1G")).collect();
+        write("cmdline", &format!("qemu-system-x86_64{objects}\0"));
+        let mut start = 1 << 20;
+        let mut smaps = String::new();
+        for (pages, permissions, marked) in regions {
+            let end = start + pages * 4096;
+            let flag = if *marked { " mg" } else { "" };
+            smaps += &format!(
+                "{start:x}-{end:x} {permissions} 00000000 00:00 0 \nRss: 0 kB\nAnonymous: 0 kB\nVmFlags: rd wr{flag}\n"
+            );
+            start = end + 4096;
+        }
+        write("smaps", &smaps);
+        let host = Recording::open(directory.path()).unwrap();
+        let process = ProcessId { pid: Pid(7), start_time: 4711 };
+        let backend = "/objects/m0".to_owned();
+        undo(&host, &Action::GuestMerge { process, socket: "/q".into(), backend, on }).unwrap()
+    }
+
+    #[test]
+    fn a_guest_that_is_already_as_asked_for_stays_so() {
+        let check = |backends, regions: &[(u64, &str, bool)], on, expected: Option<bool>| {
+            let found: Vec<_> = undo_of(backends, regions, on)
+                .iter()
+                .map(|undo| matches!(undo, Action::GuestMerge { on: true, .. }))
+                .collect();
+            assert_eq!(found, expected.into_iter().collect::<Vec<_>>(), "{backends} {regions:?} {on}");
+        };
+        // The heap is not marked, the reserved arena and the translated code are larger than the guest's memory.
+        let guest = |marked| [(90, "rw-p", marked), (8, "rw-p", false), (200, "---p", false), (300, "rwxp", false)];
+        check(0, &guest(true), true, None);
+        check(0, &guest(true), false, Some(true));
+        check(1, &guest(false), false, None);
+        check(1, &guest(false), true, Some(false));
+        let two = |first, second| [(90, "rw-p", first), (8, "rw-p", false), (80, "rw-p", second)];
+        check(2, &two(true, true), true, None);
+        check(2, &two(true, false), true, Some(false));
+        check(2, &two(true, false), false, Some(true));
+        check(2, &two(false, false), false, None);
+    }
 }

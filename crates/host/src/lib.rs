@@ -15,6 +15,7 @@ pub mod footprint;
 pub mod observe;
 pub mod parse;
 pub mod recording;
+pub mod room;
 
 use act::{Action, Effect, Refusal};
 use pagefold_model::content::ContentKind;

@@ -18,7 +18,9 @@ pub fn apply(host: &LiveHost, action: &Action) -> Result<Effect, Refusal> {
         Action::Set { setting, value } => set(*setting, value).map(|()| Effect::default()),
         Action::Advise { process, advice, ranges } => advise::advise(&hold(host, *process)?, *advice, ranges),
         Action::MergeAny { process, on } => advise::merge_any(&hold(host, *process)?, *on),
-        Action::GuestMerge { .. } => Err(Refusal::Unsupported("not on this machine".to_owned())),
+        Action::GuestMerge { process, socket, backend, on } => {
+            Ok(crate::qmp::set_merge(socket, *process, backend, *on).map(|()| Effect::default())?)
+        }
         Action::Collapse { process, ranges } => collapse::collapse(host, &hold(host, *process)?, ranges),
     }
 }

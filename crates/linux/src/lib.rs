@@ -7,6 +7,7 @@ mod contents;
 mod frames;
 pub mod launch;
 mod process;
+pub mod qmp;
 
 pub use contents::BATCH_BYTES;
 

@@ -15,6 +15,7 @@ pub mod doctor;
 pub mod domain;
 pub mod estimate;
 pub mod exclusion;
+pub mod guard;
 pub mod identity;
 pub mod ksm;
 pub mod lasting;

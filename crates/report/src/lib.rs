@@ -12,4 +12,5 @@ pub mod merge;
 pub mod policy;
 pub mod recover;
 pub mod text;
+pub mod unmerge;
 pub mod wire;

@@ -11,3 +11,4 @@ pub mod record;
 pub mod recover;
 pub mod run;
 pub mod schema;
+pub mod unmerge;

@@ -8,6 +8,7 @@ use pagefold_report::doctor::DoctorReport;
 use pagefold_report::merge::MergeReport;
 use pagefold_report::policy::PolicyReport;
 use pagefold_report::recover::RecoverReport;
+use pagefold_report::unmerge::UnmergeReport;
 use pagefold_report::wire;
 
 /// Arguments of `schema`.
@@ -33,6 +34,8 @@ enum Report {
     Policy,
     /// `pagefold recover --json` and `pagefold policy restore --json`
     Recover,
+    /// `pagefold unmerge --json`
+    Unmerge,
 }
 
 /// Print the schema.
@@ -44,6 +47,7 @@ pub fn run(options: &Options) -> anyhow::Result<Outcome> {
         Report::Merge => wire::schema::<MergeReport>(),
         Report::Policy => wire::schema::<PolicyReport>(),
         Report::Recover => wire::schema::<RecoverReport>(),
+        Report::Unmerge => wire::schema::<UnmergeReport>(),
     })?;
     Ok(Outcome::Done)
 }

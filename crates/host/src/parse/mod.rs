@@ -11,12 +11,14 @@
 //! Names keep their bytes as far as they are UTF-8; the others become U+FFFD. Kernels from 4.18 to 6.18 were looked
 //! at.
 
+mod cgroup;
 mod ksm;
 mod memory;
 mod process;
 mod smaps;
 mod text;
 
+pub use cgroup::{limit as cgroup_limit, reclaimable as cgroup_reclaimable};
 pub use ksm::{ksm, process_ksm};
 pub use memory::{cache, meminfo, pressure, vmstat};
 pub use process::{PF_KTHREAD, Stat, Status, arguments, cgroup, job_environment, stat, status};

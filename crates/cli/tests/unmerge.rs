@@ -1,0 +1,551 @@
+//! `pagefold unmerge` on real guests under the real ksmd, within a real memory limit, and with bad input.
+//!
+//! What needs root, KSM, QEMU or a memory cgroup prints `skipped: why` without.
+
+use pagefold_labs::assets::Assets;
+use pagefold_labs::client;
+use pagefold_labs::ksm::Ksm;
+use pagefold_labs::lines::{Guest, READY, Region};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use std::error::Error;
+use std::fs::{self, File};
+use std::hash::{DefaultHasher, Hasher};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+type Outcome = Result<(), Box<dyn Error>>;
+
+const MIB: u64 = 1 << 20;
+
+fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+/// Say why a test, or the rest of it, is not run.
+fn skipped(why: &str) -> Outcome {
+    println!("skipped: {why}");
+    Ok(())
+}
+
+/// Run the command with a state directory of its own: exit status, standard output, standard error.
+fn unmerge(arguments: &[&str]) -> Result<(Option<i32>, String, String), Box<dyn Error>> {
+    let state = tempfile::tempdir()?;
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+    let output = command.arg("unmerge").arg("--state").arg(state.path().join("state")).args(arguments).output()?;
+    Ok((output.status.code(), String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?))
+}
+
+fn report(arguments: &[&str]) -> Result<(Option<i32>, Value), Box<dyn Error>> {
+    let (status, json, error) = unmerge(&[arguments, &["--json"]].concat())?;
+    Ok((status, serde_json::from_str(&json).map_err(|why| format!("{why}: {json}{error}"))?))
+}
+
+/// A memory cgroup of its own. Dropped after the processes in it.
+struct Cgroup {
+    directory: PathBuf,
+    v1: bool,
+}
+
+impl Cgroup {
+    fn new(name: &str) -> Option<Self> {
+        let name = format!("pagefold-unmerge-{name}-{}", std::process::id());
+        [("/sys/fs/cgroup/memory", true), ("/sys/fs/cgroup", false)].into_iter().find_map(|(top, v1)| {
+            let directory = Path::new(top).join(&name);
+            fs::create_dir(&directory).ok()?;
+            let cgroup = Self { directory, v1 };
+            cgroup.usage().map(|_| cgroup)
+        })
+    }
+
+    fn read(&self, v1: &str, v2: &str) -> Option<String> {
+        fs::read_to_string(self.directory.join(if self.v1 { v1 } else { v2 })).ok()
+    }
+
+    fn usage(&self) -> Option<u64> {
+        self.read("memory.usage_in_bytes", "memory.current")?.trim().parse().ok()
+    }
+
+    fn limit(&self, bytes: u64) -> Outcome {
+        let file = if self.v1 { "memory.limit_in_bytes" } else { "memory.max" };
+        Ok(fs::write(self.directory.join(file), bytes.to_string())?)
+    }
+
+    fn killed(&self) -> Option<u64> {
+        let text = self.read("memory.oom_control", "memory.events")?;
+        text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok())
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        let started = Instant::now();
+        while fs::remove_dir(&self.directory).is_err() {
+            if started.elapsed() > Duration::from_secs(20) {
+                return eprintln!("{} is left behind", self.directory.display());
+            }
+            sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+/// A lab in a cgroup.
+struct Lab<Line> {
+    child: Child,
+    lines: Vec<Line>,
+}
+
+impl<Line: DeserializeOwned> Lab<Line> {
+    fn start(cgroup: Option<&Cgroup>, arguments: &[&str]) -> Result<Self, Box<dyn Error>> {
+        let mut command = match cgroup {
+            Some(cgroup) => {
+                let mut shell = Command::new("sh");
+                shell.args(["-c", "echo $$ > \"$0/cgroup.procs\" && exec \"$@\""]).arg(&cgroup.directory);
+                shell.arg(client::binary()?);
+                shell
+            }
+            None => Command::new(client::binary()?),
+        };
+        let child = command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let mut lab = Self { child, lines: Vec::new() };
+        let output = lab.child.stdout.take().ok_or("no output")?;
+        for line in BufReader::new(output).lines() {
+            let line = line?;
+            if line.starts_with(READY) {
+                return Ok(lab);
+            }
+            lab.lines.push(serde_json::from_str(&line)?);
+        }
+        Err(format!("pagefold-lab {arguments:?} ended before it was ready").into())
+    }
+}
+
+impl<Line> Drop for Lab<Line> {
+    fn drop(&mut self) {
+        drop(self.child.stdin.take());
+        let _ = self.child.wait();
+    }
+}
+
+/// Where a region begins and ends, and whether it is marked for KSM.
+type Marked = (u64, u64, bool);
+
+/// The regions of a process that are at least so large.
+fn regions(pid: u32, least: u64) -> Result<Vec<Marked>, Box<dyn Error>> {
+    let mut regions: Vec<Marked> = Vec::new();
+    for line in fs::read_to_string(format!("/proc/{pid}/smaps"))?.lines() {
+        if let Some(flags) = line.strip_prefix("VmFlags:") {
+            regions.last_mut().ok_or("flags of nothing")?.2 = flags.split(' ').any(|flag| flag == "mg");
+        } else if line.starts_with(|c: char| c.is_ascii_hexdigit() && !c.is_ascii_uppercase()) {
+            let (start, rest) = line.split_once('-').ok_or("no range")?;
+            let end = rest.split(' ').next().ok_or("no end")?;
+            regions.push((u64::from_str_radix(start, 16)?, u64::from_str_radix(end, 16)?, false));
+        }
+    }
+    regions.retain(|(start, end, _)| end - start >= least);
+    Ok(regions)
+}
+
+/// What a range of a process holds.
+fn checksum(pid: u32, start: u64, end: u64) -> Result<u64, Box<dyn Error>> {
+    let memory = File::open(format!("/proc/{pid}/mem"))?;
+    let mut hasher = DefaultHasher::new();
+    let mut buffer = vec![0; MIB as usize];
+    for address in (start..end).step_by(buffer.len()) {
+        let length = buffer.len().min((end - address) as usize);
+        memory.read_exact_at(&mut buffer[..length], address)?;
+        hasher.write(&buffer[..length]);
+    }
+    Ok(hasher.finish())
+}
+
+/// Give one command to a guest's monitor.
+fn qmp(guest: &Guest, command: &str) -> Result<Value, Box<dyn Error>> {
+    let mut stream = UnixStream::connect(&guest.qmp)?;
+    let mut lines = BufReader::new(stream.try_clone()?).lines();
+    lines.next().ok_or("no greeting")??;
+    for command in ["qmp_capabilities", command] {
+        writeln!(stream, "{}", json!({"execute": command, "id": command}))?;
+        loop {
+            let answer: Value = serde_json::from_str(&lines.next().ok_or("no answer")??)?;
+            match answer["id"].as_str() {
+                Some("qmp_capabilities") => break,
+                Some(_) => return Ok(answer),
+                None => {}
+            }
+        }
+    }
+    Err("no answer".into())
+}
+
+/// What a test of guests is skipped for.
+fn missing() -> Option<String> {
+    match Assets::find(&Assets::directory()) {
+        Err(why) => Some(why.to_string()),
+        Ok(_) if !is_root() => Some("needs root".to_owned()),
+        Ok(_) => None,
+    }
+}
+
+const FLEET: [&str; 9] = ["fleet", "--guests", "2", "--memory", "112", "--same", "16", "--own", "8"];
+
+#[test]
+fn a_guest_is_withdrawn_by_its_socket_and_the_copies_are_those_predicted() -> Outcome {
+    if let Some(why) = missing() {
+        return skipped(&why);
+    }
+    // Held from before they boot: ksmd does not settle while guests boot that are enrolled.
+    let ksm = match Ksm::take() {
+        Ok(ksm) => ksm,
+        Err(why) => return skipped(&why),
+    };
+    let fleet: Lab<Guest> = Lab::start(None, &[&FLEET[..], &["--names", "apart"]].concat())?;
+    let [first, second] = &fleet.lines[..] else { return Err("two guests".into()) };
+    // So that what they hold stays what it is.
+    for guest in [first, second] {
+        qmp(guest, "stop")?;
+    }
+    ksm.settle();
+    let ram = regions(first.pid, 112 * MIB)?.into_iter().find(|region| region.2).ok_or("guest RAM is marked")?;
+    let before = checksum(first.pid, ram.0, ram.1)?;
+
+    let (status, dry) = report(&["--vm", "apart-0", "--vm", "apart-1", "--dry-run"])?;
+    assert_eq!((status, &dry["outcome"]), (Some(0), &"planned".into()), "{dry}");
+    assert!(regions(first.pid, 112 * MIB)?.contains(&ram), "a dry run changes nothing");
+
+    let (status, done) = report(&["--vm", "apart-0"])?;
+    assert_eq!((status, &done["outcome"]), (Some(0), &"done".into()), "{done}");
+    let guest = &done["processes"][0];
+    assert_eq!(
+        (&guest["pid"], &guest["way"], &guest["state"]),
+        (&first.pid.into(), &"qmp".into(), &"withdrawn".into())
+    );
+    assert_eq!((&guest["merged_pages_after"], &guest["zero_pages_after"]), (&0.into(), &0.into()), "{guest}");
+    assert!(guest["longest_stop_ms"].is_null(), "no thread was stopped");
+    let merged = guest["merged_pages"].as_u64().ok_or("merged pages")?;
+    assert!(merged * 4096 >= 16 * MIB, "{guest}");
+    // All counted ones were copied; KSM pages of other processes may have been written meanwhile.
+    let copies = done["taken"]["copies"].as_u64().ok_or("copies")?;
+    assert!((merged..merged + merged / 20).contains(&copies), "{merged} and {copies}");
+
+    let after = regions(first.pid, 112 * MIB)?;
+    assert!(after.iter().any(|&(start, end, marked)| (start, end, marked) == (ram.0, ram.1, false)), "{after:?}");
+    assert_eq!(checksum(first.pid, ram.0, ram.1)?, before);
+    assert!(regions(second.pid, 112 * MIB)?.iter().any(|region| region.2), "the other guest stays enrolled");
+
+    // Firmware and video memory are no backend's: they are told, and a second time reached from within.
+    assert!(guest["beside_pages"].as_u64() > Some(0), "{guest}");
+    let (status, again) = report(&["--vm", "apart-0"])?;
+    assert_eq!(
+        (status, &again["outcome"], &again["processes"][0]["way"]),
+        (Some(0), &"done".into(), &"regions".into()),
+        "{again}"
+    );
+    assert!(regions(first.pid, 0)?.iter().all(|region| !region.2));
+    assert_eq!(qmp(first, "query-status")?["return"]["status"], "paused");
+    Ok(())
+}
+
+#[test]
+fn a_socket_that_is_held_or_a_stranger_s_is_left_alone() -> Outcome {
+    if let Some(why) = missing() {
+        return skipped(&why);
+    }
+    // Held from before they boot: ksmd does not settle while guests boot that are enrolled.
+    let _ksm = match Ksm::take() {
+        Ok(ksm) => ksm,
+        Err(why) => return skipped(&why),
+    };
+    let fleet: Lab<Guest> = Lab::start(None, &[&FLEET[..], &["--names", "held"]].concat())?;
+    let [first, second] = &fleet.lines[..] else { return Err("two guests".into()) };
+    let (status, _, error) = unmerge(&["--vm", "held-0", "--qmp", &second.qmp])?;
+    assert_eq!(status, Some(2));
+    assert!(error.contains(&format!("is held by process {}, not by {}", second.pid, first.pid)), "{error}");
+    assert_eq!(error.lines().count(), 1, "{error}");
+
+    let held = UnixStream::connect(&first.qmp)?;
+    BufReader::new(&held).read_line(&mut String::new())?;
+    let (status, _, error) = unmerge(&["--vm", "held-0", "--qmp", &first.qmp])?;
+    assert_eq!(status, Some(2));
+    assert!(error.contains("virsh qemu-monitor-command"), "{error}");
+    // A socket that nobody named is a matter of that guest, and the report tells.
+    let (status, report) = report(&["--vm", "held-0"])?;
+    assert_eq!((status, &report["processes"][0]["state"]), (Some(3), &"failed".into()), "{report}");
+    for guest in [first, second] {
+        assert!(regions(guest.pid, 112 * MIB)?.iter().any(|region| region.2), "nothing was changed");
+    }
+    Ok(())
+}
+
+#[test]
+fn what_does_not_fit_into_a_cgroup_is_refused_and_nobody_is_killed() -> Outcome {
+    if let Some(why) = missing() {
+        return skipped(&why);
+    }
+    // Held from before they boot: ksmd does not settle while guests boot that are enrolled.
+    let ksm = match Ksm::take() {
+        Ok(ksm) => ksm,
+        Err(why) => return skipped(&why),
+    };
+    let Some(cgroup) = Cgroup::new("limit") else { return skipped("no memory cgroup can be made") };
+    let fleet: Lab<Guest> = Lab::start(Some(&cgroup), &[&FLEET[..], &["--names", "tight"]].concat())?;
+    for guest in &fleet.lines {
+        qmp(guest, "stop")?;
+    }
+    ksm.settle();
+    let sums = || -> Result<Vec<u64>, Box<dyn Error>> {
+        let mut sums = Vec::new();
+        for guest in &fleet.lines {
+            for (start, end, _) in regions(guest.pid, 112 * MIB)?.into_iter().filter(|r| r.1 - r.0 == 112 * MIB) {
+                sums.push(checksum(guest.pid, start, end)?);
+            }
+        }
+        Ok(sums)
+    };
+    let before = sums()?;
+    assert!(before.len() >= 2);
+    let chosen = ["--vm", "tight-0", "--vm", "tight-1"];
+    let (_, dry) = report(&[&chosen[..], &["--dry-run"]].concat())?;
+    let pages = |process: usize| dry["processes"][process]["merged_pages"].as_u64().unwrap_or(0);
+    let (least, most) = (pages(0) * 4096, pages(1) * 4096);
+    assert!(least >= 16 * MIB && most >= least, "{dry}");
+    // One fits, with some to spare for the page tables and sockets of a test; both do not.
+    cgroup.limit((cgroup.usage().ok_or("usage")? + least + least / 4) & !4095)?;
+
+    let (status, text, error) = unmerge(&chosen)?;
+    assert_eq!((status, error.as_str()), (Some(1), ""), "{text}");
+    assert!(text.starts_with("Refused on this host: ") && text.contains("binds"), "{text}");
+    assert!(text.contains("`--staged` would withdraw 1 of 2 parts now"), "{text}");
+    let (status, refused) = report(&chosen)?;
+    assert_eq!(
+        (status, &refused["outcome"], &refused["guard"]["verdict"]),
+        (Some(1), &"refused".into(), &"short".into())
+    );
+    let binds = &refused["guard"]["limits"][0];
+    let name = cgroup.directory.file_name().and_then(|name| name.to_str()).ok_or("name")?;
+    assert!(binds["place"].as_str().is_some_and(|place| place.ends_with(name)), "{binds}");
+    assert_eq!(binds["needed"].as_u64(), Some(least + most), "no credit for frames that come free: {binds}");
+    for guest in &fleet.lines {
+        assert!(regions(guest.pid, 112 * MIB)?.iter().any(|region| region.2), "refused and changed");
+    }
+
+    let (status, staged) = report(&[&chosen[..], &["--staged"]].concat())?;
+    assert_eq!((status, &staged["outcome"]), (Some(3), &"partial".into()), "{staged}");
+    let states: Vec<&str> = (0..2).filter_map(|n| staged["processes"][n]["state"].as_str()).collect();
+    assert_eq!(states, ["withdrawn", "untouched"], "{staged}");
+    assert_eq!(staged["stopped"]["verdict"], "short");
+    assert_eq!(cgroup.killed().unwrap_or(0), 0);
+    assert_eq!(sums()?, before);
+    Ok(())
+}
+
+#[test]
+fn targets_must_be_named_and_exist() -> Outcome {
+    let check = |arguments: &[&str], said: &str| -> Outcome {
+        let (status, text, error) = unmerge(arguments)?;
+        assert_eq!((status, text.as_str()), (Some(2), ""), "{arguments:?}");
+        assert!(error.contains(said), "{arguments:?}: {error}");
+        Ok(())
+    };
+    check(&[], "say which processes")?;
+    check(&["--all", "--pid", "1"], "cannot be used with")?;
+    check(&["--all", "--force", "--staged"], "cannot be used with")?;
+    check(&["--pid", "1", "--wait", "soon"], "write for example")?;
+    check(&["--host", "recording:/nonexistent", "--pid", "1"], "a recording cannot be changed")?;
+    if Path::new("/sys/kernel/mm/ksm/run").exists() {
+        check(&["--pid", "4194304"], "there is no process 4194304")?;
+        check(&["--vm", "no-such-guest"], "no process with memory of its own fits")?;
+    } else {
+        println!("skipped in part: this kernel has no KSM");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_kernel_without_ksm_has_nothing_to_unmerge() -> Outcome {
+    let folder = tempfile::tempdir()?;
+    fs::write(folder.path().join("recording.toml"), "schema = \"pagefold.recording/1\"\npage_size = 4096\n")?;
+    let host = format!("recording:{}", folder.path().display());
+    let (status, text, error) = unmerge(&["--host", &host, "--all", "--dry-run"])?;
+    assert_eq!((status, text.as_str()), (Some(2), ""));
+    assert!(error.contains("this kernel has no KSM"), "{error}");
+    Ok(())
+}
+
+/// Kills and reaps.
+struct Sleeper(Child);
+
+impl Drop for Sleeper {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_process_that_is_not_enrolled_has_nothing_to_unmerge() -> Outcome {
+    if !Path::new("/sys/kernel/mm/ksm/run").exists() {
+        return skipped("this kernel has no KSM");
+    }
+    let sleeper = Sleeper(Command::new("sleep").arg("600").spawn()?);
+    let pid = sleeper.0.id().to_string();
+    let (status, text, error) = unmerge(&["--pid", &pid])?;
+    assert_eq!((status, error.as_str()), (Some(0), ""));
+    assert!(text.starts_with("Nothing to unmerge on this host: none of 1 chosen processes is enrolled"), "{text}");
+    let (status, report) = report(&["--pid", &pid])?;
+    assert_eq!((status, &report["outcome"], &report["not_enrolled"]), (Some(0), &"nothing".into(), &1.into()));
+    Ok(())
+}
+
+#[test]
+fn somebody_else_s_process_is_not_permitted() -> Outcome {
+    if !is_root() || !Path::new("/sys/kernel/mm/ksm/run").exists() {
+        return skipped("needs root, to become somebody else, and KSM");
+    }
+    let directory = tempfile::tempdir()?;
+    fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777))?;
+    let copied = Command::new("cp").args([env!("CARGO_BIN_EXE_pagefold").as_ref(), directory.path()]).status()?;
+    assert!(copied.success());
+    let state = directory.path().join("state");
+    let mut command = Command::new(directory.path().join("pagefold"));
+    command.uid(65534).gid(65534).args(["unmerge", "--pid", "1", "--state"]).arg(&state);
+    let output = command.output()?;
+    let error = String::from_utf8(output.stderr)?;
+    assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{error}");
+    assert!(error.contains("permission denied") && error.lines().count() == 1, "{error}");
+    Ok(())
+}
+
+#[test]
+fn the_need_is_the_truth_to_the_page() -> Outcome {
+    let ksm = match Ksm::take() {
+        Ok(ksm) => ksm,
+        Err(why) => return skipped(&why),
+    };
+    ksm.set("use_zero_pages", 1);
+    let lab: Lab<Region> = Lab::start(None, &["layout", "--mergeable", "within=400,copies=4,zero=100,unique=50"])?;
+    ksm.settle();
+    let pid = lab.child.id().to_string();
+    let (status, dry) = report(&["--pid", &pid, "--dry-run"])?;
+    assert_eq!(status, Some(0), "{dry}");
+    let process = &dry["processes"][0];
+    // 400 pages on 100 frames, each of which comes free with its last mapping; each page of zeros takes a frame.
+    let figures = ["merged_pages", "zero_pages", "returned_pages"].map(|name| process[name].as_u64());
+    assert_eq!(figures, [Some(400), Some(100), Some(100)], "{process}");
+    assert!(process["estimated"].is_null());
+    let host =
+        dry["guard"]["limits"].as_array().and_then(|limits| limits.iter().find(|limit| limit["place"] == "this host"));
+    assert_eq!(host.ok_or("the host")?["needed"].as_u64(), Some(400 * 4096));
+    Ok(())
+}
+
+/// The lab's region of a kind, in bytes.
+fn range(region: &Region) -> (u64, u64) {
+    (region.start, region.start + region.pages * 4096)
+}
+
+#[test]
+fn a_process_gets_its_own_pages_back_from_within_as_it_was_enrolled() -> Outcome {
+    if !is_root() {
+        return skipped("needs root");
+    }
+    for enrolled in ["--mergeable", "--merge-any"] {
+        let spec = "within=4000,copies=4,zero=1000,unique=500";
+        // First, so that another test's ksmd has merged none of it by other rules.
+        let ksm = match Ksm::take() {
+            Ok(ksm) => ksm,
+            Err(why) => return skipped(&why),
+        };
+        ksm.set("use_zero_pages", 1);
+        let lab: Lab<Region> = Lab::start(None, &["layout", enrolled, spec])?;
+        ksm.settle();
+        let pid = lab.child.id();
+        let sums = || -> Result<Vec<u64>, Box<dyn Error>> {
+            lab.lines.iter().map(range).map(|(start, end)| checksum(pid, start, end)).collect()
+        };
+        let before = sums()?;
+        let (status, done) = report(&["--pid", &pid.to_string()])?;
+        assert_eq!((status, &done["outcome"]), (Some(0), &"done".into()), "{done}");
+        let process = &done["processes"][0];
+        assert_eq!(process["way"], if enrolled == "--mergeable" { "regions" } else { "whole" });
+        let pages = |name: &str| process[name].as_u64();
+        assert!(pages("merged_pages") >= Some(4000) && pages("zero_pages") >= Some(1000), "{process}");
+        // Pages of zeros that KSM placed are brought back too.
+        assert_eq!((&process["merged_pages_after"], &process["zero_pages_after"]), (&0.into(), &0.into()), "{process}");
+        let merged = process["merged_pages"].as_u64().ok_or("merged")?;
+        let copies = done["taken"]["copies"].as_u64().ok_or("copies")?;
+        assert!((merged..merged + merged / 20).contains(&copies), "{merged} and {copies}");
+        assert_eq!(sums()?, before);
+        assert!(regions(pid, 0)?.iter().all(|region| !region.2), "nothing is marked any more");
+        let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+        assert!(status.contains("State:\tS") && status.contains("TracerPid:\t0"), "{status}");
+    }
+    Ok(())
+}
+
+#[test]
+fn huge_pages_come_back_where_they_are_asked_for() -> Outcome {
+    if !is_root() {
+        return skipped("needs root");
+    }
+    let mode = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    if !mode.contains("[always]") && !mode.contains("[madvise]") {
+        return skipped("huge pages are not allowed on this host");
+    }
+    // Equal in both, so that huge pages are split to merge them.
+    let twin = || Lab::<Region>::start(None, &["layout", "--mergeable", "--salt", "twin", "huge=2048"]);
+    let (lab, _other) = (twin()?, twin()?);
+    let ksm = match Ksm::take() {
+        Ok(ksm) => ksm,
+        Err(why) => return skipped(&why),
+    };
+    ksm.set("use_zero_pages", 0);
+    ksm.settle();
+    let (status, done) = report(&["--pid", &lab.child.id().to_string(), "--collapse"])?;
+    assert_eq!(status, Some(0), "{done}");
+    let huge = &done["processes"][0]["huge"];
+    let [unmerged, collapsed] = ["unmerged", "collapsed"].map(|name| huge[name].as_u64().unwrap_or(0));
+    assert!(collapsed >= 8 * MIB && unmerged < collapsed, "{done}");
+    Ok(())
+}
+
+#[test]
+fn a_process_is_withdrawn_part_by_part_until_its_cgroup_is_full() -> Outcome {
+    if !is_root() {
+        return skipped("needs root");
+    }
+    let Some(cgroup) = Cgroup::new("parts") else { return skipped("no memory cgroup can be made") };
+    let lab: Lab<Region> = Lab::start(Some(&cgroup), &["layout", "--mergeable", "within=32768,copies=64"])?;
+    let ksm = match Ksm::take() {
+        Ok(ksm) => ksm,
+        Err(why) => return skipped(&why),
+    };
+    ksm.settle();
+    let pid = lab.child.id();
+    let (start, end) = range(lab.lines.first().ok_or("a region")?);
+    let before = checksum(pid, start, end)?;
+    // Two of four parts of 32 MiB, and some.
+    cgroup.limit((cgroup.usage().ok_or("usage")? + 80 * MIB) & !4095)?;
+    let target = pid.to_string();
+    let (status, refused) = report(&["--pid", &target])?;
+    assert_eq!((status, &refused["outcome"]), (Some(1), &"refused".into()), "{refused}");
+    let (status, staged) = report(&["--pid", &target, "--staged"])?;
+    assert_eq!((status, &staged["outcome"]), (Some(3), &"partial".into()), "{staged}");
+    let process = &staged["processes"][0];
+    assert_eq!((&process["parts_withdrawn"], &process["state"]), (&2.into(), &"partial".into()), "{process}");
+    assert_eq!(process["merged_pages_after"].as_u64(), Some(32768 - 2 * 8192));
+    assert_eq!(cgroup.killed().unwrap_or(0), 0);
+    assert_eq!(checksum(pid, start, end)?, before);
+    // With the limit gone the rest follows.
+    cgroup.limit(1 << 40)?;
+    let (status, rest) = report(&["--pid", &target, "--staged"])?;
+    assert_eq!((status, &rest["outcome"]), (Some(0), &"done".into()), "{rest}");
+    assert_eq!(checksum(pid, start, end)?, before);
+    Ok(())
+}

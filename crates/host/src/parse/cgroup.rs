@@ -1,0 +1,68 @@
+//! The memory limits of cgroups: `memory.max` and its like (mm/memcontrol.c), `memory.limit_in_bytes` and its like of v1
+//! (mm/memcontrol-v1.c).
+
+use super::text::{field, number};
+use pagefold_model::{Absent, Bytes, Reading};
+
+/// At and above this v1 means no limit: it prints the largest multiple of the page size that a long holds
+/// (`PAGE_COUNTER_MAX`, include/linux/page_counter.h).
+const UNLIMITED: u64 = 1 << 62;
+
+/// A limit in bytes; `None` for `max`, and for the number by which v1 says the same.
+pub fn limit(bytes: &[u8]) -> Reading<Option<Bytes>> {
+    if bytes.trim_ascii() == b"max" {
+        return Ok(None);
+    }
+    Ok(Some(number(bytes)?).filter(|&limit| limit < UNLIMITED).map(Bytes))
+}
+
+/// What of a cgroup's usage is reclaimed first and at once, from its `memory.stat`: inactive pages of files that are
+/// neither dirty nor being written. `v1` takes the `total_` lines, which count the cgroups below too, as v2 always does.
+pub fn reclaimable(bytes: &[u8], v1: bool) -> Reading<Bytes> {
+    let line =
+        |v2_name: &str, v1_name: &str| -> Reading<u64> { number(field(bytes, if v1 { v1_name } else { v2_name })?) };
+    let inactive = line("inactive_file", "total_inactive_file")?;
+    // Older kernels do not tell these two.
+    let or_none = |reading| match reading {
+        Err(Absent::NotOnThisKernel) => Ok(0),
+        reading => reading,
+    };
+    let dirty = or_none(line("file_dirty", "total_dirty"))?;
+    let writeback = or_none(line("file_writeback", "total_writeback"))?;
+    Ok(Bytes(inactive.saturating_sub(dirty).saturating_sub(writeback)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn no_limit_has_two_spellings() {
+        assert_eq!(limit(b"max\n"), Ok(None));
+        assert_eq!(limit(b"9223372036854771712\n"), Ok(None));
+        assert_eq!(limit(b"1048576\n"), Ok(Some(Bytes(1 << 20))));
+        assert_eq!(limit(b"0\n"), Ok(Some(Bytes::ZERO)));
+        for text in ["", "maximum", "-1", "1 2"] {
+            assert!(matches!(limit(text.as_bytes()), Err(Absent::Malformed(_))), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn what_must_be_written_first_is_not_free() {
+        let v2 = b"anon 5\ninactive_file 100\nactive_file 7\nfile_dirty 30\nfile_writeback 20\n";
+        assert_eq!(reclaimable(v2, false), Ok(Bytes(50)));
+        assert_eq!(reclaimable(v2, true), Err(Absent::NotOnThisKernel));
+        let v1 = b"inactive_file 1\ntotal_inactive_file 100\ntotal_dirty 300\n";
+        assert_eq!(reclaimable(v1, true), Ok(Bytes::ZERO));
+        assert_eq!(reclaimable(b"inactive_file 9\n", false), Ok(Bytes(9)));
+        assert!(matches!(reclaimable(b"inactive_file 9\nfile_dirty x\n", false), Err(Absent::Malformed(_))));
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_panics(bytes: Vec<u8>, v1: bool) {
+            let _ = (limit(&bytes), reclaimable(&bytes, v1));
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! How much memory is left, by every limit that counts for given cgroups: what [`pagefold_model::guard`] judges by.
+//!
+//! The memory controller is where the distributions mount it: `/sys/fs/cgroup/memory` (v1), `/sys/fs/cgroup` (v2), or
+//! `/sys/fs/cgroup/unified` beside v1 hierarchies without it. Each cgroup is read with all above it, since a limit holds
+//! for what is below.
+//!
+//! Limits: from within a cgroup namespace what lies above its root cannot be seen. A cgroup that cannot be found or read
+//! is unknown and said to be so. The three files of a cgroup are not of one instant.
+
+use crate::{Host, observe, parse};
+use pagefold_model::guard::{Limit, Place, Room, Rule, reserve};
+use pagefold_model::{Absent, Bytes, Reading};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The room of the host and of these cgroups, each given as in `/proc/PID/cgroup`.
+pub fn room(host: &dyn Host, cgroups: &BTreeSet<String>) -> Room {
+    let mut room = Room::default();
+    let memory = observe::memory(host);
+    let swap = memory.as_ref().ok().and_then(|memory| memory.swap_free.clone().ok()).unwrap_or(Bytes::ZERO);
+    let limit = memory.and_then(|memory| {
+        let min_free: u64 = parse::number(&host.read("proc/sys/vm/min_free_kbytes")?)?;
+        let (available, kept) = (memory.available?, reserve(memory.total?, Bytes::from_kib(min_free)));
+        let room = available.saturating_sub(kept);
+        Ok(Limit { place: Place::Host, rule: Rule::Available, limit: available, room, swap })
+    });
+    match limit {
+        Ok(limit) => room.limits.push(limit),
+        Err(why) => room.unknown.push((Place::Host, why)),
+    }
+    let Some(hierarchy) = (!cgroups.is_empty()).then(|| Hierarchy::find(host, swap)) else { return room };
+    for path in cgroups.iter().flat_map(|path| with_those_above(path)).collect::<BTreeSet<&str>>() {
+        let place = Place::Cgroup(path.to_owned());
+        match hierarchy.as_ref().map_err(Absent::clone).and_then(|hierarchy| hierarchy.limits(path)) {
+            Ok(limits) => room.limits.extend(limits.into_iter().map(|(rule, limit, room, swap)| Limit {
+                place: place.clone(),
+                rule,
+                limit,
+                room,
+                swap,
+            })),
+            Err(why) => room.unknown.push((place, why)),
+        }
+    }
+    room
+}
+
+/// A path and all above it, the root too.
+fn with_those_above(path: &str) -> impl Iterator<Item = &str> {
+    let path = path.trim_end_matches('/');
+    let parts = path.match_indices('/').skip(1).map(|(end, _)| &path[..end]);
+    ["/"].into_iter().chain(parts).chain((!path.is_empty()).then_some(path))
+}
+
+/// The memory controller's hierarchy.
+struct Hierarchy<'h> {
+    host: &'h dyn Host,
+    top: &'static str,
+    v1: bool,
+    /// `SwapFree`.
+    swap: Bytes,
+}
+
+/// A rule, its limit, the room that is left of it, and the swap beyond.
+type Found = (Rule, Bytes, Bytes, Bytes);
+
+impl<'h> Hierarchy<'h> {
+    fn find(host: &'h dyn Host, swap: Bytes) -> Reading<Self> {
+        let found = |top, v1| Self { host, top, v1, swap };
+        if host.read("sys/fs/cgroup/memory/memory.limit_in_bytes").is_ok() {
+            return Ok(found("sys/fs/cgroup/memory", true));
+        }
+        for top in ["sys/fs/cgroup", "sys/fs/cgroup/unified"] {
+            if host.read(&format!("{top}/cgroup.controllers")).is_ok() {
+                return Ok(found(top, false));
+            }
+        }
+        Err(Absent::Malformed("no hierarchy of the memory controller below /sys/fs/cgroup".to_owned()))
+    }
+
+    fn read(&self, path: &str, file: &str) -> Reading<Vec<u8>> {
+        let path = path.trim_matches('/');
+        let middle = if path.is_empty() { String::new() } else { format!("{path}/") };
+        self.host.read(&format!("{}/{middle}{file}", self.top))
+    }
+
+    fn bytes(&self, path: &str, file: &str) -> Reading<Bytes> {
+        self.read(path, file).and_then(|bytes| parse::number(&bytes)).map(Bytes)
+    }
+
+    /// A limit; `None` where there is none, also because the root of v2 and cgroups without the controller have no such
+    /// file.
+    fn limit(&self, path: &str, file: &str) -> Reading<Option<Bytes>> {
+        match self.read(path, file) {
+            Err(Absent::NotOnThisKernel) => self.read(path, "cgroup.procs").map(|_| None),
+            bytes => parse::cgroup_limit(&bytes?),
+        }
+    }
+
+    fn limits(&self, path: &str) -> Reading<Vec<Found>> {
+        let (files, usage): (&[(Rule, &str)], _) = if self.v1 {
+            (&[(Rule::Max, "memory.limit_in_bytes")], "memory.usage_in_bytes")
+        } else {
+            (&[(Rule::Max, "memory.max"), (Rule::High, "memory.high")], "memory.current")
+        };
+        let mut limits = BTreeMap::new();
+        for &(rule, file) in files {
+            if let Some(limit) = self.limit(path, file)? {
+                limits.insert(rule.name(), (rule, limit, usage));
+            }
+        }
+        if self.v1
+            && let Some(limit) = self.limit(path, "memory.memsw.limit_in_bytes")?
+        {
+            limits.insert("memsw", (Rule::MemoryAndSwap, limit, "memory.memsw.usage_in_bytes"));
+        }
+        if limits.is_empty() {
+            return Ok(Vec::new());
+        }
+        let free = parse::cgroup_reclaimable(&self.read(path, "memory.stat")?, self.v1)?;
+        let swap = self.swap(path)?;
+        let found = |(rule, limit, usage): (Rule, Bytes, &str)| {
+            let used = self.bytes(path, usage)?.saturating_sub(free);
+            let swap = if rule == Rule::MemoryAndSwap { Bytes::ZERO } else { swap };
+            Ok((rule, limit, limit.saturating_sub(used), swap))
+        };
+        limits.into_values().map(found).collect()
+    }
+
+    /// What a cgroup may still swap out. Under v1 a limit of its own tells, see [`Rule::MemoryAndSwap`].
+    fn swap(&self, path: &str) -> Reading<Bytes> {
+        if self.v1 {
+            return Ok(self.swap);
+        }
+        match self.limit(path, "memory.swap.max")? {
+            Some(limit) => Ok(limit.saturating_sub(self.bytes(path, "memory.swap.current")?).min(self.swap)),
+            None => Ok(self.swap),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recording::Recording;
+    use std::fs;
+    use std::path::Path;
+
+    const MIB: u64 = 1 << 20;
+
+    /// A host that has these files.
+    fn host(directory: &Path, files: &[(&str, &str)]) -> Recording {
+        let write = |path: &str, text: &str| {
+            let path = directory.join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        write("recording.toml", "schema = \"pagefold.recording/1\"\npage_size = 4096\n");
+        write("files/proc/meminfo", "MemTotal: 102400 kB\nMemAvailable: 51200 kB\nSwapFree: 1024 kB\n");
+        write("files/proc/sys/vm/min_free_kbytes", "1024\n");
+        for (path, text) in files {
+            write(&format!("files/{path}"), text);
+        }
+        Recording::open(directory).unwrap()
+    }
+
+    fn of(files: &[(&str, &str)], cgroup: &str) -> Room {
+        let directory = tempfile::tempdir().unwrap();
+        room(&host(directory.path(), files), &BTreeSet::from([cgroup.to_owned()]))
+    }
+
+    fn brief(room: &Room) -> Vec<(String, &'static str, u64, u64)> {
+        room.limits.iter().map(|l| (l.place.to_string(), l.rule.name(), l.room.0 / 1024, l.swap.0 / 1024)).collect()
+    }
+
+    #[test]
+    fn paths_have_all_above_them() {
+        let above = |path| with_those_above(path).collect::<Vec<_>>();
+        assert_eq!(above("/"), ["/"]);
+        assert_eq!(above("/a"), ["/", "/a"]);
+        assert_eq!(above("/a/b/c"), ["/", "/a", "/a/b", "/a/b/c"]);
+    }
+
+    #[test]
+    fn v2_has_limits_all_the_way_up() {
+        let files = [
+            ("sys/fs/cgroup/cgroup.controllers", "memory\n"),
+            ("sys/fs/cgroup/cgroup.procs", ""),
+            ("sys/fs/cgroup/a/memory.max", "20971520\n"),
+            ("sys/fs/cgroup/a/memory.high", "max\n"),
+            ("sys/fs/cgroup/a/memory.current", "10485760\n"),
+            ("sys/fs/cgroup/a/memory.stat", "inactive_file 2097152\nfile_dirty 1048576\n"),
+            ("sys/fs/cgroup/a/memory.swap.max", "524288\n"),
+            ("sys/fs/cgroup/a/memory.swap.current", "0\n"),
+            ("sys/fs/cgroup/a/b/memory.max", "max\n"),
+            ("sys/fs/cgroup/a/b/memory.high", "4194304\n"),
+            ("sys/fs/cgroup/a/b/memory.current", "5242880\n"),
+            ("sys/fs/cgroup/a/b/memory.stat", "inactive_file 0\n"),
+            ("sys/fs/cgroup/a/b/memory.swap.max", "max\n"),
+        ];
+        let room = of(&files, "/a/b");
+        assert_eq!(room.unknown, []);
+        assert_eq!(
+            brief(&room),
+            [
+                // 50 MiB less 1 MiB and a hundredth of 100 MiB.
+                ("this host".to_owned(), "MemAvailable", 48 * 1024, 1024),
+                ("/a".to_owned(), "memory.max", 11 * 1024, 512),
+                ("/a/b".to_owned(), "memory.high", 0, 1024),
+            ]
+        );
+    }
+
+    #[test]
+    fn v1_counts_swap_along() {
+        let files = [
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+            ("sys/fs/cgroup/memory/cgroup.procs", ""),
+            ("sys/fs/cgroup/memory/memory.memsw.limit_in_bytes", "9223372036854771712\n"),
+            ("sys/fs/cgroup/memory/a/memory.limit_in_bytes", "8388608\n"),
+            ("sys/fs/cgroup/memory/a/memory.usage_in_bytes", "6291456\n"),
+            ("sys/fs/cgroup/memory/a/memory.memsw.limit_in_bytes", "9437184\n"),
+            ("sys/fs/cgroup/memory/a/memory.memsw.usage_in_bytes", "6291456\n"),
+            ("sys/fs/cgroup/memory/a/memory.stat", "total_inactive_file 1048576\n"),
+        ];
+        let room = of(&files, "/a");
+        assert_eq!(
+            brief(&room)[1..],
+            [("/a".to_owned(), "memory.max", 3 * 1024, 1024), ("/a".to_owned(), "memory.memsw", 4 * 1024, 0)]
+        );
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_unknown_and_not_unlimited() {
+        let places = |room: Room| room.unknown.into_iter().map(|(place, _)| place.to_string()).collect::<Vec<_>>();
+        assert_eq!(places(of(&[], "/a")), ["/", "/a"]);
+        let top = ("sys/fs/cgroup/cgroup.controllers", "memory\n");
+        let root = ("sys/fs/cgroup/cgroup.procs", "");
+        assert_eq!(places(of(&[top, root], "/gone")), ["/gone"]);
+        let garbage = [top, root, ("sys/fs/cgroup/a/memory.max", "much\n")];
+        assert_eq!(places(of(&garbage, "/a")), ["/a"]);
+        let no_usage = [top, root, ("sys/fs/cgroup/a/memory.max", "1048576\n"), ("sys/fs/cgroup/a/cgroup.procs", "")];
+        assert_eq!(places(of(&no_usage, "/a")), ["/a"]);
+        assert_eq!(of(&[], "/a").limits[0].room, Bytes(48 * MIB));
+    }
+}

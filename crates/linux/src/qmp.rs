@@ -1,0 +1,300 @@
+//! QEMU's control socket (QMP, docs/interop/qmp-spec.rst of QEMU): to see which memory backends of a guest are marked for
+//! KSM, and to mark or withdraw them while it runs. Nothing is injected and no thread is stopped.
+//!
+//! A backend's property `merge` (backends/hostmem.c, `host_memory_backend_set_merge`) advises all its memory at once:
+//! `MADV_MERGEABLE` or `MADV_UNMERGEABLE`. The latter unmerges before it answers, and QEMU's main loop stands still
+//! meanwhile. It does not rule what is no backend: firmware and video memory, which `mem-merge=on` marks too.
+//!
+//! A socket is a path, and anything may listen there. So the peer's number (SO_PEERCRED, which is of whoever called
+//! listen) and start time must be the expected process's before a word is sent; what it then says is held to be of a
+//! guest that may have broken out: lines are bounded, and so is the time.
+//!
+//! Limits: QEMU serves one client of a monitor at a time and lets others wait without a word, so a monitor that somebody
+//! holds is found busy by waiting [`PATIENCE`]. libvirt holds its guests' monitors, and opens the socket itself.
+
+use pagefold_host::act::Refusal;
+use pagefold_host::{Process, parse};
+use pagefold_model::identity::{Monitor as Kind, Vm};
+use pagefold_model::{Bytes, ProcessId};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+use serde_json::{Value, json};
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// How long an answer may take.
+pub const PATIENCE: Duration = Duration::from_secs(3);
+
+/// How long switching a backend may take: about 0.2 s a GiB where all of it is merged, so this is for some TiB.
+const SWITCHING: Duration = Duration::from_secs(600);
+
+/// The longest line that is read. The list of objects of a large guest has some KiB.
+const LONGEST_LINE: usize = 1 << 20;
+
+/// A memory backend of a running guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Backend {
+    /// Its path in QEMU's object tree: `/objects/pc.ram`.
+    pub path: String,
+    /// Its type: `memory-backend-ram`.
+    pub kind: String,
+    /// Its size.
+    pub size: Bytes,
+    /// Whether its memory is shared, which KSM does not take.
+    pub share: bool,
+    /// Whether it is marked for KSM now.
+    pub merge: bool,
+}
+
+/// Why a control socket is of no use.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// There is nobody, or not for us.
+    #[error("cannot connect to {path}: {source}")]
+    Connect {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Somebody listens who is not the guest's process.
+    #[error("{path} is held by process {found}, not by {}: no word was sent", .expected.pid)]
+    Stranger {
+        /// The socket.
+        path: PathBuf,
+        /// Who listens.
+        found: i32,
+        /// Who should.
+        expected: ProcessId,
+    },
+    /// It does not answer in time.
+    #[error(
+        "{path} does not answer: QEMU serves one client at a time, and somebody else may hold this one. Under libvirt \
+         use `virsh qemu-monitor-command DOMAIN '{{\"execute\":\"qom-set\",...}}'`, or withdraw from within by `--inject`"
+    )]
+    Busy {
+        /// The socket.
+        path: PathBuf,
+    },
+    /// The connection broke.
+    #[error("{path}: {source}")]
+    Io {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// What it says is no QMP.
+    #[error("{path} does not speak QMP: {said:?}")]
+    Garbage {
+        /// The socket.
+        path: PathBuf,
+        /// What it said, cut.
+        said: String,
+    },
+    /// QEMU refused a command.
+    #[error("QEMU refuses {command}: {why}")]
+    Refused {
+        /// Which.
+        command: String,
+        /// In its words.
+        why: String,
+    },
+}
+
+impl From<Error> for Refusal {
+    fn from(error: Error) -> Self {
+        let said = error.to_string();
+        match error {
+            Error::Busy { .. } => Self::Busy(said),
+            Error::Connect { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => Self::Denied(said),
+            Error::Refused { .. } => Self::Unsupported(said),
+            _ => Self::Failed(said),
+        }
+    }
+}
+
+/// The memory backends of the guest that a process runs, by its control socket.
+///
+/// # Errors
+/// Whatever keeps the socket from being used; nothing was changed then.
+pub fn guests_backends(socket: &Path, process: ProcessId) -> Result<Vec<Backend>, Error> {
+    Monitor::connect(socket, process, PATIENCE)?.backends()
+}
+
+/// Mark a backend for KSM or withdraw it, and make sure that it took.
+///
+/// # Errors
+/// As [`guests_backends`].
+pub fn set_merge(socket: &Path, process: ProcessId, backend: &str, on: bool) -> Result<(), Error> {
+    let mut monitor = Monitor::connect(socket, process, PATIENCE)?;
+    monitor.patience = SWITCHING;
+    monitor.execute("qom-set", &json!({"path": backend, "property": "merge", "value": on}))?;
+    let now = monitor.property(backend, "merge")?;
+    if now == on {
+        return Ok(());
+    }
+    Err(Error::Refused { command: "qom-set".to_owned(), why: format!("merge of {backend} is {now} afterwards") })
+}
+
+/// The path at which a guest's control socket can be reached from here, if its command line names one. Its process may
+/// live in another directory or root.
+pub fn socket_of(process: &dyn Process, vm: &Vm) -> Option<PathBuf> {
+    let control = vm.control.as_ref().filter(|_| vm.monitor == Kind::Qemu)?;
+    let within = |link: &str, path: &str| Path::new("/proc").join(process.id().pid.to_string()).join(link).join(path);
+    match control.strip_prefix('/') {
+        None => Some(within("cwd", control)),
+        Some(_) if Path::new(control).exists() => Some(control.into()),
+        Some(rest) => Some(within("root", rest)),
+    }
+}
+
+/// A conversation with a monitor.
+struct Monitor {
+    path: PathBuf,
+    stream: UnixStream,
+    /// What was received beyond the last line.
+    received: Vec<u8>,
+    patience: Duration,
+    commands: u64,
+}
+
+impl Monitor {
+    fn connect(path: &Path, process: ProcessId, patience: Duration) -> Result<Self, Error> {
+        let stream = dial(path, patience)?;
+        let failed = |source: io::Error| Error::Io { path: path.to_owned(), source };
+        let peer = sockopt::socket_peercred(&stream).map_err(|errno| failed(errno.into()))?;
+        let found = peer.pid.as_raw_nonzero().get();
+        // Read after connecting: who holds the socket now has not given its number on.
+        let start_time = std::fs::read(format!("/proc/{found}/stat")).ok().and_then(|stat| parse::stat(&stat).ok());
+        let expected = start_time.map(|stat| stat.start_time) == Some(process.start_time);
+        if found.cast_unsigned() != process.pid.0 || !expected {
+            return Err(Error::Stranger { path: path.to_owned(), found, expected: process });
+        }
+        stream.set_write_timeout(Some(patience)).map_err(failed)?;
+        let mut monitor = Self { path: path.to_owned(), stream, received: Vec::new(), patience, commands: 0 };
+        let greeting = monitor.message(Instant::now() + patience)?;
+        if greeting.get("QMP").is_none() {
+            return Err(monitor.garbage(greeting.to_string().as_bytes()));
+        }
+        monitor.execute("qmp_capabilities", &json!({}))?;
+        Ok(monitor)
+    }
+
+    fn backends(&mut self) -> Result<Vec<Backend>, Error> {
+        let objects = self.execute("qom-list", &json!({"path": "/objects"}))?;
+        let mut backends = Vec::new();
+        for object in objects.as_array().into_iter().flatten() {
+            let text = |key: &str| object.get(key).and_then(Value::as_str).unwrap_or_default();
+            let kind = text("type").strip_prefix("child<").and_then(|kind| kind.strip_suffix('>')).unwrap_or_default();
+            if !kind.starts_with("memory-backend-") {
+                continue;
+            }
+            let path = format!("/objects/{}", text("name"));
+            let size = self.execute("qom-get", &json!({"path": path, "property": "size"}))?;
+            let size = Bytes(size.as_u64().ok_or_else(|| self.garbage(size.to_string().as_bytes()))?);
+            let (share, merge) = (self.property(&path, "share")?, self.property(&path, "merge")?);
+            backends.push(Backend { path, kind: kind.to_owned(), size, share, merge });
+        }
+        Ok(backends)
+    }
+
+    /// A property that is on or off.
+    fn property(&mut self, path: &str, property: &str) -> Result<bool, Error> {
+        let value = self.execute("qom-get", &json!({"path": path, "property": property}))?;
+        value.as_bool().ok_or_else(|| self.garbage(value.to_string().as_bytes()))
+    }
+
+    /// Give a command and wait for its answer.
+    fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, Error> {
+        self.commands += 1;
+        let id = self.commands;
+        let line = format!("{}\n", json!({"execute": command, "arguments": arguments, "id": id}));
+        self.stream.write_all(line.as_bytes()).map_err(|source| self.broken(source))?;
+        let deadline = Instant::now() + self.patience;
+        loop {
+            let mut message = self.message(deadline)?;
+            // Events come at any time; an answer is to the command that it names.
+            if message.get("event").is_some() {
+                continue;
+            }
+            let answers = message.get("id").and_then(Value::as_u64) == Some(id);
+            if let Some(error) = message.get("error").filter(|_| answers || message.get("id").is_none()) {
+                let why = error.get("desc").and_then(Value::as_str).unwrap_or("without a word").to_owned();
+                return Err(Error::Refused { command: command.to_owned(), why });
+            }
+            match message.get_mut("return").filter(|_| answers) {
+                Some(result) => return Ok(result.take()),
+                None => return Err(self.garbage(message.to_string().as_bytes())),
+            }
+        }
+    }
+
+    /// The next line, parsed.
+    fn message(&mut self, deadline: Instant) -> Result<Value, Error> {
+        let mut searched = 0;
+        loop {
+            if let Some(end) = self.received[searched..].iter().position(|&byte| byte == b'\n') {
+                let rest = self.received.split_off(searched + end + 1);
+                let line = std::mem::replace(&mut self.received, rest);
+                let value: Option<Value> = serde_json::from_slice(&line).ok();
+                return value.filter(Value::is_object).ok_or_else(|| self.garbage(&line));
+            }
+            searched = self.received.len();
+            if searched > LONGEST_LINE {
+                return Err(self.garbage(&self.received));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Error::Busy { path: self.path.clone() });
+            }
+            self.stream.set_read_timeout(Some(left)).map_err(|source| self.broken(source))?;
+            let mut buffer = [0; 4096];
+            match self.stream.read(&mut buffer) {
+                Ok(0) => return Err(self.broken(io::ErrorKind::UnexpectedEof.into())),
+                Ok(count) => self.received.extend_from_slice(&buffer[..count]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(source) => return Err(self.broken(source)),
+            }
+        }
+    }
+
+    fn broken(&self, source: io::Error) -> Error {
+        match source.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Error::Busy { path: self.path.clone() },
+            _ => Error::Io { path: self.path.clone(), source },
+        }
+    }
+
+    fn garbage(&self, said: &[u8]) -> Error {
+        let said = String::from_utf8_lossy(&said[..said.len().min(80)]).trim().to_owned();
+        Error::Garbage { path: self.path.clone(), said }
+    }
+}
+
+/// Connect without waiting for ever: where the queue of a listener is full, a blocking connect would.
+fn dial(path: &Path, patience: Duration) -> Result<UnixStream, Error> {
+    let failed = |source: io::Error| Error::Connect { path: path.to_owned(), source };
+    let address = SocketAddrUnix::new(path).map_err(|errno| failed(errno.into()))?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+        .map_err(|errno| failed(errno.into()))?;
+    let deadline = Instant::now() + patience;
+    loop {
+        match rustix::net::connect(&socket, &address) {
+            Ok(()) => break,
+            Err(rustix::io::Errno::AGAIN) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            Err(rustix::io::Errno::AGAIN) => return Err(Error::Busy { path: path.to_owned() }),
+            Err(errno) => return Err(failed(errno.into())),
+        }
+    }
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false).map_err(failed)?;
+    Ok(stream)
+}
+
+#[cfg(test)]
+mod tests;
