@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+mod advise;
+mod busy;
 mod fleet;
 mod layout;
 
@@ -39,6 +41,12 @@ enum Workload {
     /// Without a COMMAND prints one line of JSON for each guest, then `READY guests=N`. The guests run without KVM and
     /// without network, and are gone when this ends, however it ends. `labs/setup.sh` prepares what they need.
     Fleet(FleetArguments),
+    /// Work on several threads, checking all that is computed, until standard input closes
+    ///
+    /// Prints `READY pid=PID`, and ends with how many rounds were made and found right; a wrong one ends it at once.
+    Busy(busy::Arguments),
+    /// Enrol, withdraw or collapse memory of a process, and print for how long it was stopped
+    Advise(advise::Arguments),
     /// Run a program that is killed when its parent ends
     #[command(hide = true)]
     Bound {
@@ -139,6 +147,8 @@ fn main() -> ExitCode {
     let outcome = match Lab::parse().workload {
         Workload::Layout(arguments) => run_layout(arguments),
         Workload::Fleet(arguments) => run_fleet(arguments),
+        Workload::Busy(arguments) => busy::run(&arguments).map(|()| ExitCode::SUCCESS),
+        Workload::Advise(arguments) => advise::run(&arguments).map(|()| ExitCode::SUCCESS),
         Workload::Bound { parent, command } => run_bound(parent, &command),
     };
     outcome.unwrap_or_else(|error| {

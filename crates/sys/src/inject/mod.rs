@@ -198,6 +198,7 @@ fn visit<T>(
     patience: Duration,
     work: &mut dyn FnMut(&Inside<'_>) -> Result<T, Error>,
 ) -> Result<(Result<T, Error>, Duration), Miss> {
+    ptrace::sleep_precisely();
     let suspend_seccomp = target.needs_seccomp_suspended(tid).map_err(Miss::Process)?;
     let thread = Thread::seize(tid, suspend_seccomp).map_err(|error| {
         let why = target.why_not_seized(tid, suspend_seccomp, &error);
