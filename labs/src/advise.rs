@@ -53,7 +53,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let handle = host.open(Pid(arguments.pid)).map_err(|why| anyhow!("{why}"))?;
     let process = handle.id();
     let mut ranges = arguments.ranges.clone();
-    if ranges.is_empty() {
+    if ranges.is_empty() && !matches!(arguments.what, What::Whole | What::Unwhole) {
         let regions = observe::regions(&*handle).map_err(|why| anyhow!("{why}"))?;
         let own = regions.iter().filter(|region| region.inode == 0 && region.permissions == *b"rw-p");
         let large = own.filter(|region| region.range.bytes().0 >= SMALLEST && region.name != "[stack]");

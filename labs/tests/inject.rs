@@ -243,11 +243,11 @@ mod killed {
         let victim = Victim::start(state);
         let points = points(victim.pid(), action);
         drop(victim);
-        assert!(points >= 20, "{points} points only");
+        assert!(points >= 15, "{points} points only");
         // Sleepers side by side: each takes its time.
         let next = std::sync::atomic::AtomicU32::new(1);
         thread::scope(|scope| {
-            for _ in 0..8 {
+            for _ in 0..4 {
                 scope.spawn(|| {
                     loop {
                         let point = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -272,7 +272,7 @@ mod killed {
         )*};
     }
 
-    killed_in! { spin recurse sleep futex pipe epoll ppoll threads coroutine vfork signals storm }
+    killed_in! { spin recurse sleep futex pipe epoll_again ppoll threads coroutine vfork signals storm }
 
     #[test]
     fn stopped() {
@@ -459,7 +459,7 @@ fn a_busy_program_survives_many_cycles() {
         return;
     }
     let mut busy = Command::new(LAB)
-        .args(["busy", "--threads", "3"])
+        .args(["busy", "--threads", "3", "--memory", "2"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()

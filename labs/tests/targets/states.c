@@ -184,6 +184,7 @@ static void read_pipe(void)
 	check(read(channel[0], &byte, 1) == 1, "read");
 }
 
+static int forgiving;
 static void wait_epoll(void)
 {
 	struct epoll_event event = {.events = EPOLLIN}, got;
@@ -193,7 +194,19 @@ static void wait_epoll(void)
 	sigprocmask(SIG_SETMASK, NULL, &mask);
 	sigaddset(&mask, SIGHUP);
 	ready();
-	check(epoll_pwait(epoll, &got, 1, -1, &mask) == 1, "epoll_pwait");
+	int count;
+	do
+		count = epoll_pwait(epoll, &got, 1, -1, &mask);
+	while (forgiving && count < 0 && errno == EINTR);
+	check(count == 1, "epoll_pwait");
+}
+
+/* The kernel ends this wait with EINTR when a thread is stopped and goes on, whoever stops it: a tracer that dies before
+ * it could see to that leaves it so. */
+static void wait_epoll_again(void)
+{
+	forgiving = 1;
+	wait_epoll();
 }
 
 static void wait_ppoll(void)
@@ -426,7 +439,8 @@ static const struct {
 	void (*enter)(void);
 } states[] = {
 	{"spin", spin}, {"recurse", recurse}, {"sleep", sleep_fully}, {"futex", wait_on_futex}, {"pipe", read_pipe},
-	{"epoll", wait_epoll}, {"ppoll", wait_ppoll}, {"threads", many_threads}, {"coroutine", coroutine},
+	{"epoll", wait_epoll}, {"epoll_again", wait_epoll_again},
+	{"ppoll", wait_ppoll}, {"threads", many_threads}, {"coroutine", coroutine},
 	{"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered}, {"strict", strict},
 	{"signals", signals}, {"storm", storm}, {"execs", execs},
 };
