@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+mod advise;
+mod busy;
 mod fleet;
 mod layout;
 mod refuse;
@@ -56,6 +58,12 @@ enum Workload {
         #[arg(last = true, required = true)]
         command: Vec<OsString>,
     },
+    /// Work on several threads, checking all that is computed, until standard input closes
+    ///
+    /// Prints `READY pid=PID`, and ends with how many rounds were made and found right; a wrong one ends it at once.
+    Busy(busy::Arguments),
+    /// Enrol, withdraw or collapse memory of a process, and print for how long it was stopped
+    Advise(advise::Arguments),
     /// Run a program that is killed when its parent ends
     #[command(hide = true)]
     Bound {
@@ -188,6 +196,8 @@ fn main() -> ExitCode {
         Workload::Mixture(arguments) => run_mixture(&arguments),
         Workload::Fleet(arguments) => run_fleet(arguments),
         Workload::RefusePrctl { errno, command } => run_refused(errno, &command),
+        Workload::Busy(arguments) => busy::run(&arguments).map(|()| ExitCode::SUCCESS),
+        Workload::Advise(arguments) => advise::run(&arguments).map(|()| ExitCode::SUCCESS),
         Workload::Bound { parent, command } => run_bound(parent, &command),
     };
     outcome.unwrap_or_else(|error| {

@@ -22,7 +22,8 @@
 //! Mirrors kernel/ptrace.c, kernel/signal.c, kernel/entry/common.c, kernel/rseq.c (6.18); what depends on the processor
 //! is in one module each. Limits: processes with a seccomp filter need it suspended (CAP_SYS_ADMIN), which ends with the
 //! tracer: if that is killed in the microseconds between turning a call and the kernel's check of it, a filter that
-//! forbids the call judges it. 32-bit programs, strict seccomp, shadow stacks, and programs that dispatch system calls
+//! forbids the call judges it. A few calls (epoll_wait(2), sigwaitinfo(2): signal(7)) end with EINTR when their thread is
+//! stopped by whatever means; that is undone, but not by a tracer that is killed before the thread is parked. 32-bit programs, strict seccomp, shadow stacks, and programs that dispatch system calls
 //! themselves are refused.
 
 #[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
@@ -198,6 +199,7 @@ fn visit<T>(
     patience: Duration,
     work: &mut dyn FnMut(&Inside<'_>) -> Result<T, Error>,
 ) -> Result<(Result<T, Error>, Duration), Miss> {
+    ptrace::become_tracer();
     let suspend_seccomp = target.needs_seccomp_suspended(tid).map_err(Miss::Process)?;
     let thread = Thread::seize(tid, suspend_seccomp).map_err(|error| {
         let why = target.why_not_seized(tid, suspend_seccomp, &error);

@@ -16,6 +16,9 @@ const OPTION_SYSGOOD: usize = 1;
 const OPTION_EXEC: usize = 1 << 4;
 const OPTION_SUSPEND_SECCOMP: usize = 1 << 21;
 
+const CONT: u32 = 7;
+const DETACH: u32 = 17;
+const SYSCALL: u32 = 24;
 const SEIZE: u32 = 0x4206;
 const INTERRUPT: u32 = 0x4207;
 const GETREGSET: u32 = 0x4204;
@@ -24,6 +27,41 @@ const GETSIGMASK: u32 = 0x420a;
 const SETSIGMASK: u32 = 0x420b;
 const GET_RSEQ_CONFIGURATION: u32 = 0x420f;
 const GET_SYSCALL_USER_DISPATCH: u32 = 0x4211;
+
+/// How long to wait for word of a stop before looking, while it may come any moment, and later.
+const SOON: Duration = Duration::from_micros(200);
+const LATER: Duration = Duration::from_millis(2);
+
+/// Make a tracer of the calling thread, which is to end soon: word of stops (SIGCHLD) comes to it while it waits, and
+/// when it wakes it has a processor at once, so that a stopped thread need not wait for its tracer.
+pub fn become_tracer() {
+    let set = child_signal();
+    // SAFETY: `set` is valid; no old set is asked for.
+    unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut()) };
+    // Refused without CAP_SYS_NICE: it matters only when the machine is busy.
+    let parameters = libc::sched_param { sched_priority: 1 };
+    // SAFETY: `parameters` is valid; thread 0 is the calling one.
+    unsafe { libc::sched_setscheduler(0, libc::SCHED_RR, &raw const parameters) };
+}
+
+fn child_signal() -> libc::sigset_t {
+    let mut set = std::mem::MaybeUninit::uninit();
+    // SAFETY: `set` is a place for a set.
+    unsafe { libc::sigemptyset(set.as_mut_ptr()) };
+    // SAFETY: `sigemptyset` has initialised all of it.
+    let mut set: libc::sigset_t = unsafe { set.assume_init() };
+    // SAFETY: `set` is a valid set.
+    unsafe { libc::sigaddset(&raw mut set, libc::SIGCHLD) };
+    set
+}
+
+/// Sleep until SIGCHLD comes, at most for `longest`. It may come too soon to be noticed, so that is all this is for.
+fn doze(longest: Duration) {
+    let set = child_signal();
+    let longest = libc::timespec { tv_sec: 0, tv_nsec: longest.subsec_nanos() as _ };
+    // SAFETY: `set` and `longest` are valid; nothing is to be told of the signal.
+    unsafe { libc::sigtimedwait(&raw const set, std::ptr::null_mut(), &raw const longest) };
+}
 
 /// `struct ptrace_rseq_configuration`.
 #[repr(C)]
@@ -90,17 +128,17 @@ impl Thread {
 
     /// Let it run to the next system call's entry or exit, delivering a signal (0: none).
     pub fn run_to_syscall(self, signal: i32) -> io::Result<()> {
-        self.request(libc::PTRACE_SYSCALL as u32, 0, signal as usize)
+        self.request(SYSCALL, 0, signal as usize)
     }
 
     /// Let it run, delivering a signal (0: none).
     pub fn run(self, signal: i32) -> io::Result<()> {
-        self.request(libc::PTRACE_CONT as u32, 0, signal as usize)
+        self.request(CONT, 0, signal as usize)
     }
 
     /// Let it go.
     pub fn detach(self) -> io::Result<()> {
-        self.request(libc::PTRACE_DETACH as u32, 0, 0)
+        self.request(DETACH, 0, 0)
     }
 
     /// A register set into `buffer`; how many bytes of it the kernel filled.
@@ -146,6 +184,9 @@ impl Thread {
     }
 
     /// Wait until it reports, at most until `deadline`.
+    ///
+    /// waitpid(2) knows no deadline, so it is asked whenever SIGCHLD says that something happened, and from time to time
+    /// in between: the signal may have come while nobody waited for it.
     pub fn wait(self, deadline: Instant) -> io::Result<Option<Stop>> {
         let mut polls = 0_u32;
         loop {
@@ -164,14 +205,8 @@ impl Thread {
             if Instant::now() >= deadline {
                 return Ok(None);
             }
-            // The stop is a matter of microseconds once the thread runs; yielding lets it run where it has no other
-            // processor. After some milliseconds it is not about to come, and this need not burn one.
             polls += 1;
-            if polls < 2000 {
-                std::thread::yield_now();
-            } else {
-                std::thread::sleep(Duration::from_micros(200));
-            }
+            doze(if polls < 50 { SOON } else { LATER });
         }
     }
 }

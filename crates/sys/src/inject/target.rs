@@ -125,7 +125,8 @@ impl Target {
                 threads.push(tid);
             }
         }
-        threads.sort_by_key(|&tid: &i32| (tid != self.pid, tid));
+        // A thread whose call ends early by being stopped is spared if another can be had.
+        threads.sort_by_key(|&tid: &i32| (self.is_in_fragile_call(tid), tid != self.pid, tid));
         threads.retain(|tid| {
             let status = text(&self.directory, &format!("task/{tid}/status")).unwrap_or_default();
             field(&status, "State").is_some_and(|state| !state.starts_with(['Z', 'X']))
@@ -138,6 +139,13 @@ impl Target {
             tries.remove(0);
         }
         Ok(tries)
+    }
+
+    /// Whether a thread waits in a call that the kernel ends with EINTR when the thread is stopped.
+    fn is_in_fragile_call(&self, tid: i32) -> bool {
+        let call = text(&self.directory, &format!("task/{tid}/syscall")).unwrap_or_default();
+        let number = call.split(' ').next().and_then(|number| number.parse().ok());
+        number.is_some_and(|number| arch::INTERRUPTED_BY_STOP.contains(&number))
     }
 
     pub(super) fn has_thread(&self, tid: i32) -> bool {

@@ -55,7 +55,7 @@ const ERESTART_RESTARTBLOCK: i64 = -516;
 /// System calls that answer EINTR to a thread that was merely stopped, where others are restarted (signal(7),
 /// "Interruption of system calls and library functions by stop signals"): semop, rt_sigtimedwait, io_getevents,
 /// semtimedop, epoll_wait, epoll_pwait, io_pgetevents, epoll_pwait2. None has done anything when it answers so.
-const INTERRUPTED_BY_STOP: [u64; 8] = [65, 128, 208, 220, 232, 281, 333, 441];
+pub const INTERRUPTED_BY_STOP: [u64; 8] = [65, 128, 208, 220, 232, 281, 333, 441];
 
 /// General registers, as NT_PRSTATUS has them.
 pub type Registers = libc::user_regs_struct;

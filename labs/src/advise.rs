@@ -1,0 +1,106 @@
+//! Actions on one process from the command line: what the fault tests kill, and what measures how long targets stop.
+
+use anyhow::{Context, Result, anyhow};
+use clap::{Args, ValueEnum};
+use pagefold_host::act::{Action, Advice};
+use pagefold_host::{Host, observe};
+use pagefold_linux::LiveHost;
+use pagefold_model::{AddressRange, Pid, ProcessId};
+use std::time::Duration;
+
+/// Regions that are taken when no range is given are no smaller.
+const SMALLEST: u64 = 64 << 10;
+
+#[derive(Args)]
+pub struct Arguments {
+    /// The process
+    pid: u32,
+    /// What is done
+    what: What,
+    /// Where: START-END in hexadecimal [default: private writable anonymous regions of at least 64 KiB, no stack]
+    #[arg(value_parser = parse_range)]
+    ranges: Vec<AddressRange>,
+    /// Do it and take it back so many times, instead of doing it once
+    #[arg(long, value_name = "N")]
+    cycles: Option<u32>,
+    /// Cut what is advised into ranges of so many pages with as many left out between
+    #[arg(long, value_name = "PAGES")]
+    comb: Option<u64>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum What {
+    /// Enrol ranges
+    Mergeable,
+    /// Withdraw ranges
+    Unmergeable,
+    /// Enrol the process whole
+    Whole,
+    /// Withdraw the process whole
+    Unwhole,
+    /// Put huge pages back together
+    Collapse,
+}
+
+fn parse_range(text: &str) -> Result<AddressRange> {
+    let (start, end) = text.split_once('-').context("a range is START-END")?;
+    Ok(AddressRange { start: u64::from_str_radix(start, 16)?, end: u64::from_str_radix(end, 16)? })
+}
+
+/// Carry it out, and print the stops in microseconds: their number, median, 99th percentile, the longest.
+pub fn run(arguments: &Arguments) -> Result<()> {
+    let host = LiveHost::new();
+    let handle = host.open(Pid(arguments.pid)).map_err(|why| anyhow!("{why}"))?;
+    let process = handle.id();
+    let mut ranges = arguments.ranges.clone();
+    if ranges.is_empty() && !matches!(arguments.what, What::Whole | What::Unwhole) {
+        let regions = observe::regions(&*handle).map_err(|why| anyhow!("{why}"))?;
+        let own = regions.iter().filter(|region| region.inode == 0 && region.permissions == *b"rw-p");
+        let large = own.filter(|region| region.range.bytes().0 >= SMALLEST && region.name != "[stack]");
+        ranges = large.map(|region| region.range).collect();
+    }
+    if let Some(pages) = arguments.comb {
+        let bytes = pages * host.page_size().bytes();
+        let teeth = ranges.iter().flat_map(|range| {
+            (range.start..range.end)
+                .step_by(2 * bytes as usize)
+                .map(move |start| AddressRange { start, end: start + bytes })
+        });
+        ranges = teeth.collect();
+    }
+    let action = action(arguments.what, process, &ranges);
+    let back = match arguments.what {
+        What::Mergeable => Some(What::Unmergeable),
+        What::Unmergeable => Some(What::Mergeable),
+        What::Whole => Some(What::Unwhole),
+        What::Unwhole => Some(What::Whole),
+        What::Collapse => None,
+    };
+    let back = back.filter(|_| arguments.cycles.is_some()).map(|back| self::action(back, process, &ranges));
+    let mut stops: Vec<Duration> = Vec::new();
+    for cycle in 0..arguments.cycles.unwrap_or(1) {
+        for action in [Some(&action), back.as_ref()].into_iter().flatten() {
+            let effect = host.apply(action).with_context(|| format!("cycle {cycle}"))?;
+            for (range, why) in &effect.missed {
+                println!("missed {range}: {why}");
+            }
+            stops.extend(effect.stops);
+        }
+    }
+    stops.sort();
+    let last = stops.len().saturating_sub(1);
+    let micros = |part: usize| stops.get((stops.len() * part / 100).min(last)).map_or(0, Duration::as_micros);
+    println!("stops {} median {} us p99 {} us longest {} us", stops.len(), micros(50), micros(99), micros(100));
+    Ok(())
+}
+
+fn action(what: What, process: ProcessId, ranges: &[AddressRange]) -> Action {
+    let advise = |advice| Action::Advise { process, advice, ranges: ranges.to_vec() };
+    match what {
+        What::Mergeable => advise(Advice::Mergeable),
+        What::Unmergeable => advise(Advice::Unmergeable),
+        What::Whole => Action::MergeAny { process, on: true },
+        What::Unwhole => Action::MergeAny { process, on: false },
+        What::Collapse => Action::Collapse { process, ranges: ranges.to_vec() },
+    }
+}

@@ -1,0 +1,480 @@
+//! System calls injected into programs in every state that could go wrong, and the injector killed at every step.
+//!
+//! The target checks itself (`tests/targets/states.c`: registers, vectors, memory, stack, signal mask, what its waits
+//! return) and says OK at the end. ksmd stays off, so no lock is needed. Without root, or where the C compiler or the
+//! kernel cannot make a kind of target, a test says `skipped: ` and why.
+
+#![forbid(unsafe_code)]
+
+use nix::sys::ptrace;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::OnceLock;
+use std::thread;
+use std::time::{Duration, Instant};
+
+const LAB: &str = env!("CARGO_BIN_EXE_pagefold-lab");
+
+/// The program, dynamically or statically linked; nothing if it cannot be had.
+fn program(kind: &str) -> Option<PathBuf> {
+    static PROGRAMS: OnceLock<[Option<PathBuf>; 2]> = OnceLock::new();
+    let build = |name: &str, more: &[&str]| {
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/targets/states.c");
+        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
+        let mut compiler = Command::new("cc");
+        compiler.args(["-O1", "-Wall", "-Werror", "-pthread", source, "-o"]).arg(&file).args(more);
+        compiler.status().is_ok_and(|status| status.success()).then_some(file)
+    };
+    let [dynamic, fixed] = PROGRAMS.get_or_init(|| [build("states", &[]), build("states-static", &["-static"])]);
+    if kind == "static" { fixed.clone() } else { dynamic.clone() }
+}
+
+/// Whether these tests can run; says why not.
+fn possible() -> bool {
+    let why = if !nix::unistd::geteuid().is_root() {
+        "needs root: a container may forbid its users to trace"
+    } else if !cfg!(target_arch = "x86_64") {
+        "the targets are written for x86-64"
+    } else if program("dynamic").is_none() {
+        "needs a C compiler"
+    } else if !Path::new("/sys/kernel/mm/ksm").exists() {
+        "this kernel has no KSM"
+    } else {
+        return true;
+    };
+    println!("skipped: {why}");
+    false
+}
+
+/// A program that checks itself.
+struct Victim {
+    child: Child,
+    output: Option<std::process::ChildStdout>,
+}
+
+impl Victim {
+    /// In one of the states of `states.c`, entered.
+    fn start(state: &str) -> Self {
+        Self::of(&program("dynamic").expect("a compiler"), state)
+    }
+
+    fn of(program: &Path, state: &str) -> Self {
+        let mut child = Command::new(program)
+            .arg(state)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the target starts");
+        let mut output = child.stdout.take().expect("piped");
+        let mut ready = [0; 6];
+        output.read_exact(&mut ready).expect("the target is ready");
+        assert_eq!(&ready, b"READY\n");
+        // It says so right before it enters the state.
+        thread::sleep(Duration::from_millis(10));
+        Self { child, output: Some(output) }
+    }
+
+    fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.pid().cast_signed()), signal).expect("it lives");
+    }
+
+    /// A line of its status.
+    fn status(&self, field: &str) -> String {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.pid())).expect("it lives");
+        let line = status.lines().find_map(|line| line.strip_prefix(field)).expect("a field of the status");
+        line.trim_start_matches(':').trim().to_owned()
+    }
+
+    /// Have it finish and check itself.
+    fn finish(mut self) -> String {
+        self.signal(Signal::SIGUSR1);
+        drop(self.child.stdin.take());
+        let mut said = String::new();
+        self.output.take().expect("taken once").read_to_string(&mut said).expect("its output");
+        let status = self.child.wait().expect("its end");
+        assert!(status.success() && said.contains("OK\n"), "{status}: {said}");
+        said
+    }
+}
+
+impl Drop for Victim {
+    fn drop(&mut self) {
+        // Whatever a failed test left. Ours until it is waited for.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Run `pagefold-lab advise` on a process.
+fn advise(pid: u32, arguments: &[&str], fault: &str) -> Output {
+    let mut command = Command::new(LAB);
+    command.args(["advise", &pid.to_string()]).args(arguments);
+    if !fault.is_empty() {
+        command.env("PAGEFOLD_FAULT_POINT", fault);
+    }
+    command.output().expect("the lab runs")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Advise, and expect it to be done.
+fn done(pid: u32, arguments: &[&str]) -> String {
+    let output = advise(pid, arguments, "");
+    assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// Advise, and expect a refusal.
+fn refused(pid: u32, arguments: &[&str]) -> String {
+    let output = advise(pid, arguments, "");
+    assert_eq!(output.status.code(), Some(2), "{}", text(&output.stdout));
+    text(&output.stderr)
+}
+
+fn enrolled(pid: u32) -> usize {
+    let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).expect("smaps");
+    smaps.lines().filter(|line| line.starts_with("VmFlags:") && line.contains(" mg")).count()
+}
+
+/// Wait until something holds, at most for seconds.
+fn eventually(what: &str, holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+const STATES: &[&str] = &[
+    "spin",
+    "recurse",
+    "sleep",
+    "futex",
+    "pipe",
+    "epoll",
+    "ppoll",
+    "threads",
+    "coroutine",
+    "vfork",
+    "filtered",
+    "signals",
+    "storm",
+];
+
+#[test]
+fn a_target_in_any_state_is_enrolled_and_withdrawn_and_goes_on() {
+    if !possible() {
+        return;
+    }
+    for state in STATES {
+        let victim = Victim::start(state);
+        for _ in 0..3 {
+            done(victim.pid(), &["mergeable"]);
+            assert_ne!(enrolled(victim.pid()), 0, "{state}");
+            done(victim.pid(), &["unmergeable"]);
+            assert_eq!(enrolled(victim.pid()), 0, "{state}");
+        }
+        done(victim.pid(), &["whole"]);
+        let stat = fs::read_to_string(format!("/proc/{}/ksm_stat", victim.pid())).expect("ksm_stat");
+        assert!(stat.contains("ksm_merge_any: yes"), "{state}: {stat}");
+        done(victim.pid(), &["unwhole"]);
+        victim.finish();
+    }
+}
+
+#[test]
+fn a_static_program_is_enrolled() {
+    let Some(program) = program("static").filter(|_| possible()) else {
+        println!("skipped: needs a C library to link statically");
+        return;
+    };
+    let victim = Victim::of(&program, "threads");
+    done(victim.pid(), &["mergeable", "--cycles", "20"]);
+    victim.finish();
+}
+
+#[cfg(feature = "fault-points")]
+mod killed {
+    use super::*;
+
+    /// How many points an undisturbed run reaches.
+    fn points(pid: u32, action: &str) -> u32 {
+        let output = advise(pid, &[action], "count");
+        let said = text(&output.stderr);
+        let count =
+            said.lines().find_map(|line| line.strip_prefix("fault points: ")).unwrap_or_else(|| panic!("{said}"));
+        count.parse().expect("a number")
+    }
+
+    /// End the injector at one point, and see that the target does not notice.
+    fn at(state: &str, action: &str, point: u32, stopped: bool) {
+        let victim = Victim::start(state);
+        if stopped {
+            victim.signal(Signal::SIGSTOP);
+            eventually("it stops", || victim.status("State").starts_with('T'));
+        }
+        let mask = victim.status("SigBlk");
+        let output = advise(victim.pid(), &[action], &point.to_string());
+        assert_eq!(output.status.code(), None, "{state} {point}: {}", text(&output.stdout));
+        let place = text(&output.stderr);
+        let left = |victim: &Victim| {
+            let state = victim.status("State");
+            victim.status("TracerPid") == "0" && !state.starts_with('t') && state.starts_with('T') == stopped
+        };
+        eventually(&format!("{state} is let go at {place}"), || left(&victim));
+        if stopped {
+            victim.signal(Signal::SIGCONT);
+        }
+        eventually(&format!("{state} has its mask back at {place}"), || victim.status("SigBlk") == mask);
+        victim.finish();
+    }
+
+    fn at_every_point(state: &'static str, action: &'static str, stopped: bool) {
+        let victim = Victim::start(state);
+        let points = points(victim.pid(), action);
+        drop(victim);
+        assert!(points >= 15, "{points} points only");
+        // Sleepers side by side: each takes its time.
+        let next = std::sync::atomic::AtomicU32::new(1);
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    loop {
+                        let point = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                        if point > points {
+                            break;
+                        }
+                        at(state, action, point, stopped);
+                    }
+                });
+            }
+        });
+    }
+
+    macro_rules! killed_in {
+        ($($state:ident)*) => {$(
+            #[test]
+            fn $state() {
+                if possible() {
+                    at_every_point(stringify!($state), "mergeable", false);
+                }
+            }
+        )*};
+    }
+
+    killed_in! { spin recurse sleep futex pipe epoll_again ppoll threads coroutine vfork signals storm }
+
+    #[test]
+    fn stopped() {
+        if possible() {
+            at_every_point("spin", "whole", true);
+            at_every_point("futex", "mergeable", true);
+        }
+    }
+}
+
+#[test]
+fn a_stopped_target_stays_stopped() {
+    if !possible() {
+        return;
+    }
+    for state in ["spin", "futex", "threads"] {
+        let victim = Victim::start(state);
+        victim.signal(Signal::SIGSTOP);
+        eventually("it stops", || victim.status("State").starts_with('T'));
+        done(victim.pid(), &["mergeable"]);
+        eventually("it is stopped again", || victim.status("State").starts_with('T'));
+        assert_ne!(enrolled(victim.pid()), 0);
+        victim.signal(Signal::SIGCONT);
+        eventually("it goes on", || !victim.status("State").starts_with('T'));
+        victim.finish();
+    }
+}
+
+#[test]
+fn stops_and_continues_during_injection_are_obeyed() {
+    if !possible() {
+        return;
+    }
+    let victim = Victim::start("threads");
+    let pid = victim.pid();
+    let injector = thread::spawn(move || done(pid, &["mergeable", "--cycles", "150"]));
+    while !injector.is_finished() {
+        victim.signal(Signal::SIGSTOP);
+        thread::sleep(Duration::from_micros(700));
+        victim.signal(Signal::SIGCONT);
+        thread::sleep(Duration::from_micros(300));
+    }
+    injector.join().expect("every cycle is done");
+    victim.finish();
+}
+
+#[test]
+fn no_signal_is_lost_or_doubled() {
+    if !possible() {
+        return;
+    }
+    let victim = Victim::start("signals");
+    done(victim.pid(), &["mergeable", "--cycles", "300"]);
+    let said = victim.finish();
+    let count: u64 = said.lines().find_map(|line| line.strip_prefix("signals ")).expect("a count").parse().unwrap();
+    assert!(count > 300, "{count} signals only");
+}
+
+#[test]
+fn a_sleep_takes_the_time_that_is_left() {
+    if !possible() {
+        return;
+    }
+    let victim = Victim::start("sleep");
+    done(victim.pid(), &["mergeable", "--cycles", "20"]);
+    let said = victim.finish();
+    let slept: f64 = said.lines().find_map(|line| line.strip_prefix("slept ")).expect("a time").parse().unwrap();
+    // Begun anew after forty stops it would not have ended before the last of them. The target itself checks that it is
+    // not too little.
+    assert!(slept < 1.4, "it slept {slept} s instead of 0.7");
+}
+
+#[test]
+fn a_target_that_becomes_another_program_is_never_harmed() {
+    if !possible() {
+        return;
+    }
+    let mut victim = Victim::start("execs");
+    let mut taken = 0;
+    for _ in 0..300 {
+        // It may have begun another program meanwhile: then it is refused.
+        taken += usize::from(advise(victim.pid(), &["mergeable"], "").status.success());
+    }
+    drop(victim.child.stdin.take());
+    let mut said = String::new();
+    victim.output.take().expect("taken once").read_to_string(&mut said).expect("its output");
+    assert!(victim.child.wait().expect("its end").success() && said.contains("OK\n"), "{said}");
+    assert_ne!(taken, 0, "never taken");
+}
+
+#[test]
+fn whoever_is_traced_is_refused() {
+    if !possible() {
+        return;
+    }
+    let victim = Victim::start("futex");
+    let pid = Pid::from_raw(victim.pid().cast_signed());
+    ptrace::seize(pid, ptrace::Options::empty()).expect("we may trace it");
+    let said = refused(victim.pid(), &["mergeable"]);
+    assert!(said.contains("traces it"), "{said}");
+    ptrace::interrupt(pid).expect("it can be interrupted");
+    nix::sys::wait::waitpid(pid, None).expect("it stops");
+    ptrace::detach(pid, None).expect("it is let go");
+    done(victim.pid(), &["mergeable"]);
+    victim.finish();
+}
+
+#[test]
+fn two_at_once_take_turns() {
+    if !possible() {
+        return;
+    }
+    let victim = Victim::start("threads");
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let output = advise(victim.pid(), &["mergeable", "--cycles", "40"], "");
+                let said = text(&output.stderr);
+                assert!(output.status.success() || said.contains("busy") || said.contains("traces it"), "{said}");
+            });
+        }
+    });
+    victim.finish();
+}
+
+#[test]
+fn strict_seccomp_is_refused() {
+    if !possible() {
+        return;
+    }
+    let mut victim = Victim::start("strict");
+    assert!(refused(victim.pid(), &["mergeable"]).contains("strict seccomp"));
+    drop(victim.child.stdin.take());
+    assert!(victim.child.wait().expect("its end").success());
+}
+
+#[test]
+fn kernel_threads_and_processes_without_a_leader_are_refused() {
+    if !possible() {
+        return;
+    }
+    let said = refused(2, &["whole"]);
+    assert!(said.contains("kernel"), "{said}");
+    let victim = Victim::start("zombie");
+    advise(victim.pid(), &["whole"], "");
+    victim.finish();
+}
+
+/// A 32-bit program: `pause` in a loop.
+#[test]
+fn a_32_bit_program_is_refused() {
+    if !possible() {
+        return;
+    }
+    let code = [0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7];
+    let (base, head) = (0x0804_8000_u32, 0x54_u32);
+    let mut elf = b"\x7fELF\x01\x01\x01".to_vec();
+    elf.resize(16, 0);
+    let bytes = head + code.len() as u32;
+    let half = |value: u16| value.to_le_bytes().to_vec();
+    let word = |value: u32| value.to_le_bytes().to_vec();
+    elf.extend([2, 3].map(half).concat());
+    elf.extend([1, base + head, 52, 0, 0].map(word).concat());
+    elf.extend([52, 32, 1, 0, 0, 0].map(half).concat());
+    elf.extend([1, 0, base, base, bytes, bytes, 5, 0x1000].map(word).concat());
+    elf.extend(code);
+    let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("pause32-{}", std::process::id()));
+    fs::write(&file, elf).expect("a file");
+    fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("a mode");
+    let Ok(child) = Command::new(&file).spawn() else {
+        println!("skipped: this kernel runs no 32-bit programs");
+        return;
+    };
+    let victim = Victim { child, output: None };
+    thread::sleep(Duration::from_millis(50));
+    let said = refused(victim.pid(), &["whole"]);
+    assert!(said.contains("32-bit") || said.contains("signal handlers"), "{said}");
+    assert!(victim.status("State").starts_with('S'));
+}
+
+#[test]
+fn a_busy_program_survives_many_cycles() {
+    if !possible() {
+        return;
+    }
+    let mut busy = Command::new(LAB)
+        .args(["busy", "--threads", "3", "--memory", "2"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the lab runs");
+    let mut output = busy.stdout.take().expect("piped");
+    let mut ready = [0; 6];
+    output.read_exact(&mut ready).expect("it is ready");
+    done(busy.id(), &["mergeable", "--cycles", &cycles(300).to_string()]);
+    drop(busy.stdin.take());
+    let mut said = String::new();
+    output.read_to_string(&mut said).expect("its output");
+    assert!(busy.wait().expect("its end").success() && said.contains("all right"), "{said}");
+}
+
+/// How many cycles: `PAGEFOLD_SOAK_CYCLES` for the long form.
+fn cycles(short: u32) -> u32 {
+    std::env::var("PAGEFOLD_SOAK_CYCLES").map_or(short, |text| text.parse().expect("a number"))
+}

@@ -1,0 +1,486 @@
+/* A process in one state after another's choice, that checks itself: its registers, its memory, its stack, its signal
+ * mask, and that its waits end as they should.
+ *
+ *     states STATE
+ *
+ * Prints READY once it is in the state. SIGUSR1 asks it to finish; then it prints OK, or what went wrong, and ends.
+ * The state `sleep` finishes by itself when its time is over.
+ *
+ * In each state memory and the stack hold a pattern that is checked at the end, SIGUSR2 is blocked in the waiting
+ * thread, SIGRTMIN+1 is counted by its handler, and no system call may fail with an error that it would not have
+ * failed with had nobody looked: EINTR without a signal to a handler among them. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/prctl.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <linux/filter.h>
+#include <linux/futex.h>
+#include <linux/seccomp.h>
+#include <stddef.h>
+#include <time.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+static volatile sig_atomic_t finish;
+static atomic_uint word;
+static int channel[2];
+static atomic_long caught;
+
+static void fail(const char *what)
+{
+	char text[200];
+	int len = snprintf(text, sizeof text, "FAILED: %s (%s)\n", what, strerror(errno));
+	if (write(1, text, len) < 0)
+		abort();
+	_exit(1);
+}
+
+static void check(int good, const char *what)
+{
+	if (!good)
+		fail(what);
+}
+
+/* Ends whatever wait there is, by its own means: the handler runs in another thread than the one that waits. */
+static void on_finish(int signal)
+{
+	(void)signal;
+	finish = 1;
+	atomic_store(&word, 1);
+	syscall(SYS_futex, &word, FUTEX_WAKE, 1000, 0, 0, 0);
+	if (write(channel[1], "x", 1) < 0)
+		abort();
+}
+
+static void on_count(int signal)
+{
+	(void)signal;
+	atomic_fetch_add(&caught, 1);
+}
+
+static double now(void)
+{
+	struct timespec time;
+	clock_gettime(CLOCK_MONOTONIC, &time);
+	return time.tv_sec + time.tv_nsec / 1e9;
+}
+
+static void ready(void)
+{
+	if (write(1, "READY\n", 6) < 0)
+		abort();
+}
+
+static void mask_is_as_it_was(void)
+{
+	sigset_t mask;
+	sigprocmask(SIG_SETMASK, NULL, &mask);
+	for (int signal = 1; signal < SIGRTMIN; signal++)
+		check(sigismember(&mask, signal) == (signal == SIGUSR2 || signal == SIGUSR1), "the signal mask");
+	for (int signal = SIGRTMIN; signal <= SIGRTMAX; signal++)
+		check(!sigismember(&mask, signal), "the signal mask, real-time signals");
+}
+
+/* Live values in general and in vector registers, over a loop without a call. */
+#define LOOP "mov $200000, %%rcx\n mov %1, %%r12\n mov $77, %%r15\n std\n 1: dec %%rcx\n jnz 1b\n" \
+	     "cld\n sub $77, %%r15\n add %%r15, %%r12\n mov %%r12, %1\n"
+
+__attribute__((target("avx512f"))) static uint64_t hold_zmm(const uint64_t *in, uint64_t *out)
+{
+	uint64_t general = 0x5eed;
+	__asm__ volatile("vmovdqu64 (%2), %%zmm17\n vmovdqu64 (%2), %%zmm3\n kxnorw %%k1, %%k1, %%k1\n" LOOP
+			 "vpxorq %%zmm3, %%zmm17, %%zmm3\n vporq %%zmm17, %%zmm3, %%zmm3%{%%k1%}\n vmovdqu64 %%zmm3, (%0)\n"
+			 "vzeroupper"
+			 : : "r"(out), "m"(general), "r"(in) : "rcx", "r12", "r15", "xmm3", "xmm17", "k1", "cc", "memory");
+	return general;
+}
+
+__attribute__((target("avx2"))) static uint64_t hold_ymm(const uint64_t *in, uint64_t *out)
+{
+	uint64_t general = 0x5eed;
+	__asm__ volatile("vmovdqu (%2), %%ymm3\n vmovdqu 32(%2), %%ymm4\n" LOOP
+			 "vmovdqu %%ymm3, (%0)\n vmovdqu %%ymm4, 32(%0)\n vzeroupper"
+			 : : "r"(out), "m"(general), "r"(in) : "rcx", "r12", "r15", "xmm3", "xmm4", "cc", "memory");
+	return general;
+}
+
+static uint64_t hold_xmm(const uint64_t *in, uint64_t *out)
+{
+	uint64_t general = 0x5eed;
+	memcpy(out, in, 64);
+	__asm__ volatile("movdqu (%2), %%xmm3\n" LOOP "movdqu %%xmm3, (%0)"
+			 : : "r"(out), "m"(general), "r"(in) : "rcx", "r12", "r15", "xmm3", "cc", "memory");
+	return general;
+}
+
+static void spin(void)
+{
+	uint64_t seed[8], seen[8];
+	for (int i = 0; i < 8; i++)
+		seed[i] = 0x0123456789abcdefull * (i + 3);
+	int zmm = __builtin_cpu_supports("avx512f"), ymm = __builtin_cpu_supports("avx2");
+	ready();
+	while (!finish) {
+		check((zmm ? hold_zmm : ymm ? hold_ymm : hold_xmm)(seed, seen) == 0x5eed, "general registers");
+		check(!memcmp(seed, seen, 64), "vector registers");
+	}
+}
+
+/* Arithmetic that keeps partial results on the stack, deep down. */
+static uint64_t deep(int depth)
+{
+	volatile uint64_t here[32];
+	for (int i = 0; i < 32; i++)
+		here[i] = depth * 31 + i;
+	uint64_t below = depth ? deep(depth - 1) : 0;
+	for (int i = 0; i < 32; i++)
+		check(here[i] == (uint64_t)depth * 31 + i, "the stack");
+	return below + here[depth % 32];
+}
+
+static void recurse(void)
+{
+	ready();
+	uint64_t expected = deep(200);
+	while (!finish)
+		check(deep(200) == expected, "arithmetic");
+}
+
+static void sleep_fully(void)
+{
+	struct timespec time = {.tv_sec = 0, .tv_nsec = 700000000};
+	ready();
+	double begun = now();
+	/* Without a handler that runs here, nobody may cut it short. */
+	check(nanosleep(&time, NULL) == 0, "nanosleep");
+	double slept = now() - begun;
+	check(slept >= 0.7, "it slept too little");
+	printf("slept %.3f\n", slept);
+}
+
+static void wait_on_futex(void)
+{
+	ready();
+	while (!atomic_load(&word))
+		check(syscall(SYS_futex, &word, FUTEX_WAIT, 0, NULL, 0, 0) == 0 || errno == EAGAIN, "futex");
+}
+
+static void read_pipe(void)
+{
+	char byte;
+	ready();
+	check(read(channel[0], &byte, 1) == 1, "read");
+}
+
+static int forgiving;
+static void wait_epoll(void)
+{
+	struct epoll_event event = {.events = EPOLLIN}, got;
+	int epoll = epoll_create1(0);
+	check(epoll_ctl(epoll, EPOLL_CTL_ADD, channel[0], &event) == 0, "epoll_ctl");
+	sigset_t mask;
+	sigprocmask(SIG_SETMASK, NULL, &mask);
+	sigaddset(&mask, SIGHUP);
+	ready();
+	int count;
+	do
+		count = epoll_pwait(epoll, &got, 1, -1, &mask);
+	while (forgiving && count < 0 && errno == EINTR);
+	check(count == 1, "epoll_pwait");
+}
+
+/* The kernel ends this wait with EINTR when a thread is stopped and goes on, whoever stops it: a tracer that dies before
+ * it could see to that leaves it so. */
+static void wait_epoll_again(void)
+{
+	forgiving = 1;
+	wait_epoll();
+}
+
+static void wait_ppoll(void)
+{
+	struct pollfd poll = {.fd = channel[0], .events = POLLIN};
+	struct timespec time = {.tv_sec = 100};
+	sigset_t mask;
+	sigfillset(&mask);
+	ready();
+	check(ppoll(&poll, 1, &time, &mask) == 1, "ppoll");
+}
+
+static void *also(void *argument)
+{
+	(void)argument;
+	if ((uintptr_t)argument % 2)
+		while (!finish)
+			deep(20);
+	else
+		while (!atomic_load(&word))
+			syscall(SYS_futex, &word, FUTEX_WAIT, 0, NULL, 0, 0);
+	return NULL;
+}
+
+static void many_threads(void)
+{
+	pthread_t threads[8];
+	for (uintptr_t i = 0; i < 8; i++)
+		pthread_create(&threads[i], NULL, also, (void *)i);
+	ready();
+	for (int i = 0; i < 8; i++)
+		pthread_join(threads[i], NULL);
+}
+
+/* The main thread runs on a small stack of its own, surrounded by a pattern, as coroutines and Go do. */
+static ucontext_t back;
+static void on_small_stack(void)
+{
+	ready();
+	while (!finish)
+		for (volatile int i = 0; i < 100000; i++)
+			;
+	swapcontext(&(ucontext_t){0}, &back);
+}
+
+static void coroutine(void)
+{
+	enum { SMALL = 16384, AROUND = 65536 };
+	unsigned char *memory = malloc(SMALL + 2 * AROUND);
+	memset(memory, 0xa5, SMALL + 2 * AROUND);
+	ucontext_t there;
+	getcontext(&there);
+	there.uc_stack.ss_sp = memory + AROUND;
+	there.uc_stack.ss_size = SMALL;
+	there.uc_link = &back;
+	makecontext(&there, on_small_stack, 0);
+	swapcontext(&back, &there);
+	for (int i = 0; i < AROUND; i++)
+		check(memory[i] == 0xa5 && memory[AROUND + SMALL + i] == 0xa5, "memory around the small stack");
+	int used = 0;
+	while (memory[AROUND + used] == 0xa5)
+		used++;
+	/* Nothing but our own frames, at its upper end. */
+	check(used > SMALL / 4, "the small stack was written far down");
+}
+
+/* The main thread has ended; another one lives on. */
+static void *outlives(void *argument)
+{
+	(void)argument;
+	usleep(50000);
+	ready();
+	while (!atomic_load(&word))
+		syscall(SYS_futex, &word, FUTEX_WAIT, 0, NULL, 0, 0);
+	printf("OK\n");
+	fflush(stdout);
+	_exit(0);
+}
+
+static void zombie_leader(void)
+{
+	pthread_t thread;
+	pthread_create(&thread, NULL, outlives, NULL);
+	syscall(SYS_exit, 0);
+}
+
+/* The main thread waits for a vfork child, and cannot be stopped. */
+static void vforking(void)
+{
+	pthread_t thread;
+	pthread_create(&thread, NULL, also, (void *)1);
+	ready();
+	pid_t child = vfork();
+	if (!child) {
+		struct pollfd poll = {.fd = channel[0], .events = POLLIN};
+		syscall(SYS_prctl, PR_SET_PDEATHSIG, SIGKILL);
+		while (syscall(SYS_poll, &poll, 1, -1) != 1)
+			;
+		_exit(0);
+	}
+	check(waitpid(child, NULL, 0) == child, "waitpid");
+}
+
+/* A filter that kills for madvise, process_madvise and prctl. */
+static void filtered(void)
+{
+	struct sock_filter code[] = {
+		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_madvise, 3, 0),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 440, 2, 0),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_prctl, 1, 0),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS),
+	};
+	struct sock_fprog program = {.len = 6, .filter = code};
+	check(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0, "no_new_privs");
+	check(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0, "the filter");
+	wait_on_futex();
+}
+
+static void strict(void)
+{
+	ready();
+	check(prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT) == 0, "strict mode");
+	char byte;
+	/* A signal's handler would kill it: it ends with its pipe. */
+	while (read(0, &byte, 1) > 0)
+		;
+	syscall(SYS_exit, 0);
+}
+
+/* Signals at 10 kHz, each queued and counted. The sender is another process: real-time signals do not merge. */
+static void signals(void)
+{
+	pid_t parent = getpid();
+	int counted[2];
+	check(pipe(counted) == 0, "pipe");
+	pid_t child = fork();
+	if (!child) {
+		prctl(PR_SET_PDEATHSIG, SIGKILL);
+		long sent = 0;
+		struct pollfd poll = {.fd = channel[0], .events = POLLIN};
+		while (syscall(SYS_poll, &poll, 1, 0) == 0) {
+			if (sigqueue(parent, SIGRTMIN + 1, (union sigval){0}) == 0)
+				sent++;
+			usleep(50);
+		}
+		if (write(counted[1], &sent, sizeof sent) < 0)
+			abort();
+		_exit(0);
+	}
+	ready();
+	while (!finish)
+		deep(20);
+	long sent = 0;
+	check(read(counted[0], &sent, sizeof sent) == sizeof sent || errno == EINTR, "read");
+	if (!sent)
+		check(read(counted[0], &sent, sizeof sent) == sizeof sent, "read");
+	while (waitpid(child, NULL, 0) < 0 && errno == EINTR)
+		;
+	if (atomic_load(&caught) != sent) {
+		printf("sent %ld, caught %ld\n", sent, atomic_load(&caught));
+		fail("signals were lost or doubled");
+	}
+	printf("signals %ld\n", sent);
+}
+
+/* Threads come and go, children are made by fork, vfork and exec, all the time. */
+static void *nothing(void *argument)
+{
+	return argument;
+}
+
+static void storm(void)
+{
+	ready();
+	while (!finish) {
+		pthread_t thread;
+		check(pthread_create(&thread, NULL, nothing, NULL) == 0, "pthread_create");
+		pid_t child = fork();
+		if (!child)
+			_exit(7);
+		pid_t other = vfork();
+		if (!other) {
+			execl("/bin/true", "true", NULL);
+			_exit(8);
+		}
+		int status;
+		check(waitpid(child, &status, 0) == child && WEXITSTATUS(status) == 7, "a forked child");
+		check(waitpid(other, &status, 0) == other && status == 0, "an executed child");
+		pthread_join(thread, NULL);
+	}
+}
+
+/* Becomes itself again and again, until its standard input closes. */
+static char **own;
+static void execs(void)
+{
+	static int told;
+	if (!getenv("AGAIN"))
+		ready();
+	setenv("AGAIN", "1", 1);
+	(void)told;
+	struct pollfd poll = {.fd = 0, .events = POLLIN};
+	if (syscall(SYS_poll, &poll, 1, 0) > 0) {
+		printf("OK\n");
+		fflush(stdout);
+		_exit(0);
+	}
+	usleep(500);
+	execv("/proc/self/exe", own);
+	fail("exec");
+}
+
+static void *judge(void *argument)
+{
+	/* The one thread that takes the signal to finish. */
+	sigset_t set;
+	sigemptyset(&set);
+	sigaddset(&set, SIGUSR1);
+	int signal;
+	(void)argument;
+	sigwait(&set, &signal);
+	on_finish(signal);
+	return NULL;
+}
+
+static const struct {
+	const char *name;
+	void (*enter)(void);
+} states[] = {
+	{"spin", spin}, {"recurse", recurse}, {"sleep", sleep_fully}, {"futex", wait_on_futex}, {"pipe", read_pipe},
+	{"epoll", wait_epoll}, {"epoll_again", wait_epoll_again},
+	{"ppoll", wait_ppoll}, {"threads", many_threads}, {"coroutine", coroutine},
+	{"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered}, {"strict", strict},
+	{"signals", signals}, {"storm", storm}, {"execs", execs},
+};
+
+int main(int count, char **arguments)
+{
+	if (count != 2)
+		return 2;
+	own = arguments;
+	/* The test that started it may have been killed. */
+	prctl(PR_SET_PDEATHSIG, SIGKILL);
+	check(pipe(channel) == 0, "pipe");
+	size_t bytes = 4 << 20;
+	uint64_t *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	for (size_t i = 0; i < bytes / 8; i++)
+		memory[i] = i / 512 % 16 * 0x9e3779b97f4a7c15ull + i % 512;
+	struct sigaction action = {.sa_handler = on_count, .sa_flags = SA_RESTART};
+	sigaction(SIGRTMIN + 1, &action, NULL);
+	sigset_t set;
+	sigemptyset(&set);
+	sigaddset(&set, SIGUSR1);
+	sigaddset(&set, SIGUSR2);
+	sigprocmask(SIG_BLOCK, &set, NULL);
+	pthread_t thread;
+	int alone = !strcmp(arguments[1], "strict") || !strcmp(arguments[1], "execs");
+	if (!alone) {
+		sigset_t all, before;
+		sigfillset(&all);
+		sigprocmask(SIG_SETMASK, &all, &before);
+		pthread_create(&thread, NULL, judge, NULL);
+		sigprocmask(SIG_SETMASK, &before, NULL);
+	}
+	for (size_t i = 0; i < sizeof states / sizeof *states; i++)
+		if (!strcmp(states[i].name, arguments[1])) {
+			states[i].enter();
+			mask_is_as_it_was();
+			for (size_t i = 0; i < bytes / 8; i++)
+				check(memory[i] == i / 512 % 16 * 0x9e3779b97f4a7c15ull + i % 512, "memory");
+			printf("OK\n");
+			return 0;
+		}
+	return 2;
+}
