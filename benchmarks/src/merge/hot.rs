@@ -100,7 +100,7 @@ pub fn measure(code: Code, rounds: usize, conditions: &Conditions) -> Result<Fin
     for round in 1..=rounds {
         for mode in shuffled(Mode::ALL.to_vec()) {
             eprint!("{} round {round}: {} ... ", code.name, mode.name());
-            let run = Run { round, ..run(code, mode, conditions, &mut findings.samples)? };
+            let run = run(code, mode, round, conditions, &mut findings.samples)?;
             eprintln!("{:.1} s, {:.0} MiB", run.seconds, run.memory / MIB);
             let first = runs.first().map_or(&run.result, |first| &first.result);
             ensure!(*first == run.result, "{} computed {:?} and then {:?}", code.name, first, run.result);
@@ -205,7 +205,7 @@ fn geometric_mean(ratios: &[f64]) -> (f64, Option<(f64, f64)>) {
     (mean.exp(), interval)
 }
 
-fn run(code: Code, mode: Mode, conditions: &Conditions, samples: &mut Vec<String>) -> Result<Run> {
+fn run(code: Code, mode: Mode, round: usize, conditions: &Conditions, samples: &mut Vec<String>) -> Result<Run> {
     let ksm = Ksm::take().map_err(anyhow::Error::msg)?;
     let ksmd = ksmd()?;
     forget(&ksm, ksmd)?;
@@ -240,7 +240,7 @@ fn run(code: Code, mode: Mode, conditions: &Conditions, samples: &mut Vec<String
             merging.step(&group)?;
         }
         samples.push(format!(
-            "{},,{},{:.2},{bytes},{so_far},{now:.3},{:.2}",
+            "{},{round},{},{:.2},{bytes},{so_far},{now:.3},{:.2}",
             code.name,
             mode.name(),
             begin.elapsed().as_secs_f64(),
@@ -255,7 +255,7 @@ fn run(code: Code, mode: Mode, conditions: &Conditions, samples: &mut Vec<String
     let memory = memory.iter().sum::<f64>() / memory.len().max(1) as f64;
     let result = deck.call("result")?;
     ensure!(!result.is_empty(), "{} printed no result", code.name);
-    Ok(Run { mode, round: 0, seconds, memory, faults, ksmd, pagefold: merging.cpu, result })
+    Ok(Run { mode, round, seconds, memory, faults, ksmd, pagefold: merging.cpu, result })
 }
 
 /// A script of `labs/mpi` in a folder of its own.

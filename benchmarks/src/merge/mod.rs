@@ -25,6 +25,7 @@ use crate::write;
 use anyhow::{Context, Result, bail};
 use clap::{Parser, ValueEnum};
 use compare::Comparison;
+use pagefold_labs::ksm::Ksm;
 use policies::Pagefold;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -213,16 +214,15 @@ fn vacant(out: Option<&Path>, settings: &Settings, section: Section) -> Result<P
     Ok(folder)
 }
 
-/// What can be written, as it is now.
+/// What can be written, as the host has it: under the lock, for others may be changing it.
 fn ksm_settings() -> Result<BTreeMap<String, String>> {
+    let _ksm = Ksm::take().map_err(anyhow::Error::msg)?;
     let files = pagefold_model::ksm::Setting::ALL.map(|setting| setting.file());
     let read = |file: &str| {
         let text = fs::read_to_string(format!("/sys/kernel/mm/ksm/{file}")).ok()?;
         Some((file.to_owned(), text.trim().to_owned()))
     };
-    let settings: BTreeMap<String, String> = files.into_iter().filter_map(read).collect();
-    anyhow::ensure!(!settings.is_empty(), "there is no /sys/kernel/mm/ksm: a kernel without KSM");
-    Ok(settings)
+    Ok(files.into_iter().filter_map(read).collect())
 }
 
 /// Of what takes part and is there.
