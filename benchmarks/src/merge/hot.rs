@@ -2,7 +2,7 @@
 //!
 //! What counts is how long they take, by the ratio to the run without merging in the same round, and how much memory
 //! their control group had in the mean over the run: savings that do not last are none. The decks are in `labs/mpi`, each
-//! a script that prepares, runs, and prints the physical result, which must be the same to the last printed digit.
+//! a script that prepares, runs, and prints the physical result, which must be the same under each.
 //!
 //! Memory is `rss` of memory.stat of a control group of version 1, or `anon` of version 2: it falls by exactly the
 //! frames that merging frees, and costs nothing to read.
@@ -12,11 +12,12 @@ use super::compare::shuffled;
 use super::holder::held;
 use super::policies::Pagefold;
 use super::readings::{Counters, cpu_seconds, ksmd};
-use super::trial::{forget, has_ended};
+use super::trial::{forget, has_ended, pause_for};
 use super::workloads::lab_file;
 use crate::report::{Bar, Findings, Spread, Table};
 use anyhow::{Context, Result, ensure};
 use pagefold_labs::ksm::Ksm;
+use rustix::process::{Pid, Signal};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -38,13 +39,16 @@ pub struct Code {
     pub title: &'static str,
     /// Whether nothing but this benchmark runs it: no test, and so no setting, was made with it in view.
     pub held_out: bool,
+    /// By how much numbers in the result may differ, relative to themselves. 0 where a run repeats its result to the last
+    /// printed digit.
+    pub tolerance: f64,
 }
 
-/// Those that are measured.
+/// Those that are measured. Without any merging, Meep's result on four ranks differs from run to run by 1e-4.
 pub const CODES: &[Code] = &[
-    Code { name: "meep", title: "Meep: light in a waveguide (FDTD), 4 ranks", held_out: false },
-    Code { name: "openfoam", title: "OpenFOAM: a dam of water breaks (VOF), 4 ranks", held_out: false },
-    Code { name: "espresso", title: "Quantum ESPRESSO: bands of silicon, 4 pools", held_out: true },
+    Code { name: "meep", title: "Meep: light and a slab (FDTD), 4 ranks", held_out: false, tolerance: 1e-3 },
+    Code { name: "openfoam", title: "OpenFOAM: a dam of water breaks (VOF), 4 ranks", held_out: false, tolerance: 0.0 },
+    Code { name: "espresso", title: "Quantum ESPRESSO: bands of silicon, 4 pools", held_out: true, tolerance: 0.0 },
 ];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,7 +107,13 @@ pub fn measure(code: Code, rounds: usize, conditions: &Conditions) -> Result<Fin
             let run = run(code, mode, round, conditions, &mut findings.samples)?;
             eprintln!("{:.1} s, {:.0} MiB", run.seconds, run.memory / MIB);
             let first = runs.first().map_or(&run.result, |first| &first.result);
-            ensure!(*first == run.result, "{} computed {:?} and then {:?}", code.name, first, run.result);
+            ensure!(
+                agree(first, &run.result, code.tolerance),
+                "{} computed {:?} and then {:?}",
+                code.name,
+                first,
+                run.result
+            );
             runs.push(run);
         }
     }
@@ -111,6 +121,17 @@ pub fn measure(code: Code, rounds: usize, conditions: &Conditions) -> Result<Fin
     findings.tables.push(table);
     findings.bars = bars;
     Ok(findings)
+}
+
+/// Whether two results say the same: word by word, numbers within a tolerance relative to themselves.
+fn agree(left: &str, right: &str, tolerance: f64) -> bool {
+    let words = |text: &str| text.split([' ', ',', '\n']).map(str::to_owned).collect::<Vec<_>>();
+    let alike = |(left, right): (&String, &String)| match (left.parse::<f64>(), right.parse::<f64>()) {
+        (Ok(left), Ok(right)) => (left - right).abs() <= tolerance * left.abs().max(right.abs()),
+        _ => left == right,
+    };
+    let (left, right) = (words(left), words(right));
+    left.len() == right.len() && left.iter().zip(&right).all(alike)
 }
 
 /// A table of the modes and, for the code that was held out, the bars.
@@ -160,9 +181,10 @@ fn judge(code: Code, runs: &[Run], cpu: u32) -> Result<(Table, Vec<Bar>)> {
     let cpus = std::thread::available_parallelism()?.get();
     let allowed = f64::from(cpu) / 100.0 / cpus as f64 + HOT_SLOW_DOWN;
     table.notes.push(format!(
-        "Geometric means of the ratios within rounds. Results agree to the last printed digit: {}. Guided is repeated while \
+        "Geometric means of the ratios within rounds. Results agree{}: {}. Guided is repeated while \
          the program runs, within {cpu} % of one of {cpus} CPUs.",
-        runs.first().map_or("", |run| &run.result)
+        if code.tolerance > 0.0 { format!(" within {:e}", code.tolerance) } else { " to the last digit".to_owned() },
+        runs.first().map_or("", |run| &run.result).split_whitespace().collect::<Vec<_>>().join(" ")
     ));
     if !code.held_out {
         return Ok((table, Vec::new()));
@@ -246,7 +268,13 @@ fn run(code: Code, mode: Mode, round: usize, conditions: &Conditions, samples: &
             begin.elapsed().as_secs_f64(),
             merging.cpu
         ));
-        sleep(TICK);
+        if let Err(interrupted) = pause_for(TICK) {
+            // mpirun ends its ranks when it is asked to end.
+            let _ = rustix::process::kill_process(Pid::from_child(&program), Signal::TERM);
+            let _ = program.wait();
+            merging.end()?;
+            return Err(interrupted);
+        }
     };
     let seconds = begin.elapsed().as_secs_f64();
     merging.end()?;
@@ -407,6 +435,12 @@ impl Drop for Group {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn results_agree_within_their_tolerance() {
+        assert!(agree("E = 1.0000, eV", "E = 1.0001, eV", 1e-3) && !agree("E = 1.0000, eV", "E = 1.0001, eV", 0.0));
+        assert!(!agree("E = 1", "F = 1", 1.0) && !agree("E = 1", "E = 1 2", 1.0));
+    }
 
     #[test]
     fn an_interval_is_students() {

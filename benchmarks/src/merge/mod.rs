@@ -109,6 +109,7 @@ pub fn benchmark(arguments: &Arguments) -> Result<bool> {
     };
     let pagefold = Pagefold { program: program.canonicalize().with_context(|| format!("no {}", program.display()))? };
     let chosen = |section: &&Section| arguments.sections.is_empty() || arguments.sections.contains(section);
+    trial::note_signals()?;
     let mut met = true;
     for section in Section::value_variants().iter().filter(chosen).copied() {
         let nice = rustix::process::nice(0).context("cannot tell the priority")?;
@@ -155,7 +156,7 @@ impl Kept<'_> {
                     all.push((code.name, hot::measure(code, rounds, &conditions)?));
                     self.keep(section, &all)?;
                 }
-                return self.keep(section, &all);
+                return Ok(are_met(&all));
             }
         };
         let conditions = trial::Conditions {
@@ -173,11 +174,11 @@ impl Kept<'_> {
             all.push((name, comparison.findings()));
             self.keep(section, &all)?;
         }
-        self.keep(section, &all)
+        Ok(are_met(&all))
     }
 
-    /// Write what there is so far, and tell whether all bars are met.
-    fn keep(&self, section: Section, all: &[(&str, Findings)]) -> Result<bool> {
+    /// Write what there is so far, and print the latest.
+    fn keep(&self, section: Section, all: &[(&str, Findings)]) -> Result<()> {
         let mut summary = format!("# Merging: {}\n", section.name());
         if self.arguments.quick {
             summary.push_str("\nA quick run: it shows that the benchmark works, and its figures mean little.\n");
@@ -194,9 +195,12 @@ impl Kept<'_> {
             println!("{}", findings.markdown(name, !self.arguments.quick));
         }
         write(self.folder, "summary.md", &summary)?;
-        write(self.folder, "samples.csv", &format!("{}\n", samples.join("\n")))?;
-        Ok(all.iter().flat_map(|(_, findings)| &findings.bars).all(|bar| bar.met))
+        write(self.folder, "samples.csv", &format!("{}\n", samples.join("\n")))
     }
+}
+
+fn are_met(all: &[(&str, Findings)]) -> bool {
+    all.iter().flat_map(|(_, findings)| &findings.bars).all(|bar| bar.met)
 }
 
 /// A folder for a section that is not there yet.

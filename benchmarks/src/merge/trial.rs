@@ -7,11 +7,14 @@ use super::workloads::{Truth, Workload};
 use anyhow::{Context, Result, ensure};
 use pagefold_labs::ksm::Ksm;
 use rustix::process::{Pid, WaitId, WaitIdOptions};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 use std::process::Child;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// Between two samples.
+/// Between two samples, while nobody wants the benchmark to end.
 const TICK: Duration = Duration::from_millis(25);
 
 /// Nothing is given longer.
@@ -125,6 +128,31 @@ pub fn run(workload: &Workload, policy: Policy, round: usize, probed: bool, cond
     })
 }
 
+/// Wait a moment. Fails when a signal has asked the benchmark to end, so that everything is put back on the way out.
+///
+/// # Errors
+/// When interrupted.
+pub fn pause_for(moment: Duration) -> Result<()> {
+    sleep(moment);
+    let signal = SIGNAL.load(Ordering::Relaxed);
+    ensure!(signal == 0, "interrupted by signal {signal}");
+    Ok(())
+}
+
+/// The signal that asked the benchmark to end, or 0.
+static SIGNAL: AtomicUsize = AtomicUsize::new(0);
+
+/// Note signals that would end the benchmark at once, for [`pause_for`].
+pub fn note_signals() -> Result<()> {
+    let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM]).context("cannot note signals")?;
+    std::thread::spawn(move || {
+        for signal in signals.forever() {
+            SIGNAL.store(signal.unsigned_abs() as usize, Ordering::Relaxed);
+        }
+    });
+    Ok(())
+}
+
 /// Let ksmd forget the processes that have ended: until it comes by they still count.
 pub fn forget(ksm: &Ksm, ksmd: u32) -> Result<()> {
     ksm.set("advisor_mode", "none");
@@ -134,7 +162,7 @@ pub fn forget(ksm: &Ksm, ksmd: u32) -> Result<()> {
     let (begin, mut last, mut since) = (Instant::now(), Counters::default(), Instant::now());
     // With nothing left to scan it sleeps and no scan is counted; so what is waited for is that counters stand still.
     while since.elapsed() < Duration::from_millis(300) && begin.elapsed() < Duration::from_secs(20) {
-        sleep(TICK);
+        pause_for(TICK)?;
         let now = Counters::read(ksmd)?;
         if now.saved != last.saved {
             (last, since) = (now, Instant::now());
@@ -170,7 +198,7 @@ impl Watch<'_> {
         let mut samples = Vec::new();
         while self.begin.elapsed() < window {
             samples.push(self.look(0.0)?.0);
-            sleep(TICK);
+            pause_for(TICK)?;
         }
         samples.push(self.look(0.0)?.0);
         Ok(samples)
@@ -186,7 +214,7 @@ impl Watch<'_> {
         let (mut most, mut scans) = (0, self.before.full_scans);
         let mut paced = self.before;
         loop {
-            sleep(TICK);
+            pause_for(TICK)?;
             let (sample, now) = self.look(0.0)?;
             samples.push(sample);
             if truth.is_some_and(|truth| sample.saved as f64 >= 0.998 * truth.redundant as f64) {
@@ -214,13 +242,17 @@ impl Watch<'_> {
         let pid = child.id();
         while !has_ended(pid)? {
             samples.push(self.look(cpu_seconds(pid)?)?.0);
-            if self.begin.elapsed() > LIMIT {
+            let in_time = if self.begin.elapsed() > LIMIT {
+                Err(anyhow::anyhow!("pagefold merge did not end within {LIMIT:?}"))
+            } else {
+                pause_for(TICK)
+            };
+            if in_time.is_err() {
                 // It puts back what it changed when it is asked to end.
                 let _ = rustix::process::kill_process(Pid::from_child(&child), rustix::process::Signal::TERM);
                 let _ = child.wait();
-                anyhow::bail!("pagefold merge did not end within {LIMIT:?}");
+                in_time?;
             }
-            sleep(TICK);
         }
         // Not waited for yet: its times can still be read.
         samples.push(self.look(cpu_seconds(pid)?)?.0);

@@ -7,7 +7,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 
 case $1 in
 prepare)
-    case $2 in quick) cutoff=12 points=2 ;; *) cutoff=40 points=4 ;; esac
+    case $2 in quick) cutoff=12 points=2 ;; *) cutoff=32 points=4 ;; esac
     sed -e "s/@cutoff@/$cutoff/" -e "s/@points@/$points/g" "$here/silicon.in" > silicon.in
     ;;
 run) launch pw.x -nk 4 -in silicon.in ;;

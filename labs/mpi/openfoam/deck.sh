@@ -8,7 +8,7 @@ export WM_PROJECT_DIR=/usr/share/openfoam
 
 case $1 in
 prepare)
-    case $2 in quick) cells=16 end=0.02 step=0.002 ;; *) cells=64 end=0.06 step=0.001 ;; esac
+    case $2 in quick) cells=16 end=0.02 step=0.002 ;; *) cells=48 end=0.06 step=0.00125 ;; esac
     cp -R "$here/case/." .
     sed -i "s/@cells@/$cells/g" system/blockMeshDict
     sed -i -e "s/@end@/$end/" -e "s/@step@/$step/" system/controlDict
@@ -17,5 +17,5 @@ prepare)
     decomposePar >> prepared
     ;;
 run) launch interFoam -parallel ;;
-result) grep -E '^(Phase-1 volume fraction|time step continuity errors)' output | tail -n 2 ;;
+result) for line in 'Phase-1 volume fraction' 'time step continuity errors'; do grep "^$line" output | tail -n 1; done ;;
 esac
