@@ -285,3 +285,74 @@ pub fn shuffled<T>(items: Vec<T>) -> Vec<T> {
     drawn.sort_by_key(|(number, _)| *number);
     drawn.into_iter().map(|(_, item)| item).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::merge::readings::Exact;
+    use crate::merge::trial::Trial;
+    use crate::merge::workloads::Truth;
+
+    /// A trial in which `pages` are saved evenly over `seconds`, after `idle` of them without any; looked at for `seen`.
+    fn trial(policy: Policy, idle: f64, seconds: f64, seen: f64, pages: f64) -> Trial {
+        let saved = |at: f64| ((at - idle) / seconds).clamp(0.0, 1.0) * pages;
+        let sample = |at: f64| Sample {
+            seconds: at,
+            saved: saved(at) as i64,
+            ksmd: at,
+            pagefold: 0.0,
+            scanned: (at / (idle + seconds) * 10_000.0) as i64,
+        };
+        let samples: Vec<Sample> = (0..=100).map(|step| sample(seen * f64::from(step) / 100.0)).collect();
+        let page = pagefold_sys::mapping::page_size() as f64;
+        let exact = (saved(seen) * page) as i64;
+        let (before, after) = (Exact::default(), Exact { rmap_items: 2000, ..Exact::default() });
+        let truth = Some(Truth { redundant: 1000, merged: 2000 });
+        Trial { policy, round: 1, samples, exact, counted: exact, truth, before, after, slow_down: None }
+    }
+
+    fn comparison() -> Comparison {
+        let trials = vec![
+            trial(Policy::Whole, 5.0, 5.0, 10.0, 1000.0),
+            trial(Policy::Guided, 0.5, 0.5, 1.0, 1000.0),
+            trial(Policy::Default, 500.0, 500.0, 20.0, 1000.0),
+        ];
+        let workload = Workload::synthetic(true).swap_remove(0);
+        Comparison { workload, trials, window: 20.0 }
+    }
+
+    #[test]
+    fn guided_is_compared_with_whole_and_the_slow_are_extrapolated() {
+        let comparison = comparison();
+        for (measure, expected) in [(Measure::Sooner, 10.0), (Measure::LessCpu, 10.0), (Measure::Net, 1.0)] {
+            let measured = comparison.measured(measure);
+            assert!(measured.len() == 1 && (measured[0] / expected - 1.0).abs() < 0.02, "{measure:?}: {measured:?}");
+        }
+        let slow = comparison.reached(&comparison.trials[2], 0.9).unwrap();
+        assert!(!slow.measured && (slow.seconds / 950.0 - 1.0).abs() < 0.02, "{slow:?}");
+        // Its CPU time is flat-out merging's, and more by what it took more for the pages of the window.
+        assert!(slow.cpu > 9.0, "{slow:?}");
+        let text = comparison.findings().markdown("tenth", true);
+        assert!(text.contains("~95") && text.contains("- met: a tenth is duplicate: 5 times less CPU"), "{text}");
+    }
+
+    #[test]
+    fn what_is_never_reached_is_no_success() {
+        let mut comparison = comparison();
+        comparison.trials[1] = trial(Policy::Guided, 0.5, 0.5, 0.6, 1000.0);
+        assert_eq!(comparison.measured(Measure::Sooner), [0.0]);
+        assert!(comparison.measured(Measure::Net)[0] < 0.2);
+    }
+
+    #[test]
+    fn the_picture_names_every_policy_at_its_curve() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("plot.svg");
+        crate::merge::plot::draw(&comparison(), &path).unwrap();
+        let picture = std::fs::read_to_string(&path).unwrap();
+        for words in ["guided", "whole, flat out", "default 100/20", "saved, MiB", "can be saved"] {
+            assert!(picture.contains(words), "{words} is not in {picture}");
+        }
+        assert!(!picture.contains("advisor"), "what was not measured has no curve");
+    }
+}
