@@ -95,7 +95,7 @@ fn paint(
         .x_desc("seconds (logarithmic; dashed: extrapolated)")
         .y_desc("saved, MiB")
         .x_label_formatter(&|x| format!("{x}"))
-        .y_label_formatter(&|y| format!("{y:.0}"))
+        .y_label_formatter(&|y| format!("{}", (y * 10.0).round() / 10.0))
         .draw()?;
     let level = comparison.reachable() / MIB;
     chart.draw_series(DashedLineSeries::new([(first, level), (latest, level)], 2, 4, GREY.stroke_width(1)))?;
