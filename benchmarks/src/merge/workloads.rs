@@ -200,6 +200,7 @@ fn database(rows: u64) -> Result<PathBuf> {
             .arg(&unfinished)
             .arg(format!(".parameter set @rows {rows}"))
             .arg(format!(".read \"{}\"", lab_file("program/data.sql").display()))
+            .stdout(Stdio::null())
             .status()
             .context("sqlite3 cannot be run: run labs/setup-bench.sh as root")?;
         ensure!(made.success(), "sqlite3 made no database: {made}");
