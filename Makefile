@@ -14,7 +14,7 @@ ARGS ?=
 
 .PHONY: help
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
 demo: setup ## Take a census of a small fleet of real programs on this machine, and show what was found
@@ -31,6 +31,12 @@ test: setup ## Run every test; as root the live ones too (real KSM, other proces
 .PHONY: bench
 bench: ## Measure what the documentation claims (minutes; wants a quiet machine)
 	$(CARGO) run $(LOCKED) --release -p pagefold-benchmarks -- $(ARGS)
+
+.PHONY: bench-merge
+bench-merge: setup ## Measure what merging brings and costs under all policies (as root; 40 minutes; ARGS: sections)
+	labs/setup-bench.sh
+	$(CARGO) build $(LOCKED) --release -p pagefold -p pagefold-labs -p pagefold-benchmarks
+	target/release/pagefold-benchmarks merge $(ARGS)
 
 # gxhash, one of the hashes that are compared, compiles only where AES instructions may be used everywhere.
 ifeq ($(shell grep -m1 -cw aes /proc/cpuinfo),1)

@@ -6,12 +6,14 @@
 //! too short to judge.
 //!
 //! What is measured are children of this program ([`target`]), and whole censuses run in children too ([`measure`]).
-//! Memory is asked for only as far as it is available.
+//! Memory is asked for only as far as it is available. Started with the word `merge` it measures merging instead
+//! ([`merge`]).
 
 #![forbid(unsafe_code)]
 
 mod hashes;
 mod measure;
+mod merge;
 mod rates;
 mod report;
 mod scaling;
@@ -123,6 +125,9 @@ fn run() -> Result<bool> {
             println!("{}", serde_json::to_string(&outcome)?);
             Ok(true)
         }
+        [_, "held", how, program, ref arguments @ ..] => merge::hold(how, program, arguments).map(|()| true),
+        [_, "probe"] => merge::work().map(|()| true),
+        [_, "merge", ..] => merge::benchmark(&merge::Arguments::parse_from(&words[1..])),
         _ => benchmark(&Arguments::parse()),
     }
 }

@@ -1,0 +1,358 @@
+//! All policies on one workload, in rounds, and what follows from it: table, samples, bars, plot.
+//!
+//! In each round the policies come in an order drawn anew, on fresh processes, and guided is compared with whole within
+//! the round. The slow policies are measured for a window in the first round and beside the probe, and extrapolated: a
+//! policy has saved what flat-out merging had saved after as many scanned pages, for all of them walk the same pages in
+//! the same order.
+
+use super::bars::{self, Measure};
+use super::policies::Policy;
+use super::readings::Sample;
+use super::trial::{Conditions, Trial, run};
+use super::workloads::{Kind, Workload};
+use crate::report::{Findings, Spread, Table};
+use anyhow::Result;
+use pagefold_labs::content::Origin;
+use std::time::SystemTime;
+
+const MIB: f64 = (1 << 20) as f64;
+const GIB: f64 = (1 << 30) as f64;
+
+/// All trials of a workload.
+#[derive(Debug)]
+pub struct Comparison {
+    /// The workload.
+    pub workload: Workload,
+    /// In the order in which they were made.
+    pub trials: Vec<Trial>,
+    /// What a slow policy was given, in seconds.
+    window: f64,
+}
+
+/// When a share of the savings was reached, and at what cost.
+#[derive(Clone, Copy, Debug)]
+pub struct Reached {
+    /// Seconds since the policy began.
+    pub seconds: f64,
+    /// CPU seconds, ksmd's and pagefold's.
+    pub cpu: f64,
+    /// Whether it was measured; otherwise extrapolated.
+    pub measured: bool,
+}
+
+impl Comparison {
+    /// Measure.
+    pub fn make(workload: Workload, rounds: usize, conditions: &Conditions) -> Result<Self> {
+        let mut trials = Vec::new();
+        // The last round is the probe's, which would slow the others.
+        let probed = if workload.all_policies { rounds + 1 } else { 0 };
+        for round in 1..=rounds.max(probed) {
+            let all = workload.all_policies && (round == 1 || round == probed);
+            let policies: Vec<Policy> = Policy::ALL.into_iter().filter(|policy| all || !policy.is_slow()).collect();
+            for policy in shuffled(policies) {
+                eprint!("{} round {round}: {} ... ", workload.name, policy.name());
+                let trial = run(&workload, policy, round, round == probed, conditions)?;
+                let last = trial.last();
+                eprintln!(
+                    "{:.0} MiB in {:.1} s, {:.2} CPU s",
+                    trial.exact as f64 / MIB,
+                    last.seconds,
+                    last.ksmd + last.pagefold
+                );
+                trials.push(trial);
+            }
+        }
+        Ok(Self { workload, trials, window: conditions.window.as_secs_f64() })
+    }
+
+    /// Trials without the probe.
+    pub fn of(&self, policy: Policy) -> impl Iterator<Item = &Trial> {
+        self.trials.iter().filter(move |trial| trial.policy == policy && trial.slow_down.is_none())
+    }
+
+    /// Bytes that can be saved: what is known, or else the most that any trial saved.
+    pub fn reachable(&self) -> f64 {
+        let page = pagefold_sys::mapping::page_size() as f64;
+        let known = self.trials.iter().find_map(|trial| trial.truth).map(|truth| truth.redundant as f64 * page);
+        known.unwrap_or_else(|| self.trials.iter().map(|trial| trial.exact as f64).fold(1.0, f64::max))
+    }
+
+    /// The same less the least metadata, or else the best net of any trial. So also with scattered pages: to enrol each
+    /// alone is beyond what a process may have of regions.
+    pub fn reachable_net(&self) -> f64 {
+        let scattered = matches!(self.workload.kind, Kind::Mixture { run: 1, .. });
+        let truth = self.trials.iter().find_map(|trial| trial.truth).filter(|_| !scattered);
+        match truth {
+            Some(truth) => self.reachable() - truth.merged as f64 * 64.0,
+            None => self.trials.iter().map(Trial::net).fold(1.0, f64::max),
+        }
+    }
+
+    /// When a trial had reached a share of what can be saved.
+    pub fn reached(&self, trial: &Trial, share: f64) -> Option<Reached> {
+        let bytes = share * self.reachable();
+        let cpu = |sample: Sample| sample.ksmd + sample.pagefold;
+        if let Some(sample) = trial.reached(bytes) {
+            return Some(Reached { seconds: sample.seconds, cpu: cpu(sample), measured: true });
+        }
+        let (last, whole) = (trial.last(), self.of(Policy::Whole).next()?);
+        if !trial.policy.is_slow() || last.scanned == 0 {
+            return None;
+        }
+        let then = whole.reached(bytes)?;
+        let alike = whole.samples.iter().find(|sample| sample.scanned >= last.scanned)?;
+        Some(Reached {
+            seconds: trial.policy.seconds_to_scan(then.scanned as f64, last.scanned as f64, last.seconds),
+            cpu: cpu(then) * (last.ksmd / alike.ksmd).max(1.0),
+            measured: false,
+        })
+    }
+
+    /// A measure in each round that has both policies.
+    pub fn measured(&self, measure: Measure) -> Vec<f64> {
+        let pairs = self.of(Policy::Whole).filter_map(|whole| {
+            let guided = self.of(Policy::Guided).find(|guided| guided.round == whole.round)?;
+            Some((whole, guided))
+        });
+        let at = |trial| self.reached(trial, 0.9);
+        // What is never reached takes for ever.
+        let ratio = |whole: Option<f64>, guided: Option<f64>| Some(whole? / guided.unwrap_or(f64::INFINITY));
+        pairs
+            .filter_map(|(whole, guided)| match measure {
+                Measure::LessCpu => ratio(at(whole).map(|at| at.cpu), at(guided).map(|at| at.cpu)),
+                Measure::Sooner => ratio(at(whole).map(|at| at.seconds), at(guided).map(|at| at.seconds)),
+                Measure::Net => Some(guided.net() / self.reachable_net()),
+                Measure::HugeKept => guided.huge_kept(),
+                Measure::HugeKeptByWhole => whole.huge_kept(),
+            })
+            .collect()
+    }
+
+    /// The table, the bars and the samples.
+    pub fn findings(&self) -> Findings {
+        let mut findings = Findings::new(
+            "workload,round,policy,probe,seconds,saved_pages,ksmd_cpu_seconds,pagefold_cpu_seconds,pages_scanned",
+        );
+        for trial in &self.trials {
+            for sample in &trial.samples {
+                findings.samples.push(format!(
+                    "{},{},{},{},{:.4},{},{:.6},{:.2},{}",
+                    self.workload.name,
+                    trial.round,
+                    trial.policy.name().replace(',', ""),
+                    u8::from(trial.slow_down.is_some()),
+                    sample.seconds,
+                    sample.saved,
+                    sample.ksmd,
+                    sample.pagefold,
+                    sample.scanned
+                ));
+            }
+        }
+        findings.tables.push(self.table());
+        findings.bars = bars::of(self.workload.name, |measure| self.measured(measure));
+        findings
+    }
+
+    fn table(&self) -> Table {
+        let mut table = Table::new(
+            self.workload.title.clone(),
+            &[
+                "policy",
+                "saved MiB",
+                "net MiB",
+                "50 % s",
+                "90 % s",
+                "99 % s",
+                "CPU s to 90 %",
+                "CPU s / GiB",
+                "of it pagefold",
+                "metadata MiB",
+                "regions added",
+                "huge pages left",
+                "probe slower",
+            ],
+        );
+        let none = || "-".to_owned();
+        for policy in Policy::ALL {
+            let trials: Vec<&Trial> = self.of(policy).collect();
+            if trials.is_empty() {
+                continue;
+            }
+            let median = |value: &dyn Fn(&Trial) -> Option<f64>| {
+                let values: Vec<f64> = trials.iter().filter_map(|trial| value(trial)).collect();
+                (!values.is_empty()).then(|| Spread::of(values).median)
+            };
+            let cell = |value: Option<f64>, digits: usize| value.map_or_else(none, |value| format!("{value:.digits$}"));
+            let level = |share: f64, value: &dyn Fn(Reached) -> f64| {
+                let measured = trials.iter().all(|trial| self.reached(trial, share).is_none_or(|at| at.measured));
+                let text = cell(median(&|trial| self.reached(trial, share).map(value)), 2);
+                if measured { text } else { format!("~{text}") }
+            };
+            // The tail of flat-out merging is this program's way to see that nothing more comes; it is not charged.
+            let cpu = |trial: &Trial| match policy {
+                Policy::Guided => Some(trial.last().ksmd + trial.last().pagefold),
+                _ => self.reached(trial, 0.99).map(|at| at.cpu),
+            };
+            let saved = |trial: &Trial| if policy.is_slow() { self.reachable() } else { trial.exact as f64 };
+            let finished = |value: Option<f64>| if policy.is_slow() { none() } else { cell(value, 0) };
+            let per_gib = cell(median(&|trial| Some(cpu(trial)? / (saved(trial) / GIB))), 2);
+            let probe = self.trials.iter().find(|trial| trial.policy == policy && trial.slow_down.is_some());
+            table.rows.push(vec![
+                policy.name().to_owned(),
+                finished(median(&|trial| Some(trial.exact as f64 / MIB))),
+                finished(median(&|trial| Some(trial.net() / MIB))),
+                level(0.5, &|at| at.seconds),
+                level(0.9, &|at| at.seconds),
+                level(0.99, &|at| at.seconds),
+                level(0.9, &|at| at.cpu),
+                if policy.is_slow() { format!("~{per_gib}") } else { per_gib },
+                cell(median(&|trial| Some(trial.last().pagefold)), 2),
+                finished(median(&|trial| Some((trial.after.rmap_items - trial.before.rmap_items) as f64 * 64.0 / MIB))),
+                finished(median(&|trial| Some((trial.after.regions - trial.before.regions) as f64))),
+                if policy.is_slow() {
+                    none()
+                } else {
+                    median(&Trial::huge_kept).map_or_else(none, |kept| format!("{:.1} %", kept * 100.0))
+                },
+                probe.and_then(|trial| trial.slow_down).map_or_else(none, |slow| format!("{:.1} %", slow * 100.0)),
+            ]);
+        }
+        table.notes.push(self.explanation());
+        table
+    }
+
+    fn explanation(&self) -> String {
+        let of_all = self.reachable() / MIB;
+        let origin = if self.trials.iter().any(|trial| trial.truth.is_some()) { "known" } else { "most of any trial" };
+        let quotients: Vec<f64> = self
+            .trials
+            .iter()
+            .filter(|trial| !trial.policy.is_slow() && trial.exact > 0)
+            .map(|trial| trial.counted as f64 / trial.exact as f64)
+            .collect();
+        let calibration = if quotients.is_empty() { "-".to_owned() } else { Spread::of(quotients).percent() };
+        let mut text = format!(
+            "Reachable: {of_all:.0} MiB ({origin}), net {:.0} MiB. Medians of the rounds. Times are read from KSM's counters; \
+             at the end, ksmd frozen, they were {calibration} of what the page tables say, and \"saved\" is the latter. Net: \
+             less 64 bytes for each page that ksmd keeps track of. CPU: ksmd and pagefold, its census and checks included; \
+             \"CPU s / GiB\" is all that `pagefold merge` took to its end, for the others what they took to 99 %.",
+            self.reachable_net() / MIB
+        );
+        if self.workload.all_policies {
+            text.push_str(&format!(
+                " ~: extrapolated from the first {:.0} s by pages scanned, along the course of flat-out merging. ksmtuned \
+                 as if memory were short, from its first step on; the advisor at the pace it had in the window. \
+                 \"Probe slower\": a program of one thread beside it, in a round of its own, over the time that merging took.",
+                self.window
+            ));
+        }
+        text
+    }
+
+    /// A line for each trial.
+    pub fn trials_csv(&self) -> Vec<String> {
+        let line = |trial: &Trial| {
+            format!(
+                "{},{},{},{},{},{},{},{},{},{},{},{}",
+                self.workload.name,
+                trial.round,
+                trial.policy.name().replace(',', ""),
+                trial.exact,
+                trial.counted,
+                trial.net(),
+                trial.after.rmap_items,
+                trial.before.huge,
+                trial.after.huge,
+                trial.before.regions,
+                trial.after.regions,
+                trial.slow_down.map(|slow| format!("{slow:.4}")).unwrap_or_default()
+            )
+        };
+        self.trials.iter().map(line).collect()
+    }
+}
+
+/// The columns of [`Comparison::trials_csv`].
+pub const TRIALS: &str = "workload,round,policy,saved_bytes,counted_bytes,net_bytes,rmap_items,huge_bytes_before,\
+                          huge_bytes_after,regions_before,regions_after,probe_slow_down";
+
+/// In an order drawn anew each time.
+pub fn shuffled<T>(items: Vec<T>) -> Vec<T> {
+    let now = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |time| time.as_nanos());
+    let order = Origin::of(&[&now.to_string()]);
+    let mut drawn: Vec<(u64, T)> = (0..).map(|place| order.number(place)).zip(items).collect();
+    drawn.sort_by_key(|(number, _)| *number);
+    drawn.into_iter().map(|(_, item)| item).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::merge::readings::Exact;
+    use crate::merge::trial::Trial;
+    use crate::merge::workloads::Truth;
+
+    /// A trial in which `pages` are saved evenly over `seconds`, after `idle` of them without any; looked at for `seen`.
+    fn trial(policy: Policy, idle: f64, seconds: f64, seen: f64, pages: f64) -> Trial {
+        let saved = |at: f64| ((at - idle) / seconds).clamp(0.0, 1.0) * pages;
+        let sample = |at: f64| Sample {
+            seconds: at,
+            saved: saved(at) as i64,
+            ksmd: at,
+            pagefold: 0.0,
+            scanned: (at / (idle + seconds) * 10_000.0) as i64,
+        };
+        let samples: Vec<Sample> = (0..=100).map(|step| sample(seen * f64::from(step) / 100.0)).collect();
+        let page = pagefold_sys::mapping::page_size() as f64;
+        let exact = (saved(seen) * page) as i64;
+        let (before, after) = (Exact::default(), Exact { rmap_items: 2000, ..Exact::default() });
+        let truth = Some(Truth { redundant: 1000, merged: 2000 });
+        Trial { policy, round: 1, samples, exact, counted: exact, truth, before, after, slow_down: None }
+    }
+
+    fn comparison() -> Comparison {
+        let trials = vec![
+            trial(Policy::Whole, 5.0, 5.0, 10.0, 1000.0),
+            trial(Policy::Guided, 0.5, 0.5, 1.0, 1000.0),
+            trial(Policy::Default, 500.0, 500.0, 20.0, 1000.0),
+        ];
+        let workload = Workload::synthetic(true).swap_remove(0);
+        Comparison { workload, trials, window: 20.0 }
+    }
+
+    #[test]
+    fn guided_is_compared_with_whole_and_the_slow_are_extrapolated() {
+        let comparison = comparison();
+        for (measure, expected) in [(Measure::Sooner, 10.0), (Measure::LessCpu, 10.0), (Measure::Net, 1.0)] {
+            let measured = comparison.measured(measure);
+            assert!(measured.len() == 1 && (measured[0] / expected - 1.0).abs() < 0.02, "{measure:?}: {measured:?}");
+        }
+        let slow = comparison.reached(&comparison.trials[2], 0.9).unwrap();
+        assert!(!slow.measured && (slow.seconds / 950.0 - 1.0).abs() < 0.02, "{slow:?}");
+        // Its CPU time is flat-out merging's, and more by what it took more for the pages of the window.
+        assert!(slow.cpu > 9.0, "{slow:?}");
+        let text = comparison.findings().markdown("tenth", true);
+        assert!(text.contains("~95") && text.contains("- met: a tenth is duplicate: 5 times less CPU"), "{text}");
+    }
+
+    #[test]
+    fn what_is_never_reached_is_no_success() {
+        let mut comparison = comparison();
+        comparison.trials[1] = trial(Policy::Guided, 0.5, 0.5, 0.6, 1000.0);
+        assert_eq!(comparison.measured(Measure::Sooner), [0.0]);
+        assert!(comparison.measured(Measure::Net)[0] < 0.2);
+    }
+
+    #[test]
+    fn the_picture_names_every_policy_at_its_curve() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("plot.svg");
+        crate::merge::plot::draw(&comparison(), &path).unwrap();
+        let picture = std::fs::read_to_string(&path).unwrap();
+        for words in ["guided", "whole, flat out", "default 100/20", "saved, MiB", "can be saved"] {
+            assert!(picture.contains(words), "{words} is not in {picture}");
+        }
+        assert!(!picture.contains("advisor"), "what was not measured has no curve");
+    }
+}

@@ -1,0 +1,456 @@
+//! Programs that write what was merged: simulations on four ranks over all CPUs, run to their end under each way to merge.
+//!
+//! What counts is how long they take, by the ratio to the run without merging in the same round, and how much memory
+//! their control group had in the mean over the run: savings that do not last are none. The decks are in `labs/mpi`, each
+//! a script that prepares, runs, and prints the physical result, which must be the same under each.
+//!
+//! Memory is `rss` of memory.stat of a control group of version 1, or `anon` of version 2: it falls by exactly the
+//! frames that merging frees, and costs nothing to read.
+
+use super::bars::{HOT_SAVINGS, HOT_SLOW_DOWN};
+use super::compare::shuffled;
+use super::holder::held;
+use super::policies::Pagefold;
+use super::readings::{Counters, cpu_seconds, ksmd};
+use super::trial::{forget, has_ended, pause_for};
+use super::workloads::lab_file;
+use crate::report::{Bar, Findings, Spread, Table};
+use anyhow::{Context, Result, ensure};
+use pagefold_labs::ksm::Ksm;
+use rustix::process::{Pid, Signal};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+const MIB: f64 = (1 << 20) as f64;
+const TICK: Duration = Duration::from_millis(100);
+
+/// Between the start of a run and its first guided merge, and between two.
+const PAUSE: Duration = Duration::from_secs(2);
+
+/// A simulation.
+#[derive(Clone, Copy, Debug)]
+pub struct Code {
+    /// Its folder in `labs/mpi`.
+    pub name: &'static str,
+    /// What it does.
+    pub title: &'static str,
+    /// Whether nothing but this benchmark runs it: no test, and so no setting, was made with it in view.
+    pub held_out: bool,
+    /// By how much numbers in the result may differ, relative to themselves. 0 where a run repeats its result to the last
+    /// printed digit.
+    pub tolerance: f64,
+}
+
+/// Those that are measured. Without any merging, Meep's result on four ranks differs from run to run by 1e-4.
+pub const CODES: &[Code] = &[
+    Code { name: "meep", title: "Meep: light and a slab (FDTD), 4 ranks", held_out: false, tolerance: 1e-3 },
+    Code { name: "openfoam", title: "OpenFOAM: a dam of water breaks (VOF), 4 ranks", held_out: false, tolerance: 0.0 },
+    Code { name: "espresso", title: "Quantum ESPRESSO: bands of silicon, 4 pools", held_out: true, tolerance: 0.0 },
+];
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mode {
+    Off,
+    /// Everything enrolled, with this `pages_to_scan` and `sleep_millisecs` 20.
+    Whole(u32),
+    Guided,
+}
+
+impl Mode {
+    const ALL: [Self; 4] = [Self::Off, Self::Whole(2000), Self::Whole(20_000), Self::Guided];
+
+    fn name(self) -> String {
+        match self {
+            Self::Off => "off".to_owned(),
+            Self::Whole(pages) => format!("whole {pages}/20"),
+            Self::Guided => "guided".to_owned(),
+        }
+    }
+}
+
+/// One run.
+#[derive(Debug)]
+struct Run {
+    mode: Mode,
+    round: usize,
+    seconds: f64,
+    /// Mean over the run, in bytes.
+    memory: f64,
+    faults: u64,
+    ksmd: f64,
+    pagefold: f64,
+    result: String,
+}
+
+/// How runs are made.
+#[derive(Debug)]
+pub struct Conditions {
+    /// How pagefold is called.
+    pub pagefold: Pagefold,
+    /// Its bound on CPU, in percent of one.
+    pub cpu: u32,
+    /// Short runs.
+    pub quick: bool,
+}
+
+/// Run a code in all modes, round by round.
+pub fn measure(code: Code, rounds: usize, conditions: &Conditions) -> Result<Findings> {
+    let mut findings =
+        Findings::new("code,round,mode,seconds,memory_bytes,faults,ksmd_cpu_seconds,pagefold_cpu_seconds");
+    let mut runs: Vec<Run> = Vec::new();
+    for round in 1..=rounds {
+        for mode in shuffled(Mode::ALL.to_vec()) {
+            eprint!("{} round {round}: {} ... ", code.name, mode.name());
+            let run = run(code, mode, round, conditions, &mut findings.samples)?;
+            eprintln!("{:.1} s, {:.0} MiB", run.seconds, run.memory / MIB);
+            let first = runs.first().map_or(&run.result, |first| &first.result);
+            ensure!(
+                agree(first, &run.result, code.tolerance),
+                "{} computed {:?} and then {:?}",
+                code.name,
+                first,
+                run.result
+            );
+            runs.push(run);
+        }
+    }
+    let (table, bars) = judge(code, &runs, conditions.cpu)?;
+    findings.tables.push(table);
+    findings.bars = bars;
+    Ok(findings)
+}
+
+/// Whether two results say the same: word by word, numbers within a tolerance relative to themselves.
+fn agree(left: &str, right: &str, tolerance: f64) -> bool {
+    let words = |text: &str| text.split([' ', ',', '\n']).map(str::to_owned).collect::<Vec<_>>();
+    let alike = |(left, right): (&String, &String)| match (left.parse::<f64>(), right.parse::<f64>()) {
+        (Ok(left), Ok(right)) => (left - right).abs() <= tolerance * left.abs().max(right.abs()),
+        _ => left == right,
+    };
+    let (left, right) = (words(left), words(right));
+    left.len() == right.len() && left.iter().zip(&right).all(alike)
+}
+
+/// A table of the modes and, for the code that was held out, the bars.
+fn judge(code: Code, runs: &[Run], cpu: u32) -> Result<(Table, Vec<Bar>)> {
+    // Each run with the one without merging in its round.
+    let pairs = |mode: Mode| {
+        let off = |round| runs.iter().find(move |run| run.mode == Mode::Off && run.round == round);
+        let of = runs.iter().filter(move |run| run.mode == mode);
+        of.filter_map(move |run| Some((run, off(run.round)?))).collect::<Vec<_>>()
+    };
+    let slow_downs = |mode| pairs(mode).iter().map(|(run, off)| run.seconds / off.seconds).collect::<Vec<_>>();
+    let savings = |mode| pairs(mode).iter().map(|(run, off)| 1.0 - run.memory / off.memory).collect::<Vec<_>>();
+    let mut table = Table::new(
+        code.title,
+        &[
+            "mode",
+            "run s",
+            "against off",
+            "95 % interval",
+            "memory MiB",
+            "saved in the mean",
+            "faults",
+            "ksmd CPU s",
+            "pagefold CPU s",
+        ],
+    );
+    for mode in Mode::ALL {
+        let median = |value: &dyn Fn(&Run) -> f64| Spread::of(pairs(mode).iter().map(|(run, _)| value(run))).median;
+        let (mean, interval) = geometric_mean(&slow_downs(mode));
+        let percent = |ratio: f64| format!("{:+.1} %", (ratio - 1.0) * 100.0);
+        let is_off = mode == Mode::Off;
+        table.rows.push(vec![
+            mode.name(),
+            format!("{:.1}", median(&|run| run.seconds)),
+            if is_off { "-".to_owned() } else { percent(mean) },
+            match interval {
+                Some((low, high)) if !is_off => format!("{} to {}", percent(low), percent(high)),
+                _ => "-".to_owned(),
+            },
+            format!("{:.0}", median(&|run| run.memory) / MIB),
+            if is_off { "-".to_owned() } else { Spread::of(savings(mode)).percent() },
+            format!("{:.0}", median(&|run| run.faults as f64)),
+            format!("{:.2}", median(&|run| run.ksmd)),
+            format!("{:.2}", median(&|run| run.pagefold)),
+        ]);
+    }
+    let cpus = std::thread::available_parallelism()?.get();
+    let allowed = f64::from(cpu) / 100.0 / cpus as f64 + HOT_SLOW_DOWN;
+    table.notes.push(format!(
+        "Geometric means of the ratios within rounds. Results agree{}: {}. Guided is repeated while \
+         the program runs, within {cpu} % of one of {cpus} CPUs.",
+        if code.tolerance > 0.0 { format!(" within {:e}", code.tolerance) } else { " to the last digit".to_owned() },
+        runs.first().map_or("", |run| &run.result).split_whitespace().collect::<Vec<_>>().join(" ")
+    ));
+    if !code.held_out {
+        return Ok((table, Vec::new()));
+    }
+    let lasting = [Mode::Whole(2000), Mode::Whole(20_000)].map(|mode| Spread::of(savings(mode)).median);
+    let lasting = lasting.into_iter().fold(0.0, f64::max);
+    let (slower, _) = geometric_mean(&slow_downs(Mode::Guided));
+    let saved = Spread::of(savings(Mode::Guided)).median;
+    let bars = vec![
+        Bar {
+            claim: format!(
+                "{}, which no test is tuned to: at most {:.0} % slower, {:.0} % beyond the bound on CPU",
+                code.name,
+                allowed * 100.0,
+                HOT_SLOW_DOWN * 100.0
+            ),
+            measured: format!("{:+.1} %", (slower - 1.0) * 100.0),
+            met: slower - 1.0 <= allowed,
+        },
+        Bar {
+            claim: format!("{}: at least {:.0} % of the savings that last", code.name, HOT_SAVINGS * 100.0),
+            measured: format!("{:.1} % of memory against {:.1} %", saved * 100.0, lasting * 100.0),
+            met: lasting > 0.0 && saved >= HOT_SAVINGS * lasting,
+        },
+    ];
+    Ok((table, bars))
+}
+
+/// The geometric mean of ratios, and its 95 % interval by Student's t on their logarithms; none with a single ratio.
+fn geometric_mean(ratios: &[f64]) -> (f64, Option<(f64, f64)>) {
+    // Quantiles 0.975 of Student's distribution for 1 to 9 degrees of freedom.
+    const T: [f64; 9] = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262];
+    let count = ratios.len() as f64;
+    let mean = ratios.iter().map(|ratio| ratio.ln()).sum::<f64>() / count;
+    let variance = ratios.iter().map(|ratio| (ratio.ln() - mean).powi(2)).sum::<f64>() / (count - 1.0);
+    let interval = (ratios.len() > 1).then(|| {
+        let margin = T[(ratios.len() - 2).min(T.len() - 1)] * (variance / count).sqrt();
+        ((mean - margin).exp(), (mean + margin).exp())
+    });
+    (mean.exp(), interval)
+}
+
+fn run(code: Code, mode: Mode, round: usize, conditions: &Conditions, samples: &mut Vec<String>) -> Result<Run> {
+    let ksm = Ksm::take().map_err(anyhow::Error::msg)?;
+    let ksmd = ksmd()?;
+    forget(&ksm, ksmd)?;
+    let group = Group::create()?;
+    let folder = tempfile::tempdir().context("a folder for the run")?;
+    let deck = Deck {
+        script: lab_file("mpi").join(code.name).join("deck.sh"),
+        folder: folder.path(),
+        quick: conditions.quick,
+    };
+    deck.call("prepare")?;
+    if let Mode::Whole(pages) = mode {
+        ksm.set("pages_to_scan", pages);
+        ksm.set("sleep_millisecs", 20);
+        ksm.set("run", 1);
+    }
+    let before = Counters::read(ksmd)?;
+    let begin = Instant::now();
+    let mut program = deck.start(&group, matches!(mode, Mode::Whole(_)))?;
+    let mut merging = Merging::new(conditions);
+    let (mut memory, mut faults) = (Vec::new(), 0);
+    let status = loop {
+        if let Some(status) = program.try_wait()? {
+            break status;
+        }
+        let (bytes, so_far) = group.read()?;
+        memory.push(bytes as f64);
+        // When the last process is gone the group is empty, and its counter stays.
+        faults = so_far;
+        let now = Counters::read(ksmd)?.ksmd - before.ksmd;
+        if mode == Mode::Guided {
+            merging.step(&group)?;
+        }
+        samples.push(format!(
+            "{},{round},{},{:.2},{bytes},{so_far},{now:.3},{:.2}",
+            code.name,
+            mode.name(),
+            begin.elapsed().as_secs_f64(),
+            merging.cpu
+        ));
+        if let Err(interrupted) = pause_for(TICK) {
+            // mpirun ends its ranks when it is asked to end.
+            let _ = rustix::process::kill_process(Pid::from_child(&program), Signal::TERM);
+            let _ = program.wait();
+            merging.end()?;
+            return Err(interrupted);
+        }
+    };
+    let seconds = begin.elapsed().as_secs_f64();
+    merging.end()?;
+    ensure!(status.success(), "{} failed: {status}", code.name);
+    let ksmd = Counters::read(ksmd)?.ksmd - before.ksmd;
+    let memory = memory.iter().sum::<f64>() / memory.len().max(1) as f64;
+    let result = deck.call("result")?;
+    ensure!(!result.is_empty(), "{} printed no result", code.name);
+    Ok(Run { mode, round, seconds, memory, faults, ksmd, pagefold: merging.cpu, result })
+}
+
+/// A script of `labs/mpi` in a folder of its own.
+struct Deck<'a> {
+    script: PathBuf,
+    folder: &'a Path,
+    quick: bool,
+}
+
+impl Deck<'_> {
+    fn size(&self) -> &'static str {
+        if self.quick { "quick" } else { "full" }
+    }
+
+    fn call(&self, verb: &str) -> Result<String> {
+        let output = Command::new("sh")
+            .arg(&self.script)
+            .args([verb, self.size()])
+            .current_dir(self.folder)
+            .stdin(Stdio::null())
+            .stderr(Stdio::inherit())
+            .output()?;
+        ensure!(
+            output.status.success(),
+            "{} {verb}: {} (see labs/setup-bench.sh)",
+            self.script.display(),
+            output.status
+        );
+        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    }
+
+    /// Start it as a member of a group.
+    fn start(&self, group: &Group, enrolled: bool) -> Result<Child> {
+        let held = held("sh", enrolled)?;
+        Command::new("sh")
+            .args(["-c", "echo $$ > \"$1/cgroup.procs\" && shift && exec \"$@\"", "sh"])
+            .arg(&group.folder)
+            .arg(held.get_program())
+            .args(held.get_args())
+            .arg(&self.script)
+            .args(["run", self.size()])
+            .current_dir(self.folder)
+            .stdin(Stdio::null())
+            .stdout(fs::File::create(self.folder.join("output"))?)
+            .spawn()
+            .context("cannot start a run")
+    }
+}
+
+/// Guided merging while a program runs: one after the other, with pauses.
+struct Merging<'a> {
+    conditions: &'a Conditions,
+    child: Option<Child>,
+    since: Instant,
+    /// CPU seconds of all that have ended.
+    cpu: f64,
+}
+
+impl<'a> Merging<'a> {
+    fn new(conditions: &'a Conditions) -> Self {
+        Self { conditions, child: None, since: Instant::now(), cpu: 0.0 }
+    }
+
+    fn step(&mut self, group: &Group) -> Result<()> {
+        if let Some(child) = &self.child {
+            if has_ended(child.id())? {
+                let ranks = group.ranks()?;
+                let status = self.reap()?.context("a merge")?;
+                // It may find that the program has just ended; while that runs, a failure is one.
+                ensure!(
+                    ranks.is_empty() || matches!(status.code(), Some(0 | 1 | 3)),
+                    "pagefold merge failed: {status}"
+                );
+            }
+        } else if self.since.elapsed() >= PAUSE {
+            let ranks = group.ranks()?;
+            if !ranks.is_empty() {
+                let mut command = self.conditions.pagefold.merge_running(&ranks, self.conditions.cpu);
+                self.child = Some(command.spawn().with_context(|| format!("cannot start {command:?}"))?);
+            }
+        }
+        Ok(())
+    }
+
+    fn reap(&mut self) -> Result<Option<std::process::ExitStatus>> {
+        let Some(mut child) = self.child.take() else { return Ok(None) };
+        while !has_ended(child.id())? {
+            sleep(TICK);
+        }
+        self.cpu += cpu_seconds(child.id())?;
+        self.since = Instant::now();
+        Ok(Some(child.wait()?))
+    }
+
+    /// The program has ended: what is still at work ends by itself.
+    fn end(&mut self) -> Result<()> {
+        self.reap().map(drop)
+    }
+}
+
+/// A control group for memory, removed when dropped.
+struct Group {
+    folder: PathBuf,
+    /// The line of memory.stat with anonymous memory.
+    line: &'static str,
+}
+
+impl Group {
+    fn create() -> Result<Self> {
+        let first = Path::new("/sys/fs/cgroup/memory");
+        let (root, line) = if first.exists() { (first, "rss ") } else { (Path::new("/sys/fs/cgroup"), "anon ") };
+        let folder = root.join(format!("pagefold-bench-{}", std::process::id()));
+        fs::create_dir(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+        Ok(Self { folder, line })
+    }
+
+    /// Bytes of anonymous memory and page faults so far.
+    fn read(&self) -> Result<(u64, u64)> {
+        let path = self.folder.join("memory.stat");
+        let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let line = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
+        Ok((line(self.line).context("no memory")?, line("pgfault ").context("no page faults")?))
+    }
+
+    /// Those that compute: not the shell, not the launcher.
+    fn ranks(&self) -> Result<Vec<u32>> {
+        let pids = fs::read_to_string(self.folder.join("cgroup.procs"))?;
+        let computes = |pid: &u32| {
+            let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            !matches!(name.trim(), "" | "sh" | "dash" | "bash" | "mpirun" | "orterun" | "orted" | "pagefold-benchm")
+        };
+        Ok(pids.lines().filter_map(|line| line.parse().ok()).filter(computes).collect())
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // A group whose last member has just ended is busy for a moment.
+        for _ in 0..50 {
+            if fs::remove_dir(&self.folder).is_ok() {
+                return;
+            }
+            sleep(TICK);
+        }
+        eprintln!("{} could not be removed", self.folder.display());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_agree_within_their_tolerance() {
+        assert!(agree("E = 1.0000, eV", "E = 1.0001, eV", 1e-3) && !agree("E = 1.0000, eV", "E = 1.0001, eV", 0.0));
+        assert!(!agree("E = 1", "F = 1", 1.0) && !agree("E = 1", "E = 1 2", 1.0));
+    }
+
+    #[test]
+    fn an_interval_is_students() {
+        let (mean, interval) = geometric_mean(&[1.1, 1.1, 1.1]);
+        assert!((mean - 1.1).abs() < 1e-12 && interval.is_some_and(|(low, high)| high - low < 1e-9));
+        // Logarithms 0 and 1: mean 1/2, deviation of the mean 1/2.
+        let (mean, interval) = geometric_mean(&[1.0, std::f64::consts::E]);
+        let (low, high) = interval.unwrap();
+        assert!((mean.ln() - 0.5).abs() < 1e-12);
+        assert!((low.ln() - (0.5 - 6.353)).abs() < 1e-9 && (high.ln() - (0.5 + 6.353)).abs() < 1e-9);
+        assert_eq!(geometric_mean(&[2.0]).1, None);
+    }
+}

@@ -1,0 +1,249 @@
+//! What merging brings and costs: `pagefold merge` against the ways in which ksmd is driven today.
+//!
+//! Everything is measured from outside and in the same way for every policy ([`readings`]); of pagefold only its exit
+//! status is looked at. KSM is held and put back around each trial ([`pagefold_labs::ksm`]). A section keeps its run in a
+//! folder below `benchmarks/runs/DATE-REVISION/`: settings.toml, samples.csv, trials.csv, summary.md, and a picture
+//! for each workload. As root.
+
+mod bars;
+mod compare;
+mod holder;
+mod hot;
+mod plot;
+mod policies;
+mod probe;
+mod readings;
+mod trial;
+mod workloads;
+
+pub use holder::hold;
+pub use probe::work;
+
+use crate::report::Findings;
+use crate::settings::{Settings, meminfo};
+use crate::write;
+use anyhow::{Context, Result, bail};
+use clap::{Parser, ValueEnum};
+use compare::Comparison;
+use pagefold_labs::ksm::Ksm;
+use policies::Pagefold;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+use workloads::Workload;
+
+/// Measure what merging brings and costs, under all policies.
+#[derive(Debug, Parser)]
+#[command(name = "bench-merge")]
+pub struct Arguments {
+    /// What to measure; everything if nothing is named
+    sections: Vec<Section>,
+    /// Small sizes and one round: shows that it works, not how well
+    #[arg(long)]
+    quick: bool,
+    /// Rounds of what the bars compare
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=50))]
+    rounds: u8,
+    /// Bound on CPU for pagefold and for flat-out merging, in percent of one
+    #[arg(long, default_value_t = 100, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
+    cpu: u32,
+    /// Bound on CPU for pagefold beside the simulations, in percent of one
+    #[arg(long, default_value_t = 10, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
+    hot_cpu: u32,
+    /// The binary that is measured [default: the one that was built beside this]
+    #[arg(long, value_name = "PATH")]
+    pagefold: Option<PathBuf>,
+    /// Where to keep the run, instead of benchmarks/runs/DATE-REVISION
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Section {
+    /// Memory of known content
+    Synthetic,
+    /// QEMU guests
+    Fleet,
+    /// Databases with their data
+    Program,
+    /// Simulations that write what was merged
+    Hot,
+}
+
+impl Section {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Synthetic => "synthetic",
+            Self::Fleet => "fleet",
+            Self::Program => "program",
+            Self::Hot => "hot",
+        }
+    }
+}
+
+/// What `settings.toml` says beside what holds for every benchmark.
+#[derive(Debug, Serialize)]
+struct MergeSettings {
+    #[serde(flatten)]
+    common: Settings,
+    cpu_percent: u32,
+    hot_cpu_percent: u32,
+    rounds: u8,
+    /// What KSM was set to before.
+    ksm: BTreeMap<String, String>,
+    /// First lines of what programs say of their version.
+    versions: BTreeMap<String, String>,
+}
+
+/// Measure; whether all bars are met.
+pub fn benchmark(arguments: &Arguments) -> Result<bool> {
+    if !arguments.quick && cfg!(debug_assertions) {
+        bail!("built without optimisation: use `make bench-merge`, or --quick to see that it works");
+    }
+    let program = match &arguments.pagefold {
+        Some(path) => path.clone(),
+        None => std::env::current_exe()?.with_file_name("pagefold"),
+    };
+    let pagefold = Pagefold { program: program.canonicalize().with_context(|| format!("no {}", program.display()))? };
+    let chosen = |section: &&Section| arguments.sections.is_empty() || arguments.sections.contains(section);
+    trial::note_signals()?;
+    let mut met = true;
+    for section in Section::value_variants().iter().filter(chosen).copied() {
+        let nice = rustix::process::nice(0).context("cannot tell the priority")?;
+        let settings = MergeSettings {
+            common: Settings::observe(arguments.quick, vec![format!("merge-{}", section.name())], nice)?,
+            cpu_percent: arguments.cpu,
+            hot_cpu_percent: arguments.hot_cpu,
+            rounds: arguments.rounds,
+            ksm: ksm_settings()?,
+            versions: versions(&pagefold),
+        };
+        let folder = vacant(arguments.out.as_deref(), &settings.common, section)?;
+        write(&folder, "settings.toml", &toml::to_string(&settings)?)?;
+        let started = Instant::now();
+        met &= Kept { folder: &folder, arguments, pagefold: &pagefold }
+            .measure(section)
+            .with_context(|| section.name())?;
+        eprintln!("{} took {:.0} s, kept in {}\n", section.name(), started.elapsed().as_secs_f64(), folder.display());
+    }
+    Ok(met || arguments.quick)
+}
+
+/// A section that is measured and kept.
+struct Kept<'a> {
+    folder: &'a Path,
+    arguments: &'a Arguments,
+    pagefold: &'a Pagefold,
+}
+
+impl Kept<'_> {
+    fn measure(&self, section: Section) -> Result<bool> {
+        let quick = self.arguments.quick;
+        let rounds = if quick { 1 } else { usize::from(self.arguments.rounds) };
+        let mut all = Vec::new();
+        let mut trials = vec![compare::TRIALS.to_owned()];
+        let workloads = match section {
+            Section::Synthetic => Workload::synthetic(quick),
+            Section::Fleet => Workload::fleet(quick),
+            Section::Program => Workload::program(quick),
+            Section::Hot => {
+                let conditions =
+                    hot::Conditions { pagefold: self.pagefold.clone(), cpu: self.arguments.hot_cpu, quick };
+                for &code in hot::CODES {
+                    all.push((code.name, hot::measure(code, rounds, &conditions)?));
+                    self.keep(section, &all)?;
+                }
+                return Ok(are_met(&all));
+            }
+        };
+        let conditions = trial::Conditions {
+            pagefold: self.pagefold.clone(),
+            window: Duration::from_secs(if quick { 2 } else { 12 }),
+            cpu: self.arguments.cpu,
+            memory_kib: meminfo("MemTotal:")?,
+        };
+        for workload in workloads {
+            let name = workload.name;
+            let comparison = Comparison::make(workload, rounds, &conditions)?;
+            trials.extend(comparison.trials_csv());
+            write(self.folder, "trials.csv", &format!("{}\n", trials.join("\n")))?;
+            plot::draw(&comparison, &self.folder.join(format!("{name}.svg")))?;
+            all.push((name, comparison.findings()));
+            self.keep(section, &all)?;
+        }
+        Ok(are_met(&all))
+    }
+
+    /// Write what there is so far, and print the latest.
+    fn keep(&self, section: Section, all: &[(&str, Findings)]) -> Result<()> {
+        let mut summary = format!("# Merging: {}\n", section.name());
+        if self.arguments.quick {
+            summary.push_str("\nA quick run: it shows that the benchmark works, and its figures mean little.\n");
+        }
+        let mut samples: Vec<&str> = Vec::new();
+        for (name, findings) in all {
+            summary.push('\n');
+            summary.push_str(&findings.markdown(name, !self.arguments.quick));
+            // One header for all.
+            let header = usize::from(!samples.is_empty());
+            samples.extend(findings.samples.iter().skip(header).map(String::as_str));
+        }
+        if let Some((name, findings)) = all.last() {
+            println!("{}", findings.markdown(name, !self.arguments.quick));
+        }
+        write(self.folder, "summary.md", &summary)?;
+        write(self.folder, "samples.csv", &format!("{}\n", samples.join("\n")))
+    }
+}
+
+fn are_met(all: &[(&str, Findings)]) -> bool {
+    all.iter().flat_map(|(_, findings)| &findings.bars).all(|bar| bar.met)
+}
+
+/// A folder for a section that is not there yet.
+fn vacant(out: Option<&Path>, settings: &Settings, section: Section) -> Result<PathBuf> {
+    let run = match out {
+        Some(folder) => folder.to_owned(),
+        None => {
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("runs").join(format!("{}-{}", settings.date, settings.revision))
+        }
+    };
+    let first = run.join(format!("merge-{}", section.name()));
+    let numbered = (2..).map(|number| run.join(format!("merge-{}-{number}", section.name())));
+    let folder = std::iter::once(first).chain(numbered).find(|folder| !folder.exists()).expect("numbers do not end");
+    fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    Ok(folder)
+}
+
+/// What can be written, as the host has it: under the lock, for others may be changing it.
+fn ksm_settings() -> Result<BTreeMap<String, String>> {
+    let _ksm = Ksm::take().map_err(anyhow::Error::msg)?;
+    let files = pagefold_model::ksm::Setting::ALL.map(|setting| setting.file());
+    let read = |file: &str| {
+        let text = fs::read_to_string(format!("/sys/kernel/mm/ksm/{file}")).ok()?;
+        Some((file.to_owned(), text.trim().to_owned()))
+    };
+    Ok(files.into_iter().filter_map(read).collect())
+}
+
+/// Of what takes part and is there.
+fn versions(pagefold: &Pagefold) -> BTreeMap<String, String> {
+    let pagefold = pagefold.program.display().to_string();
+    let programs = [
+        ("pagefold", vec![pagefold.as_str(), "--version"]),
+        ("qemu", vec!["qemu-system-x86_64", "--version"]),
+        ("sqlite3", vec!["sqlite3", "--version"]),
+        ("mpirun", vec!["mpirun", "--version"]),
+        ("meep", vec!["dpkg-query", "-W", "meep-mpi-default"]),
+        ("openfoam", vec!["dpkg-query", "-W", "openfoam"]),
+        ("espresso", vec!["dpkg-query", "-W", "quantum-espresso"]),
+    ];
+    let ask = |words: &[&str]| {
+        let output = Command::new(words[0]).args(&words[1..]).output().ok()?;
+        Some(String::from_utf8_lossy(&output.stdout).lines().next()?.trim().replace('\t', " "))
+    };
+    programs.iter().filter_map(|(name, words)| Some(((*name).to_owned(), ask(words)?))).collect()
+}

@@ -1,0 +1,121 @@
+//! Saved memory over time as a picture: a curve for each policy, with its name at it.
+//!
+//! There is no background, and lines and letters are of middle brightness, so that it is readable on light and on dark.
+
+use super::compare::Comparison;
+use super::policies::Policy;
+use anyhow::{Result, anyhow};
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+use std::path::Path;
+
+const SIZE: (u32, u32) = (960, 480);
+const GREY: RGBColor = RGBColor(128, 128, 128);
+const MIB: f64 = (1 << 20) as f64;
+
+/// A middle brightness of the colours of M. Okabe and K. Ito, "Color Universal Design" (2008).
+fn colour(policy: Policy) -> RGBColor {
+    match policy {
+        Policy::Default => RGBColor(140, 140, 140),
+        Policy::Ksmtuned => RGBColor(204, 121, 167),
+        Policy::Advisor200 => RGBColor(190, 150, 20),
+        Policy::Advisor20 => RGBColor(60, 150, 210),
+        Policy::Whole => RGBColor(213, 94, 0),
+        Policy::Guided => RGBColor(0, 158, 115),
+    }
+}
+
+struct Curve {
+    policy: Policy,
+    measured: Vec<(f64, f64)>,
+    extrapolated: Vec<(f64, f64)>,
+}
+
+impl Curve {
+    fn of(comparison: &Comparison, policy: Policy) -> Option<Self> {
+        let trial = comparison.of(policy).next()?;
+        let page = pagefold_sys::mapping::page_size() as f64;
+        let measured: Vec<(f64, f64)> =
+            trial.samples.iter().map(|sample| (sample.seconds, sample.saved as f64 * page / MIB)).collect();
+        let last = *measured.last()?;
+        let shares = (1..100).map(|percent| f64::from(percent) / 100.0);
+        let later = shares.filter_map(|share| {
+            let at = comparison.reached(trial, share)?;
+            (!at.measured && at.seconds > last.0).then(|| (at.seconds, share * comparison.reachable() / MIB))
+        });
+        let mut extrapolated: Vec<(f64, f64)> = std::iter::once(last).chain(later).collect();
+        if extrapolated.len() == 1 {
+            extrapolated.clear();
+        }
+        Some(Self { policy, measured, extrapolated })
+    }
+
+    fn points(&self) -> impl Iterator<Item = (f64, f64)> {
+        self.measured.iter().chain(&self.extrapolated).copied()
+    }
+
+    /// When it comes to a height.
+    fn crosses(&self, height: f64) -> Option<f64> {
+        self.points().find(|&(_, y)| y >= height).map(|(x, _)| x)
+    }
+}
+
+/// Draw it.
+pub fn draw(comparison: &Comparison, path: &Path) -> Result<()> {
+    let curves: Vec<Curve> = Policy::ALL.into_iter().filter_map(|policy| Curve::of(comparison, policy)).collect();
+    let latest = curves.iter().flat_map(Curve::points).map(|(x, _)| x).fold(10.0, f64::max);
+    let highest = curves.iter().flat_map(Curve::points).map(|(_, y)| y).fold(comparison.reachable() / MIB, f64::max);
+    paint(comparison, &curves, latest * 1.3, highest * 1.06, path).map_err(|error| anyhow!("cannot draw: {error}"))
+}
+
+fn paint(
+    comparison: &Comparison,
+    curves: &[Curve],
+    latest: f64,
+    highest: f64,
+    path: &Path,
+) -> Result<(), Box<dyn std::error::Error>> {
+    let area = SVGBackend::new(path, SIZE).into_drawing_area();
+    let letters = |size: u32| ("sans-serif", size).into_font().color(&GREY);
+    let first: f64 = 0.1;
+    let mut chart = ChartBuilder::on(&area)
+        .caption(&comparison.workload.title, letters(17))
+        .margin(12)
+        .x_label_area_size(44)
+        .y_label_area_size(64)
+        .build_cartesian_2d((first..latest).log_scale(), 0.0..highest)?;
+    chart
+        .configure_mesh()
+        .disable_x_mesh()
+        .light_line_style(TRANSPARENT)
+        .bold_line_style(GREY.mix(0.3))
+        .axis_style(GREY)
+        .label_style(letters(14))
+        .axis_desc_style(letters(14))
+        .x_desc("seconds (logarithmic; dashed: extrapolated)")
+        .y_desc("saved, MiB")
+        .x_label_formatter(&|x| format!("{x}"))
+        .y_label_formatter(&|y| format!("{}", (y * 10.0).round() / 10.0))
+        .draw()?;
+    let level = comparison.reachable() / MIB;
+    chart.draw_series(DashedLineSeries::new([(first, level), (latest, level)], 2, 4, GREY.stroke_width(1)))?;
+    let note = Text::new("can be saved", (first * 1.05, level), letters(13).pos(Pos::new(HPos::Left, VPos::Top)));
+    chart.draw_series([note])?;
+    let mut order: Vec<(f64, &Curve)> =
+        curves.iter().map(|curve| (curve.crosses(level / 2.0).unwrap_or(f64::INFINITY), curve)).collect();
+    order.sort_by(|left, right| left.0.total_cmp(&right.0));
+    for (place, (_, curve)) in (0_u32..).zip(order) {
+        let colour = colour(curve.policy);
+        let within = |points: &[(f64, f64)]| points.iter().map(|&(x, y)| (x.max(first), y)).collect::<Vec<_>>();
+        chart.draw_series(LineSeries::new(within(&curve.measured), colour.stroke_width(3)))?;
+        chart.draw_series(DashedLineSeries::new(within(&curve.extrapolated), 6, 5, colour.stroke_width(2)))?;
+        // Each name at a height of its own, left of its curve, where the curve has not been yet.
+        let height = level * (0.85 - 0.13 * f64::from(place));
+        let at = curve.crosses(height).unwrap_or(latest);
+        let (x, side) = if at < 0.6 { (at.max(first) * 1.08, HPos::Left) } else { (at / 1.08, HPos::Right) };
+        let style = ("sans-serif", 15).into_font().color(&colour).pos(Pos::new(side, VPos::Center));
+        chart.draw_series([Text::new(curve.policy.name(), (x, height), style)])?;
+    }
+    area.present()?;
+    Ok(())
+}

@@ -1,0 +1,123 @@
+//! What is read from outside, the same way for every policy.
+//!
+//! While merging goes on, only counters are read: `pages_sharing` and `ksm_zero_pages`, which cost nothing and are nearly
+//! right then, and CPU times. When it is over and ksmd stands still, the truth: proportional shares from the page tables
+//! (`Pss_Anon` of smaps_rollup), metadata, huge pages and regions.
+//!
+//! Formats: Documentation/admin-guide/mm/ksm.rst, Documentation/filesystems/proc.rst and
+//! Documentation/scheduler/sched-stats.rst (schedstat) of Linux 6.18.
+
+use anyhow::{Context, Result};
+use std::fs;
+
+const KSM: &str = "/sys/kernel/mm/ksm";
+
+/// One look while merging goes on.
+#[derive(Clone, Copy, Debug)]
+pub struct Sample {
+    /// Since the policy began.
+    pub seconds: f64,
+    /// `pages_sharing` and `ksm_zero_pages` together, against before.
+    pub saved: i64,
+    /// CPU seconds of ksmd so far.
+    pub ksmd: f64,
+    /// CPU seconds of pagefold so far.
+    pub pagefold: f64,
+    /// `pages_scanned`, against before.
+    pub scanned: i64,
+}
+
+/// What the counters say now, in pages and seconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Counters {
+    /// `pages_sharing` and `ksm_zero_pages` together.
+    pub saved: i64,
+    /// `pages_scanned`.
+    pub scanned: i64,
+    /// `full_scans`.
+    pub full_scans: i64,
+    /// CPU seconds of ksmd.
+    pub ksmd: f64,
+}
+
+impl Counters {
+    /// Read them.
+    pub fn read(ksmd: u32) -> Result<Self> {
+        let counter = |name: &str| -> Result<i64> {
+            let path = format!("{KSM}/{name}");
+            let text = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+            text.trim().parse().with_context(|| format!("{path} says {text:?}"))
+        };
+        let schedstat = fs::read_to_string(format!("/proc/{ksmd}/schedstat")).context("ksmd's CPU time")?;
+        let on_cpu: f64 = schedstat.split(' ').next().unwrap_or_default().parse().context("ksmd's CPU time")?;
+        Ok(Self {
+            saved: counter("pages_sharing")? + counter("ksm_zero_pages")?,
+            scanned: counter("pages_scanned")?,
+            full_scans: counter("full_scans")?,
+            ksmd: on_cpu / 1e9,
+        })
+    }
+}
+
+/// The number of the kernel's thread that merges.
+pub fn ksmd() -> Result<u32> {
+    let pids = fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    let named = |pid: &u32| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == "ksmd");
+    pids.into_iter().find(named).context("there is no ksmd: a kernel without KSM")
+}
+
+/// CPU seconds of a process, all its threads and the children it waited for, user and system: also of one that has ended
+/// and was not waited for. In steps of 10 ms, the unit of `/proc/PID/stat`.
+pub fn cpu_seconds(pid: u32) -> Result<f64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // The name is in parentheses and may hold anything.
+    let (_, fields) = stat.rsplit_once(") ").context("a stat without a name")?;
+    // Fields 14 to 17 of proc_pid_stat(5); the first after the name is the third.
+    let ticks: Vec<f64> = fields.split(' ').skip(11).take(4).filter_map(|field| field.parse().ok()).collect();
+    Ok(ticks.iter().sum::<f64>() / rustix::param::clock_ticks_per_second() as f64)
+}
+
+/// The truth about processes, with ksmd standing still. Sums over them.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Exact {
+    /// Anonymous memory, each page divided by its mappings: what it takes. Bytes.
+    pub resident: i64,
+    /// In huge pages. Bytes.
+    pub huge: i64,
+    /// Pages for which ksmd keeps metadata.
+    pub rmap_items: i64,
+    /// Regions (VMAs).
+    pub regions: i64,
+}
+
+impl Exact {
+    /// Read it.
+    pub fn read(pids: &[u32]) -> Result<Self> {
+        let mut sum = Self::default();
+        for pid in pids {
+            let file = |name: &str| {
+                let path = format!("/proc/{pid}/{name}");
+                fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))
+            };
+            let rollup = file("smaps_rollup")?;
+            let kib = |name: &str| -> Result<i64> {
+                let line = rollup.lines().find_map(|line| line.strip_prefix(name));
+                let amount = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<i64>().ok());
+                Ok(amount.with_context(|| format!("no {name} in smaps_rollup"))? << 10)
+            };
+            sum.resident += kib("Pss_Anon:")?;
+            sum.huge += kib("AnonHugePages:")?;
+            let stat = file("ksm_stat")?;
+            let items = stat.lines().find_map(|line| line.strip_prefix("ksm_rmap_items "));
+            sum.rmap_items += items.and_then(|items| items.trim().parse::<i64>().ok()).context("no ksm_rmap_items")?;
+            sum.regions += file("maps")?.lines().count() as i64;
+        }
+        Ok(sum)
+    }
+}
+
+/// Whether all memory of a process is enrolled by prctl.
+pub fn is_enrolled(pid: u32) -> Result<bool> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/ksm_stat"))?;
+    Ok(stat.lines().any(|line| line.trim_end() == "ksm_merge_any: yes"))
+}

@@ -1,0 +1,219 @@
+//! What is merged: memory of known content, a fleet of virtual machines, databases with their data.
+
+use super::holder::{Holder, held};
+use super::readings::is_enrolled;
+use anyhow::{Context, Result, ensure};
+use pagefold_labs::assets::Assets;
+use pagefold_labs::lines::{Guest, Region};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// A workload, not yet started.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    /// Its name in tables, bars and files.
+    pub name: &'static str,
+    /// What it is, for people.
+    pub title: String,
+    /// What it consists of.
+    pub kind: Kind,
+    /// Whether every policy is measured, or only those the bars compare.
+    pub all_policies: bool,
+}
+
+/// What a workload consists of.
+#[derive(Clone, Debug)]
+pub enum Kind {
+    /// Processes of `pagefold-lab mixture`.
+    Mixture {
+        /// How many.
+        processes: u32,
+        /// Size of each.
+        mib: u64,
+        /// The share of runs that are duplicates, in percent.
+        duplicate: u32,
+        /// The share of runs with one stray duplicate, in percent.
+        stray: u32,
+        /// Length of a run in base pages.
+        run: u64,
+        /// Whether it is of huge pages.
+        huge: bool,
+    },
+    /// QEMU guests of `pagefold-lab fleet`.
+    Fleet {
+        /// How many.
+        guests: u32,
+        /// Memory of each.
+        mib: u32,
+    },
+    /// SQLite shells, each with the same database and own tables in memory.
+    Databases {
+        /// How many.
+        processes: u32,
+        /// Rows of the common database; a thousand take some 270 KiB.
+        rows: u64,
+    },
+}
+
+/// A workload that runs.
+#[derive(Debug)]
+pub struct Running {
+    holders: Vec<Holder>,
+    /// The processes whose memory is merged.
+    pub pids: Vec<u32>,
+    question: Option<&'static str>,
+    /// What can be saved, where that is known.
+    pub truth: Option<Truth>,
+}
+
+/// What can be saved.
+#[derive(Clone, Copy, Debug)]
+pub struct Truth {
+    /// Pages that are redundant: copies beyond the first.
+    pub redundant: u64,
+    /// Pages that are merged then, the first copies among them: each costs metadata.
+    pub merged: u64,
+}
+
+impl Workload {
+    /// Those of the section `synthetic`.
+    pub fn synthetic(quick: bool) -> Vec<Self> {
+        let mib = if quick { 64 } else { 1024 };
+        let one = |name, what: &str, duplicate, stray, run, huge| Self {
+            name,
+            title: format!("Memory of known content, 4 x {mib} MiB: {what}"),
+            kind: Kind::Mixture { processes: 4, mib, duplicate, stray, run, huge },
+            all_policies: name == "tenth",
+        };
+        vec![
+            one("tenth", "10 % duplicates in runs of 256 KiB", 10, 0, 64, false),
+            one("third", "33 % duplicates in runs of 256 KiB", 33, 0, 64, false),
+            one("most", "95 % duplicates in runs of 256 KiB", 95, 0, 64, false),
+            one("scattered", "10 % duplicates, single pages", 10, 0, 1, false),
+            // Whole-process KSM splits what holds any duplicate. One page in a huge page pays for no split.
+            one("huge", "huge pages, 6 % of them all duplicates, 45 % with one duplicate page", 6, 45, 512, true),
+        ]
+    }
+
+    /// That of the section `fleet`.
+    pub fn fleet(quick: bool) -> Vec<Self> {
+        let guests = if quick { 2 } else { 8 };
+        let title = format!("{guests} QEMU guests of 128 MiB: 16 MiB of the same and 16 MiB of own data in each");
+        vec![Self { name: "fleet", title, kind: Kind::Fleet { guests, mib: 128 }, all_policies: true }]
+    }
+
+    /// That of the section `program`.
+    pub fn program(quick: bool) -> Vec<Self> {
+        let rows = if quick { 100_000 } else { 600_000 };
+        let processes = if quick { 2 } else { 6 };
+        let title = format!("{processes} SQLite shells in memory: a common database of {rows} rows and own tables");
+        vec![Self { name: "program", title, kind: Kind::Databases { processes, rows }, all_policies: true }]
+    }
+
+    /// Start it, and wait until it holds what it shall.
+    pub fn start(&self, enrolled: bool) -> Result<Running> {
+        let lab = pagefold_labs::client::binary()?;
+        let (holders, pids, question, truth) = match self.kind {
+            Kind::Mixture { processes, mib, duplicate, stray, run, huge } => {
+                let mut holders = Vec::new();
+                for salt in 0..processes {
+                    let mut command = held(&lab, enrolled)?;
+                    command.args(["mixture", "--mib", &mib.to_string(), "--run", &run.to_string()]);
+                    command.args(["--duplicate", &duplicate.to_string(), "--stray", &stray.to_string()]);
+                    command.args(["--salt", &salt.to_string()]);
+                    command.args(huge.then_some("--huge"));
+                    holders.push(Holder::start(command)?);
+                }
+                let mut pages = 0;
+                for holder in &mut holders {
+                    let region = holder.ready()?;
+                    pages = serde_json::from_str::<Region>(region.first().context("no region")?)?.pages;
+                }
+                let share = |percent: u32| f64::from(percent) / 100.0;
+                let mixture =
+                    pagefold_labs::mixture::Mixture { pages, run, duplicate: share(duplicate), stray: share(stray) };
+                let (each, processes) = (mixture.duplicate_pages(), u64::from(processes));
+                let truth = Truth { redundant: each * (processes - 1), merged: each * processes };
+                let pids = holders.iter().map(Holder::pid).collect::<Vec<_>>();
+                (holders, pids, Some("checksum"), Some(truth))
+            }
+            Kind::Fleet { guests, mib } => {
+                Assets::find(&Assets::directory())?;
+                // QEMU enrols the guests' memory itself, as it does anywhere.
+                let mut command = held(&lab, false)?;
+                command.args(["fleet", "--guests", &guests.to_string(), "--memory", &mib.to_string()]);
+                command.stderr(Stdio::null());
+                let mut holder = Holder::start(command)?;
+                let guests = holder.ready()?;
+                let pids =
+                    guests.iter().map(|line| Ok(serde_json::from_str::<Guest>(line)?.pid)).collect::<Result<_>>()?;
+                (vec![holder], pids, None, None)
+            }
+            Kind::Databases { processes, rows } => {
+                let database = database(rows)?;
+                let mut holders = Vec::new();
+                for _ in 0..processes {
+                    let mut command = held("sqlite3", enrolled)?;
+                    command.args(["-batch", "-bail"]).stderr(Stdio::inherit());
+                    let mut holder = Holder::start(command)?;
+                    holder.tell(&format!(".open --deserialize \"{}\"", database.display()))?;
+                    holder.tell(&format!(".read \"{}\"", lab_file("program/own.sql").display()))?;
+                    holder.tell(&format!("INSERT INTO own SELECT key, randomblob(160) FROM data LIMIT {rows};"))?;
+                    holder.tell(".print READY")?;
+                    holders.push(holder);
+                }
+                for holder in &mut holders {
+                    holder.ready()?;
+                }
+                let pids = holders.iter().map(Holder::pid).collect();
+                (holders, pids, Some(CHECK), None)
+            }
+        };
+        if enrolled && !matches!(self.kind, Kind::Fleet { .. }) {
+            for &pid in &pids {
+                ensure!(is_enrolled(pid)?, "process {pid} was to be enrolled and is not");
+            }
+        }
+        Ok(Running { holders, pids, question, truth })
+    }
+}
+
+/// SQLite checks that all pages of the database are sound, and sums the data up.
+const CHECK: &str = "SELECT (SELECT group_concat(integrity_check) FROM pragma_integrity_check) || ' ' || \
+                     (SELECT sum(key) FROM data) || ' ' || (SELECT sum(length(value) + unicode(hex(value))) FROM own);";
+
+/// A file of `labs/`.
+pub fn lab_file(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("labs").join(name)
+}
+
+/// The common database, made once.
+fn database(rows: u64) -> Result<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name(".cache").join("bench");
+    let path = folder.join(format!("data-{rows}.db"));
+    if !path.exists() {
+        fs::create_dir_all(&folder)?;
+        let unfinished = path.with_extension("unfinished");
+        let _ = fs::remove_file(&unfinished);
+        let made = Command::new("sqlite3")
+            .arg(&unfinished)
+            .arg(format!(".parameter set @rows {rows}"))
+            .arg(format!(".read \"{}\"", lab_file("program/data.sql").display()))
+            .stdout(Stdio::null())
+            .status()
+            .context("sqlite3 cannot be run: run labs/setup-bench.sh as root")?;
+        ensure!(made.success(), "sqlite3 made no database: {made}");
+        fs::rename(unfinished, &path)?;
+    }
+    Ok(path)
+}
+
+impl Running {
+    /// What it says about its own memory: the same before and after, or merging broke something.
+    pub fn checks(&mut self) -> Result<Vec<String>> {
+        self.holders.iter_mut().try_for_each(Holder::check_alive)?;
+        let Some(question) = self.question else { return Ok(Vec::new()) };
+        self.holders.iter_mut().map(|holder| holder.ask(question)).collect()
+    }
+}

@@ -1,0 +1,15 @@
+#!/bin/sh
+# Meep: a pulse of light in a box with a dielectric slab and absorbing layers, in three dimensions. Until the light
+# arrives most fields are zeros, and each step writes them anew. The result is the energy that passed two planes.
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+. "$here/../common.sh"
+
+case $1 in
+prepare) ;;
+run)
+    case $2 in quick) resolution=5 time=12 ;; *) resolution=12 time=14 ;; esac
+    launch meep "resolution=$resolution" "run-time=$time" "$here/slab.ctl"
+    ;;
+result) grep '^flux1:' output | tail -n 3 ;;
+esac

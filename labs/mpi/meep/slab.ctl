@@ -1,0 +1,11 @@
+; A point source of light beside a slab of silicon (epsilon 12), in a box with absorbing layers.
+(define-param resolution 16)
+(define-param run-time 24)
+(set! geometry-lattice (make lattice (size 8 8 8)))
+(set! geometry (list (make block (center 0 0 1) (size infinity infinity 1.5) (material (make medium (epsilon 12))))))
+(set! pml-layers (list (make pml (thickness 1))))
+(set! sources (list (make source (src (make gaussian-src (frequency 0.25) (fwidth 0.3) (cutoff 2)))
+                                 (component Ex) (center 0 0 -2))))
+(define through (add-flux 0.25 0.2 3 (make flux-region (center 0 0 2.5) (size 4 4 0))))
+(run-until run-time)
+(display-fluxes through)
