@@ -8,7 +8,7 @@ use crate::process::LiveProcess;
 use pagefold_host::act::{Action, Effect, Refusal};
 use pagefold_model::ksm::Setting;
 use pagefold_model::{AddressRange, Pid, ProcessId};
-use pagefold_sys::inject;
+use pagefold_sys::{fault, inject};
 use std::fs;
 use std::io::{self, Write};
 
@@ -30,7 +30,10 @@ fn set(setting: Setting, value: &str) -> Result<(), Refusal> {
     let path = format!("/sys/kernel/mm/ksm/{}", setting.file());
     // Without O_CREAT, which sysfs answers with EACCES where there is no such file.
     let write = || fs::OpenOptions::new().write(true).open(&path)?.write_all(value.as_bytes());
-    write().map_err(|error| {
+    fault::point("before writing a setting");
+    let written = write();
+    fault::point("after writing a setting");
+    written.map_err(|error| {
         let said = format!("writing {value} to {path}: {error}");
         match error.kind() {
             io::ErrorKind::NotFound => Refusal::Unsupported(format!("this kernel has no {path}")),

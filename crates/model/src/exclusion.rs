@@ -9,6 +9,7 @@
 //! browsers, databases. Such are for the configuration.
 
 use crate::doctor::program;
+use crate::identity::confidential_guest;
 use crate::process::Process;
 use globset::{Glob, GlobMatcher};
 
@@ -114,12 +115,8 @@ impl Exclusions {
         if vm.name.as_ref().is_some_and(|name| self.vms.iter().any(|pattern| pattern.is_match(name))) {
             return Some("the configuration excludes this virtual machine".to_owned());
         }
-        // QEMU's machine property, and what it was called before 6.0.
-        let encrypted = |argument: &String| {
-            argument.contains("confidential-guest-support=") || argument.contains("memory-encryption=")
-        };
-        (self.confidential && arguments.iter().any(encrypted))
-            .then(|| "the memory of a confidential guest is encrypted".to_owned())
+        let technique = confidential_guest(arguments).filter(|_| self.confidential)?;
+        Some(format!("the memory of a confidential guest is encrypted ({technique})"))
     }
 }
 

@@ -1,17 +1,18 @@
 //! `pagefold merge`: census, plan, apply, settle, verify, report.
 
 use crate::arguments::{DomainBy, Global, Targets, bytes, duration, percent};
+use crate::command::recover::{self, explained, live, needs_ksm, refuse_tuner};
 use crate::config::Config;
 use crate::{Outcome, output, progress, source};
 use anyhow::{Context, bail};
 use clap::Args;
 use pagefold_drive::prepare::{Request, prepare};
-use pagefold_drive::{Session, ksmd, merge};
-use pagefold_host::{Host, observe};
+use pagefold_drive::{Session, merge};
+use pagefold_host::Host;
+use pagefold_model::Bytes;
 use pagefold_model::census::Census;
 use pagefold_model::plan::Plan;
 use pagefold_model::process::Process;
-use pagefold_model::{Absent, Bytes};
 use pagefold_report::merge::{MergeReport, text};
 use pagefold_report::wire;
 use std::sync::atomic::AtomicBool;
@@ -84,7 +85,7 @@ pub struct Options {
 /// Merge.
 pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let started = Instant::now();
-    let host = source::open(global)?;
+    let host = if options.dry_run { source::open(global)? } else { live(global)? };
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
     let session = if options.dry_run { None } else { Some(begin(&*host, options, global)?) };
     let (census, plan) = plan(&*host, options, global, &stop)?;
@@ -139,26 +140,9 @@ fn plan(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBool) 
 
 /// Begin to change the host, or say why not.
 fn begin<'a>(host: &'a dyn Host, options: &Options, global: &Global) -> anyhow::Result<Session<'a>> {
-    if global.host != "live" {
-        bail!("a recording cannot be changed: `--dry-run` shows what would be");
-    }
-    if let Err(Absent::NotOnThisKernel) = observe::ksm(host) {
-        bail!("this kernel has no KSM: /sys/kernel/mm/ksm is missing, it needs CONFIG_KSM=y");
-    }
-    if let (false, Ok(Some(tuner))) = (options.force, ksmd::other_tuner(host)) {
-        bail!(
-            "{} writes KSM's settings too, and two writers undo each other. Stop it ({}), or give --force",
-            tuner.name(),
-            tuner.stop().join("; ")
-        );
-    }
-    let (session, undone, remains) = Session::begin(host, &global.state)?;
-    if !undone.is_empty() {
-        eprintln!("pagefold: put back what a killed run had left ({} changes)", undone.len());
-    }
-    for remains in remains {
-        eprintln!("pagefold: not put back: {remains}");
-    }
-    session.writable().context("KSM's settings cannot be written (root is needed, and a writable /sys)")?;
+    needs_ksm(host)?;
+    refuse_tuner(host, options.force)?;
+    let session = recover::begin(host, global)?;
+    session.writable().map_err(explained)?;
     Ok(session)
 }

@@ -1,12 +1,12 @@
 //! `pagefold policy`: KSM's settings by rule, until they are restored.
 
 use crate::arguments::Global;
-use crate::command::recover::{begin, explained, live, needs_ksm, tell};
+use crate::command::recover::{begin, explained, live, needs_ksm, refuse_tuner, tell};
 use crate::{Outcome, config, output, progress, source};
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
+use pagefold_drive::policy;
 use pagefold_drive::session::{self, Error};
-use pagefold_drive::{ksmd, policy};
 use pagefold_host::act::{Action, setting_now};
 use pagefold_host::{Host, observe};
 use pagefold_model::doctor::tuner;
@@ -85,7 +85,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
 }
 
 /// What a policy is called on the command line, or says in its file.
-fn parse(name: &str) -> anyhow::Result<Policy> {
+pub fn parse(name: &str) -> anyhow::Result<Policy> {
     match Policy::named(name) {
         Some(Ok(policy)) => Ok(policy),
         Some(Err(why)) => bail!(why),
@@ -104,15 +104,7 @@ fn checked(host: &dyn Host, options: &Set) -> anyhow::Result<Policy> {
         bail!("{policy} does not adapt: its settings stay as they are written; leave --follow out");
     }
     needs_ksm(host)?;
-    if let Some(tuner) = ksmd::other_tuner(host).context("cannot look for other programs that tune KSM")?
-        && !options.force
-    {
-        bail!(
-            "{} tunes KSM, and each would undo the other: stop it with `{}`, or use --force",
-            tuner.name(),
-            tuner.stop().join("; ")
-        );
-    }
+    refuse_tuner(host, options.force)?;
     if let Policy::Fixed(settings) = &policy
         && let Some(why) = policy::conflict(host, settings)
     {

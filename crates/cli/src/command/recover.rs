@@ -4,8 +4,8 @@ use crate::arguments::Global;
 use crate::{Outcome, output, source};
 use anyhow::{Context, anyhow, bail};
 use clap::Args;
-use pagefold_drive::Session;
 use pagefold_drive::session::{Error, Remains, Was};
+use pagefold_drive::{Session, ksmd};
 use pagefold_host::Host;
 use pagefold_host::act::{Action, Refusal};
 use pagefold_report::recover::{RecoverReport, RemainsReport};
@@ -94,5 +94,17 @@ pub fn needs_ksm(host: &dyn Host) -> anyhow::Result<()> {
             Err(anyhow!("this kernel has no KSM (no /sys/kernel/mm/ksm): boot one with CONFIG_KSM=y"))
         }
         Err(why) => Err(anyhow!("/sys/kernel/mm/ksm/run: {why}")),
+    }
+}
+
+/// That no other program writes KSM's settings again and again, unless that is to be ignored.
+pub fn refuse_tuner(host: &dyn Host, force: bool) -> anyhow::Result<()> {
+    match ksmd::other_tuner(host).context("cannot look for other programs that tune KSM")? {
+        Some(tuner) if !force => bail!(
+            "{} tunes KSM, and each would undo the other: stop it with `{}`, or use --force",
+            tuner.name(),
+            tuner.stop().join("; ")
+        ),
+        _ => Ok(()),
     }
 }

@@ -4,16 +4,17 @@
 //! are what they would have been. The ways to enrol it ([`way`]) are tried, best first, on a copy of this program.
 
 mod companion;
+mod drive;
 mod program;
 mod way;
 
 use crate::Outcome;
-use crate::arguments::Global;
+use crate::arguments::{Global, percent};
 use anyhow::{Context, bail};
 use clap::Args;
 use pagefold_host::Host;
 use pagefold_linux::{LiveHost, launch};
-use pagefold_model::{Absent, Pid};
+use pagefold_model::{Absent, Pid, ProcessId};
 use std::ffi::{CString, OsString};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -26,6 +27,8 @@ Examples:
   pagefold run --verbose -- make -j8            and say how, on standard error
   mpirun -np 4 pagefold run -- ./solver         every rank
   mpirun -np 4 pagefold run --no-aslr -- ./solver
+  pagefold run --policy guided -- mpirun -np 4 ./solver
+                                                merge what pays and lasts, again and again, while the job runs
   pagefold run --dry-run -- ./program           only say which way would be taken
 
 The program replaces pagefold: same process, exit status, signals and terminal. Enrolled memory merges while ksmd runs
@@ -35,6 +38,10 @@ his own memory can tell whether others hold the same page. Do not enrol what hol
 Ways: prctl is inherited by all that the program starts, and complete. preload needs programs that are linked
 dynamically with glibc, adds a thread to each where the kernel refuses prctl there too, and sets LD_PRELOAD. inject
 needs the right to trace the program, and leaves a process beside it until all that it started have ended.
+
+With --policy a process beside the program drives KSM until all that it started have ended, and then puts back what
+there was. One such process drives at a time; others take over when it ends. `guided` enrols nothing whole: it takes a
+census of the tree now and then and merges what pays and lasts; put it before mpirun, so that it sees all ranks.
 
 Exit status: the program's; 127 it was not found, 126 it cannot be executed, 2 pagefold could not enrol it.";
 
@@ -48,6 +55,12 @@ pub struct Options {
     /// Run it also where it cannot be enrolled, with a warning
     #[arg(long)]
     best_effort: bool,
+    /// Drive KSM while it runs: default, ksmtuned, advisor[:SECONDS], flat-out, guided or a TOML file
+    #[arg(long, value_name = "POLICY")]
+    policy: Option<String>,
+    /// ksmd's share of one CPU at most, for the policy `guided`
+    #[arg(long, value_name = "PERCENT", default_value = "10", value_parser = percent, requires = "policy")]
+    cpu: f64,
     /// Start it without address space randomisation, so that more pages of several processes are alike
     ///
     /// Pages with addresses in them differ between processes whose memory lies elsewhere. Without randomisation
@@ -81,8 +94,15 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let command: Vec<CString> =
         options.command.iter().map(|word| CString::new(word.as_bytes())).collect::<Result<_, _>>()?;
     let name = options.command.first().context("no program was named")?;
-    let (ready, passed) = choose(options, name);
+    let policy = options.policy.as_deref().map(|name| drive::Drive::new(name, options.cpu, global)).transpose()?;
+    let guided = policy.as_ref().is_some_and(drive::Drive::is_guided);
+    // What is merged range by range must not be enrolled whole.
+    let (ready, passed) = if guided { (None, Vec::new()) } else { choose(options, name) };
     if options.dry_run {
+        if guided {
+            crate::output::print("would be merged range by range while it runs\n")?;
+            return Ok(Outcome::Done);
+        }
         return dry_run(ready.as_ref(), &passed);
     }
     match &ready {
@@ -90,17 +110,19 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
             eprintln!("pagefold: enrolled in KSM {}{}", ready.how(), why_not(&passed));
         }
         Some(_) => {}
+        None if guided => {}
         None if options.best_effort => eprintln!("pagefold: not enrolled in KSM: {}", why(&passed)),
         None => bail!("{}; --best-effort runs it all the same", why(&passed)),
     }
     if options.no_aslr {
         launch::fix_addresses().context("personality(ADDR_NO_RANDOMIZE): leave out --no-aslr")?;
     }
-    // Held until exec, which closes it.
+    // Held until exec, which closes them.
     let _companion = match &ready {
-        Some(Ready::Companion) => Some(accompany()?),
+        Some(Ready::Companion) => Some(accompany(|this| companion::enrol_all(&LiveHost::new(), this))?),
         _ => None,
     };
+    let _driver = policy.map(|drive| accompany(move |this| drive.run(this))).transpose()?;
     let preload = match &ready {
         Some(Ready::Preload(value)) => Some(value.as_c_str()),
         _ => None,
@@ -151,8 +173,8 @@ fn reasons(passed: &[(Way, anyhow::Error)]) -> String {
     passed.iter().map(|(way, why)| format!("{way}: {why:#}")).collect::<Vec<_>>().join("; ")
 }
 
-/// Leave a process behind that enrols this one, once it is the program, and all that it starts.
-fn accompany() -> anyhow::Result<launch::Accompanied> {
+/// Leave a process behind that does something about this one, once it is the program.
+fn accompany(work: impl FnOnce(ProcessId)) -> anyhow::Result<launch::Accompanied> {
     let this = LiveHost::new().open(Pid(process::id())).map_err(anyhow::Error::msg)?.id();
-    launch::accompany(|| companion::enrol_all(&LiveHost::new(), this)).context("cannot leave a process behind")
+    launch::accompany(|| work(this)).context("cannot leave a process behind")
 }

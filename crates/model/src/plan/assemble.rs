@@ -2,7 +2,6 @@
 
 use super::{LeftAlone, Plan, PlannedRange, Predicted, Target};
 use crate::census::{Census, GuidedRange, RegionCensus, SubjectCensus};
-use crate::identity;
 use crate::process::Process;
 use crate::region::VmFlags;
 use crate::savings::Reach;
@@ -64,8 +63,7 @@ impl Speed {
     }
 }
 
-/// Make a plan of what a census found. `excluded` says why a process must not be enrolled, if it must not; confidential
-/// guests are left alone without being told, because their memory is encrypted or the host may not touch it.
+/// Make a plan of what a census found. `excluded` says why a process must not be enrolled, if it must not.
 ///
 /// The frames that it should free are the census's own figure if nobody with anything to gain is left alone. Otherwise
 /// they are the sum of what the pages of the targets stand for, which takes their partners for enrolled too: who holds
@@ -87,7 +85,7 @@ pub fn plan(census: &Census, constraints: &Constraints, excluded: &dyn Fn(&Proce
             guided(census, constraints, position, subject)
         };
         let anything = !ranges.is_empty();
-        if let Some(why) = excluded(process).or_else(|| confidential(process)) {
+        if let Some(why) = excluded(process) {
             everybody &= !anything;
             leave(why);
             continue;
@@ -112,12 +110,6 @@ pub fn plan(census: &Census, constraints: &Constraints, excluded: &dyn Fn(&Proce
     }
     plan.predicted = predict(census, constraints, &plan.targets, everybody, freed);
     plan
-}
-
-/// Why a process is left alone whatever its memory holds.
-fn confidential(process: &Process) -> Option<String> {
-    let technique = identity::confidential_guest(process.arguments.as_deref().ok()?)?;
-    Some(format!("confidential guest ({technique})"))
 }
 
 /// Everything that KSM could take of a process, and about how much that gives back.

@@ -1,0 +1,116 @@
+//! Driving KSM by a policy for as long as a program's tree lives, from the process beside it.
+
+use super::companion::Tree;
+use crate::arguments::Global;
+use crate::command::{policy, recover};
+use crate::config::Config;
+use crate::progress;
+use pagefold_census::Selection;
+use pagefold_drive::follow::Follow;
+use pagefold_drive::prepare::Request;
+use pagefold_drive::session::{self, Session};
+use pagefold_drive::{merge, policy as rules};
+use pagefold_host::Host;
+use pagefold_linux::LiveHost;
+use pagefold_model::policy::Policy;
+use pagefold_model::process::Process;
+use pagefold_model::{Bytes, ProcessId};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// The pause between two looks at the tree.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// A policy, checked as far as it can be before the program is started.
+pub struct Drive {
+    policy: Policy,
+    share: f64,
+    config: Config,
+    directory: PathBuf,
+}
+
+impl Drive {
+    /// By the name of a policy.
+    pub fn new(name: &str, share: f64, global: &Global) -> anyhow::Result<Self> {
+        let host = LiveHost::new();
+        let policy = policy::parse(name)?;
+        recover::needs_ksm(&host)?;
+        recover::refuse_tuner(&host, false)?;
+        Ok(Self { policy, share, config: Config::load(global)?, directory: global.state.clone() })
+    }
+
+    /// Whether it merges range by range.
+    pub fn is_guided(&self) -> bool {
+        self.policy == Policy::Guided
+    }
+
+    /// Drive until all that a process started have ended, or this process is told to stop.
+    pub fn run(self, first: ProcessId) {
+        let done = || -> anyhow::Result<()> {
+            let stop = progress::stop_on_signal()?;
+            let host = LiveHost::new();
+            let mut tree = Tree::of(first);
+            if self.is_guided() { self.merge(&host, &mut tree, &stop) } else { self.follow(&host, &mut tree, &stop) }
+        };
+        if let Err(error) = done() {
+            eprintln!("pagefold: the policy {} ended: {error:#}", self.policy);
+        }
+    }
+
+    fn merge(&self, host: &dyn Host, tree: &mut Tree, stop: &AtomicBool) -> anyhow::Result<()> {
+        let excluded = |process: &Process| self.config.exclusions.reason(process);
+        let follow = Follow {
+            host,
+            directory: &self.directory,
+            request: Request {
+                selection: Selection::default(),
+                domains: self.config.domains(None),
+                across_domains: false,
+                settle: Duration::from_millis(500),
+                threads: 1,
+                whole: false,
+                min_profit: Bytes(1 << 20),
+                share: self.share,
+            },
+            how: merge::Options { share: self.share, deadline: None, watch: Duration::from_secs(1), keep: false },
+            excluded: &excluded,
+        };
+        let members = || {
+            // A tree that cannot be looked at is taken to have ended.
+            if tree.observe(host).is_err() { Vec::new() } else { tree.members().map(|member| member.pid).collect() }
+        };
+        let not_put_back = |outcome: &pagefold_model::outcome::Outcome| {
+            for remains in &outcome.remains {
+                eprintln!("pagefold: not put back: {remains}");
+            }
+        };
+        Ok(follow.run(members, not_put_back, stop)?)
+    }
+
+    fn follow(&self, host: &dyn Host, tree: &mut Tree, stop: &AtomicBool) -> anyhow::Result<()> {
+        let mut ended = || tree.observe(host).is_err() || tree.has_ended() || stop.load(Ordering::Relaxed);
+        while !ended() {
+            match Session::begin(host, &self.directory) {
+                Ok((mut session, ..)) => {
+                    let mut last = std::time::Instant::now();
+                    let mut over = false;
+                    rules::follow(&mut session, &self.policy, || {
+                        // The policy asks more often than the tree needs to be looked at.
+                        if last.elapsed() >= LOOK {
+                            (last, over) = (std::time::Instant::now(), ended());
+                        }
+                        over
+                    })?;
+                    for remains in session.finish()? {
+                        eprintln!("pagefold: not put back: {remains}");
+                    }
+                    return Ok(());
+                }
+                Err(session::Error::Busy(_)) => std::thread::sleep(LOOK),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+}
