@@ -498,7 +498,8 @@ fn security() {
     check("ksm-keys", Fine, |_| ());
     check("ksm-keys", Warn, |f| f.processes[0].process.arguments = Ok(vec!["/usr/bin/ssh-agent".into()]));
     check("ksm-keys", Warn, |f| {
-        f.processes[0].process.arguments = Ok(vec!["qemu".into(), "q35,confidential-guest-support=sev0".into()]);
+        f.processes[0].process.arguments =
+            Ok(["qemu-system-x86_64", "-machine", "q35,confidential-guest-support=sev0"].map(String::from).to_vec());
         f.processes[0].process.identity.vm = Some(qemu());
     });
     check("ksm-keys", Unknown, |f| deny(&mut f.processes[0]));
