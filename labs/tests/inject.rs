@@ -513,13 +513,20 @@ fn huge_pages_are_put_back_together() {
     };
     // Its memory is 4 MiB, wherever it lies.
     let victim = Victim::start("futex");
-    let maps = fs::read_to_string(format!("/proc/{}/maps", victim.pid())).expect("maps");
-    let regions = maps.lines().filter(|line| line.contains(" rw-p 00000000 00:00 0")).map(|line| {
-        let range = line.split(' ').next().and_then(|range| range.split_once('-')).expect("a range");
-        let address = |text| u64::from_str_radix(text, 16).expect("an address");
-        (address(range.0), address(range.1))
-    });
-    let (start, end) = regions.max_by_key(|(start, end)| end - start).expect("a region");
+    let smaps = fs::read_to_string(format!("/proc/{}/smaps", victim.pid())).expect("smaps");
+    let mut range = "";
+    for line in smaps.lines() {
+        let mut words = line.split_ascii_whitespace();
+        let (first, second) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+        if first == "Rss:" && second.parse::<u64>().is_ok_and(|kib| kib >= 4096) {
+            break;
+        }
+        if !first.ends_with(':') {
+            range = first;
+        }
+    }
+    let (start, end) = range.split_once('-').expect("a range");
+    let [start, end] = [start, end].map(|text| u64::from_str_radix(text, 16).expect("an address"));
     let start = start.next_multiple_of(huge);
     if start + huge > end {
         println!("skipped: no whole huge page of {huge} bytes in 4 MiB");
