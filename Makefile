@@ -28,6 +28,10 @@ test: setup ## Run every test; as root the live ones too (real KSM, other proces
 	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --lib --bins
 	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --test '*'
 
+.PHONY: soak
+soak: setup ## Enrol and withdraw busy programs thousands of times, a database under load among them (as root; minutes)
+	labs/soak.sh
+
 .PHONY: bench
 bench: ## Measure what the documentation claims (minutes; wants a quiet machine)
 	$(CARGO) run $(LOCKED) --release -p pagefold-benchmarks -- $(ARGS)

@@ -60,7 +60,9 @@ fn words(error: &io::Error) -> String {
         Some(Errno::NOMEM) => "not mapped any more, or no huge page was to be had".to_owned(),
         Some(Errno::BUSY) => "a cgroup's limit leaves no room for a huge page".to_owned(),
         Some(Errno::AGAIN) => "pages of it are in use just now".to_owned(),
-        Some(Errno::INVAL) => "cannot hold huge pages, or this kernel cannot collapse (6.1)".to_owned(),
+        Some(Errno::INVAL) => {
+            "nothing is there, it may not hold huge pages, or this kernel cannot collapse (6.1)".to_owned()
+        }
         _ => format!("refused by the kernel: {error}"),
     }
 }

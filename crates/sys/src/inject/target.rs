@@ -15,11 +15,11 @@ use rustix::io::Errno;
 
 use super::{Error, Home, arch, failed};
 
-/// How long to wait for one thread of several before the next is tried, and for the only or the main one.
+/// How long to wait for one thread of several before the next is tried, and in the second round.
 const SHORT: Duration = Duration::from_millis(20);
-const LONG: Duration = Duration::from_millis(1000);
+const LONG: Duration = Duration::from_millis(500);
 /// How many threads are tried.
-const TRIES: usize = 8;
+const TRIES: usize = 6;
 /// How long to wait while another tracer holds the process: one of ours lets go within milliseconds.
 const PATIENCE: Duration = Duration::from_millis(500);
 
@@ -132,13 +132,12 @@ impl Target {
             field(&status, "State").is_some_and(|state| !state.starts_with(['Z', 'X']))
         });
         threads.truncate(TRIES);
-        let Some(&first) = threads.first() else { return Err(Error::Gone) };
-        let mut tries: Vec<_> = threads.iter().map(|&tid| (tid, SHORT)).collect();
-        tries.push((first, LONG));
-        if threads.len() == 1 {
-            tries.remove(0);
+        if threads.is_empty() {
+            return Err(Error::Gone);
         }
-        Ok(tries)
+        let round = |patience| threads.iter().map(move |&tid| (tid, patience));
+        let first = if threads.len() > 1 { Some(SHORT) } else { None };
+        Ok(first.into_iter().chain([LONG]).flat_map(round).collect())
     }
 
     /// Whether a thread waits in a call that the kernel ends with EINTR when the thread is stopped.

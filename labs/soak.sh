@@ -1,0 +1,92 @@
+#!/bin/bash
+# Enrols and withdraws running programs thousands of times while they work, and lets each check itself: a busy
+# multi-threaded one of ours, one written in Go (whose threads run on small stacks of their own), and PostgreSQL under
+# load, by its own consistency checks. As root. CYCLES=N sets how many cycles the first goes through.
+
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ "$(id -u)" -eq 0 ] || { echo "soak: skipped: needs root"; exit 0; }
+cycles=${CYCLES:-10000}
+
+cargo build --release --package pagefold-labs
+lab=$PWD/target/release/pagefold-lab
+work=$(mktemp -d /tmp/pagefold-soak.XXXXXX)
+chmod 755 "$work"
+bin=
+finish() {
+    [ -z "$bin" ] || setpriv --reuid=postgres --regid=postgres --clear-groups "$bin/pg_ctl" -D "$work/data" -m immediate stop > /dev/null 2>&1 || true
+    rm -rf "$work"
+}
+trap finish EXIT
+trap 'exit 1' HUP INT TERM
+
+# start NAME COMMAND...: runs until its standard input, NAME.in, is closed; its process number is in $target.
+start() {
+    local name=$1
+    shift
+    mkfifo "$work/$name.in"
+    "$@" < "$work/$name.in" > "$work/$name.out" &
+    target=$!
+    exec 9> "$work/$name.in"
+    until grep -q READY "$work/$name.out"; do
+        kill -0 "$target"
+        sleep 0.1
+    done
+}
+
+# check NAME WORDS: closes the input, and expects a good end.
+check() {
+    exec 9>&-
+    wait "$target"
+    grep "$2" "$work/$1.out"
+}
+
+echo "soak: $cycles cycles on a busy program"
+start busy "$lab" busy --threads 4 --memory 2
+"$lab" advise "$target" mergeable --cycles "$cycles"
+check busy "all right"
+
+if command -v go > /dev/null; then
+    echo "soak: $((cycles / 10)) cycles on a program in Go"
+    cp labs/tests/targets/busy.go "$work/"
+    (cd "$work" && go build -o busy-go busy.go)
+    start go "$work/busy-go"
+    "$lab" advise "$target" mergeable --cycles "$((cycles / 10))"
+    check go "all right"
+else
+    echo "soak: skipped: a program in Go, there is no go"
+fi
+
+.ci/debian postgresql postgresql-contrib
+bin=$(find /usr/lib/postgresql -name initdb -printf '%h\n' | sort -V | tail -1)
+as() { setpriv --reuid=postgres --regid=postgres --clear-groups env -C "$work" "$@"; }
+install -d -o postgres -g postgres "$work/data" "$work/run"
+as "$bin/initdb" --data-checksums --auth=trust "$work/data" > /dev/null
+as "$bin/pg_ctl" -D "$work/data" -w -l "$work/run/log" \
+    -o "-k $work/run -c listen_addresses= -c shared_buffers=32MB" start > /dev/null
+sql() { as "$bin/psql" -h "$work/run" -X -q -t -A -d postgres -c "$1"; }
+as "$bin/pgbench" -h "$work/run" -i -s 3 -q postgres 2> /dev/null
+echo "soak: PostgreSQL under load"
+as "$bin/pgbench" -h "$work/run" -c 4 -j 2 -T 30 postgres > "$work/pgbench" 2>&1 &
+load=$!
+visits=0
+while kill -0 "$load" 2> /dev/null; do
+    # Each backend in turn; one that ends meanwhile is refused, which is no error here.
+    for pid in $(pgrep -P "$(head -1 "$work/data/postmaster.pid")"); do
+        if "$lab" advise "$pid" mergeable --cycles 5 > /dev/null 2>&1; then visits=$((visits + 5)); fi
+    done
+done
+wait "$load" || { cat "$work/pgbench"; exit 1; }
+grep -E "^(tps|number of (transactions actually|failed))" "$work/pgbench"
+echo "soak: $visits cycles on its processes"
+[ "$visits" -gt 100 ]
+# The sums of pgbench's own bookkeeping, each index against its table, and every page's checksum.
+balanced="select (select sum(abalance) from pgbench_accounts) = (select sum(delta) from pgbench_history)
+    and (select sum(tbalance) from pgbench_tellers) = (select sum(bbalance) from pgbench_branches)
+    and (select sum(tbalance) from pgbench_tellers) = (select sum(delta) from pgbench_history)"
+[ "$(sql "$balanced")" = t ] || { echo "soak: the sums differ"; exit 1; }
+as "$bin/pg_amcheck" -h "$work/run" --install-missing --heapallindexed postgres
+as "$bin/pg_ctl" -D "$work/data" -m fast -w stop > /dev/null
+as "$bin/pg_checksums" --check -D "$work/data" | grep "Bad checksums: *0"
+if grep -E "PANIC|FATAL|terminated by signal" "$work/run/log"; then exit 1; fi
+echo "soak: all right"
