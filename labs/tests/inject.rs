@@ -279,7 +279,7 @@ mod killed {
         )*};
     }
 
-    killed_in! { spin recurse sleep futex pipe epoll_again ppoll threads coroutine vfork signals storm }
+    killed_in! { spin recurse sleep futex pipe epoll_again ppoll threads coroutine vfork sandboxed signals storm }
 
     #[test]
     fn stopped() {

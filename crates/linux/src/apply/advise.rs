@@ -37,7 +37,7 @@ const PR_SET_MEMORY_MERGE: u64 = 67;
 
 /// A stop is ended when it has taken so long: with the call under way, and with stopping and leaving, that is about a
 /// millisecond.
-const STOP: Duration = Duration::from_micros(500);
+const STOP: Duration = Duration::from_micros(400);
 /// What one call is meant to take at most.
 const CALL: Duration = Duration::from_micros(250);
 /// A kernel call takes at most 2 GiB less a page of a vector (MAX_RW_COUNT) and drops the rest without a word.
@@ -47,6 +47,10 @@ const FIRST_UNMERGE: u64 = 1 << 20;
 const SMALLEST: u64 = 256 << 10;
 /// `struct iovec` of the target.
 const VECTOR: usize = 16;
+/// Ranges in a call, each of which may split a region: to begin with, at least and at most.
+const FIRST_RANGES: usize = 128;
+const FEWEST_RANGES: usize = 16;
+const MOST_RANGES: usize = ROOM / VECTOR;
 
 /// The number of the advice (include/uapi/asm-generic/mman-common.h).
 fn code(advice: Advice) -> u64 {
@@ -159,6 +163,8 @@ struct Work {
     batched: bool,
     /// At most so many bytes in a call.
     bytes: u64,
+    /// At most so many ranges in a call.
+    count: usize,
     /// How many calls were made.
     done: usize,
 }
@@ -166,7 +172,7 @@ struct Work {
 impl Work {
     fn new(advice: Advice, ranges: VecDeque<AddressRange>, batched: bool) -> Self {
         let bytes = if advice == Advice::Mergeable { LARGEST } else { FIRST_UNMERGE };
-        Self { advice, ranges, missed: Vec::new(), batched, bytes, done: 0 }
+        Self { advice, ranges, missed: Vec::new(), batched, bytes, count: FIRST_RANGES, done: 0 }
     }
 
     /// Do as much as fits in one stop.
@@ -182,8 +188,10 @@ impl Work {
             let took = began.elapsed();
             if took < CALL / 2 {
                 self.bytes = (self.bytes * 2).min(LARGEST);
+                self.count = (self.count * 2).min(MOST_RANGES);
             } else if took > CALL * 2 {
                 self.bytes = (self.bytes / 2).max(SMALLEST);
+                self.count = (self.count / 2).max(FEWEST_RANGES);
             }
             if inside.stopped() > STOP {
                 break;
@@ -196,7 +204,7 @@ impl Work {
     fn batch(&self) -> Vec<AddressRange> {
         let mut left = self.bytes;
         let mut batch = Vec::new();
-        for &range in self.ranges.iter().take(ROOM / VECTOR) {
+        for &range in self.ranges.iter().take(self.count) {
             let part = AddressRange { start: range.start, end: range.end.min(range.start + left) };
             left -= part.bytes().0;
             batch.push(part);
