@@ -42,9 +42,11 @@ const STOP: Duration = Duration::from_micros(400);
 const CALL: Duration = Duration::from_micros(250);
 /// A kernel call takes at most 2 GiB less a page of a vector (MAX_RW_COUNT) and drops the rest without a word.
 const LARGEST: u64 = 1 << 30;
-/// Unmerging copies pages, at some microseconds each; how far to begin with and to go down to.
-const FIRST_UNMERGE: u64 = 1 << 20;
-const SMALLEST: u64 = 256 << 10;
+/// Unmerging copies pages, at some microseconds each, and what has none merged says nothing of what comes behind it: how
+/// many bytes to begin with, at least and at most.
+const FIRST_UNMERGE: u64 = 128 << 10;
+const SMALLEST: u64 = 64 << 10;
+const MOST_UNMERGE: u64 = 512 << 10;
 /// `struct iovec` of the target.
 const VECTOR: usize = 16;
 /// Ranges in a call, each of which may split a region: to begin with, at least and at most.
@@ -177,6 +179,7 @@ impl Work {
 
     /// Do as much as fits in one stop.
     fn step(&mut self, inside: &Inside<'_>) -> Result<(), inject::Error> {
+        let most = if self.advice == Advice::Mergeable { LARGEST } else { MOST_UNMERGE };
         while !self.ranges.is_empty() {
             let began = Instant::now();
             if self.batched {
@@ -187,7 +190,7 @@ impl Work {
             self.done += 1;
             let took = began.elapsed();
             if took < CALL / 2 {
-                self.bytes = (self.bytes * 2).min(LARGEST);
+                self.bytes = (self.bytes * 2).min(most);
                 self.count = (self.count * 2).min(MOST_RANGES);
             } else if took > CALL * 2 {
                 self.bytes = (self.bytes / 2).max(SMALLEST);
