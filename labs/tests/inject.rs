@@ -10,6 +10,7 @@ use nix::sys::ptrace;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagefold_labs::client::Lab;
+use pagefold_labs::ksm::Ksm;
 use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -279,7 +280,7 @@ mod killed {
         )*};
     }
 
-    killed_in! { spin recurse sleep futex pipe epoll_again ppoll threads coroutine vfork signals storm }
+    killed_in! { spin recurse sleep futex pipe epoll_again ppoll threads coroutine vfork sandboxed signals storm }
 
     #[test]
     fn stopped() {
@@ -548,5 +549,34 @@ fn huge_pages_are_put_back_together() {
     assert!(said.contains("stops 0 "), "{said}");
     let said = done(victim.pid(), &["collapse", &format!("{huge:x}-{:x}", 2 * huge)]);
     assert!(said.contains("missed"), "{said}");
+    victim.finish();
+}
+
+#[test]
+fn merged_memory_is_unmerged_in_short_stops_and_stays_what_it_was() {
+    if !possible() {
+        return;
+    }
+    let ksm = match Ksm::take() {
+        Ok(ksm) => ksm,
+        Err(why) => {
+            println!("skipped: {why}");
+            return;
+        }
+    };
+    let victim = Victim::start("futex");
+    // The counters of KSM itself stay until ksmd comes by again; smaps looks at the pages.
+    let merged = || {
+        let smaps = fs::read_to_string(format!("/proc/{}/smaps", victim.pid())).expect("smaps");
+        let kib = smaps.lines().filter_map(|line| line.strip_prefix("KSM:")?.trim().strip_suffix(" kB"));
+        kib.map(|kib| kib.parse::<u64>().expect("a number") / 4).sum::<u64>()
+    };
+    done(victim.pid(), &["mergeable"]);
+    ksm.settle();
+    // Its 4 MiB hold sixteen different pages.
+    assert!(merged() > 500, "{} pages", merged());
+    let said = done(victim.pid(), &["unmergeable"]);
+    println!("{said}");
+    assert_eq!(merged(), 0, "{said}");
     victim.finish();
 }

@@ -311,6 +311,7 @@ static void vforking(void)
 }
 
 /* A filter that kills for madvise, process_madvise and prctl. */
+static uint32_t verdict = SECCOMP_RET_KILL_PROCESS;
 static void filtered(void)
 {
 	struct sock_filter code[] = {
@@ -319,12 +320,19 @@ static void filtered(void)
 		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 440, 2, 0),
 		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_prctl, 1, 0),
 		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS),
+		BPF_STMT(BPF_RET | BPF_K, verdict),
 	};
 	struct sock_fprog program = {.len = 6, .filter = code};
 	check(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0, "no_new_privs");
 	check(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0, "the filter");
 	wait_on_futex();
+}
+
+/* A filter that lets all of that pass. */
+static void sandboxed(void)
+{
+	verdict = SECCOMP_RET_ALLOW;
+	filtered();
 }
 
 static void strict(void)
@@ -441,7 +449,7 @@ static const struct {
 	{"spin", spin}, {"recurse", recurse}, {"sleep", sleep_fully}, {"futex", wait_on_futex}, {"pipe", read_pipe},
 	{"epoll", wait_epoll}, {"epoll_again", wait_epoll_again},
 	{"ppoll", wait_ppoll}, {"threads", many_threads}, {"coroutine", coroutine},
-	{"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered}, {"strict", strict},
+	{"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered}, {"sandboxed", sandboxed}, {"strict", strict},
 	{"signals", signals}, {"storm", storm}, {"execs", execs},
 };
 

@@ -37,16 +37,22 @@ const PR_SET_MEMORY_MERGE: u64 = 67;
 
 /// A stop is ended when it has taken so long: with the call under way, and with stopping and leaving, that is about a
 /// millisecond.
-const STOP: Duration = Duration::from_micros(500);
+const STOP: Duration = Duration::from_micros(400);
 /// What one call is meant to take at most.
 const CALL: Duration = Duration::from_micros(250);
 /// A kernel call takes at most 2 GiB less a page of a vector (MAX_RW_COUNT) and drops the rest without a word.
 const LARGEST: u64 = 1 << 30;
-/// Unmerging copies pages, at some microseconds each; how far to begin with and to go down to.
-const FIRST_UNMERGE: u64 = 1 << 20;
-const SMALLEST: u64 = 256 << 10;
+/// Unmerging copies pages, at some microseconds each, and what has none merged says nothing of what comes behind it: how
+/// many bytes to begin with, at least and at most.
+const FIRST_UNMERGE: u64 = 128 << 10;
+const SMALLEST: u64 = 64 << 10;
+const MOST_UNMERGE: u64 = 512 << 10;
 /// `struct iovec` of the target.
 const VECTOR: usize = 16;
+/// Ranges in a call, each of which may split a region: to begin with, at least and at most.
+const FIRST_RANGES: usize = 128;
+const FEWEST_RANGES: usize = 16;
+const MOST_RANGES: usize = ROOM / VECTOR;
 
 /// The number of the advice (include/uapi/asm-generic/mman-common.h).
 fn code(advice: Advice) -> u64 {
@@ -159,6 +165,8 @@ struct Work {
     batched: bool,
     /// At most so many bytes in a call.
     bytes: u64,
+    /// At most so many ranges in a call.
+    count: usize,
     /// How many calls were made.
     done: usize,
 }
@@ -166,11 +174,12 @@ struct Work {
 impl Work {
     fn new(advice: Advice, ranges: VecDeque<AddressRange>, batched: bool) -> Self {
         let bytes = if advice == Advice::Mergeable { LARGEST } else { FIRST_UNMERGE };
-        Self { advice, ranges, missed: Vec::new(), batched, bytes, done: 0 }
+        Self { advice, ranges, missed: Vec::new(), batched, bytes, count: FIRST_RANGES, done: 0 }
     }
 
     /// Do as much as fits in one stop.
     fn step(&mut self, inside: &Inside<'_>) -> Result<(), inject::Error> {
+        let most = if self.advice == Advice::Mergeable { LARGEST } else { MOST_UNMERGE };
         while !self.ranges.is_empty() {
             let began = Instant::now();
             if self.batched {
@@ -181,9 +190,11 @@ impl Work {
             self.done += 1;
             let took = began.elapsed();
             if took < CALL / 2 {
-                self.bytes = (self.bytes * 2).min(LARGEST);
+                self.bytes = (self.bytes * 2).min(most);
+                self.count = (self.count * 2).min(MOST_RANGES);
             } else if took > CALL * 2 {
                 self.bytes = (self.bytes / 2).max(SMALLEST);
+                self.count = (self.count / 2).max(FEWEST_RANGES);
             }
             if inside.stopped() > STOP {
                 break;
@@ -196,7 +207,7 @@ impl Work {
     fn batch(&self) -> Vec<AddressRange> {
         let mut left = self.bytes;
         let mut batch = Vec::new();
-        for &range in self.ranges.iter().take(ROOM / VECTOR) {
+        for &range in self.ranges.iter().take(self.count) {
             let part = AddressRange { start: range.start, end: range.end.min(range.start + left) };
             left -= part.bytes().0;
             batch.push(part);

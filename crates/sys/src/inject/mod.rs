@@ -210,6 +210,9 @@ fn visit<T>(
     if !target.has_thread(tid) {
         return Err(Miss::Thread(Error::Gone));
     }
+    if let Some(processor) = target.processor(tid) {
+        ptrace::run_on(processor);
+    }
     thread.interrupt().map_err(failed("interrupting it")).map_err(Miss::Thread)?;
     fault::point("interrupted");
     wait_for_trap(thread, Instant::now() + patience).map_err(Miss::Thread)?;

@@ -147,6 +147,12 @@ impl Target {
         number.is_some_and(|number| arch::INTERRUPTED_BY_STOP.contains(&number))
     }
 
+    /// The processor that a thread ran on last.
+    pub(super) fn processor(&self, tid: i32) -> Option<usize> {
+        let stat = text(&self.directory, &format!("task/{tid}/stat")).ok()?;
+        stat.rsplit(')').next()?.split(' ').nth(37)?.parse().ok()
+    }
+
     pub(super) fn has_thread(&self, tid: i32) -> bool {
         text(&self.directory, &format!("task/{tid}/stat")).is_ok()
     }
