@@ -111,7 +111,7 @@ pub fn carry_out(
     let before = if verify::may_hold(&plan) { verify::found(host, &plan).map_err(unknown)? } else { Found::default() };
     let mut work = Work {
         plan: &plan,
-        watch: (!options.watch.is_zero()).then(|| Watch::new(host, &plan)),
+        watch: None,
         withdrawn: BTreeMap::new(),
         watched: Watched::default(),
         lost: Seen::default(),
@@ -141,7 +141,7 @@ pub fn carry_out(
     progress.enter(Stage::Verifying);
     let yielded = matches!(end, End::Yielded(_));
     if !yielded {
-        work.session.set(&Settings::from([(Setting::Run, "0".to_owned())]))?;
+        work.rest()?;
     }
     let after = verify::found(host, &plan).map_err(unknown)?;
     let ksmd = work.ksmd_since();
@@ -208,6 +208,8 @@ impl Work<'_, '_> {
         self.progress.enter(Stage::Enrolling);
         self.narrow()?;
         self.enrol()?;
+        // Not before: what is injected runs on the target's own time.
+        self.watch = (!self.options.watch.is_zero()).then(|| Watch::new(self.session.host(), self.plan));
         self.progress.enter(Stage::Merging);
         self.settle(Some(self.plan.predicted.merging))
     }
@@ -278,7 +280,11 @@ impl Work<'_, '_> {
             let ksmd = self.ksmd_since().unwrap_or_default();
             self.timeline.push(Sample { at: self.started.elapsed(), merged, ksmd });
             self.progress.merged.store(merged.0, Ordering::Relaxed);
-            settled |= settle.look(scans, merged);
+            if !settled && settle.look(scans, merged) {
+                settled = true;
+                // While merged pages are only watched, ksmd would merge again what breaks, and hide it.
+                self.rest()?;
+            }
             // Many targets take longer to count.
             pause = LOOK.max(began_to_look.elapsed() * LOOKING);
             // While looks still find something that does not last, more may come.
@@ -300,7 +306,7 @@ impl Work<'_, '_> {
             if elapsed >= ADAPT {
                 self.session.uncontested()?;
                 let cpu = self.ksmd_cpu();
-                if let (Ok(then), Ok(now)) = (&adapted.1, &cpu) {
+                if let (false, Ok(then), Ok(now)) = (settled, &adapted.1, &cpu) {
                     self.pace.adapt(now.saturating_sub(*then), elapsed);
                     self.run()?;
                 }
@@ -352,6 +358,11 @@ impl Work<'_, '_> {
             settings.remove(&Setting::AdvisorMode);
         }
         self.session.set(&settings)
+    }
+
+    /// Stop ksmd, with what is merged kept.
+    fn rest(&mut self) -> Result<(), session::Error> {
+        self.session.set(&Settings::from([(Setting::Run, "0".to_owned())]))
     }
 
     fn ksmd_cpu(&self) -> Reading<Duration> {
