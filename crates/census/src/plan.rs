@@ -8,6 +8,7 @@ use pagefold_model::process::Process;
 use pagefold_model::{PageClass, Pages};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Make a plan of a census and its index. See [`pagefold_model::plan::plan`]; the frames that it should free are counted
 /// here for the pages of its targets alone, as if ksmd found no others.
@@ -53,5 +54,33 @@ pub fn plan(
     }
     let zeros: Pages = zeros.values().map(|&copies| sharing.freed_zero(copies, 0)).sum();
     plan.predicted.reach.freed = freed.into_iter().sum::<Pages>() + zeros;
+    if !constraints.whole {
+        mark_late(&mut plan, census, index, &domains);
+    }
     plan
+}
+
+/// Mark the ranges in which most of what merges are third and further copies.
+fn mark_late(plan: &mut Plan, census: &Census, index: &Index, domains: &[u32]) {
+    let position = |id| plan.targets.iter().position(|target| target.process.id == id);
+    let target_of: Vec<Option<usize>> = census.subjects.iter().map(|subject| position(subject.process.id)).collect();
+    let further: Vec<Vec<AtomicU32>> =
+        plan.targets.iter().map(|target| target.ranges.iter().map(|_| AtomicU32::new(0)).collect()).collect();
+    group::walk(index, domains, |(): &mut (), _, members| {
+        let covered = |member: &&group::Member| !member.merged && index.mark(member.ordinal).is_covered();
+        for member in members.iter().filter(covered).skip(2) {
+            let Some(target) = target_of[member.subject] else { continue };
+            let Some((.., address)) = index.place(member.ordinal) else { continue };
+            let ranges = &plan.targets[target].ranges;
+            let range = ranges.partition_point(|range| range.range.end <= address);
+            if let Some(count) = further[target].get(range) {
+                count.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    });
+    for (target, further) in plan.targets.iter_mut().zip(further) {
+        for (range, further) in target.ranges.iter_mut().zip(further) {
+            range.late = !range.enrolled && u64::from(further.into_inner()) * 2 > range.merging.0;
+        }
+    }
 }

@@ -23,7 +23,7 @@ use pagefold_model::outcome::{End, Found, Missed, Outcome, Sample, Watched};
 use pagefold_model::pace::{Pace, Settle};
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::policy::{DEFAULT_PAGES_TO_SCAN, GUIDED_SLEEP_MILLISECS};
-use pagefold_model::{Absent, AddressRange, Pages, Reading};
+use pagefold_model::{Absent, AddressRange, Bytes, Pages, Reading};
 use rustix::time::{ClockId, clock_gettime};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -107,7 +107,7 @@ pub fn carry_out(
     let host = session.host();
     let unknown = session::Error::Unknown;
     let available = observe::memory(host).and_then(|memory| memory.available);
-    let huge = verify::huge(host, &plan);
+    let huge: Bytes = plan.targets.iter().map(|target| target.huge).sum();
     let before = if verify::may_hold(&plan) { verify::found(host, &plan).map_err(unknown)? } else { Found::default() };
     let mut work = Work {
         plan: &plan,
@@ -165,7 +165,7 @@ pub fn carry_out(
         ksmd,
         own: own_cpu(),
         available: (available, observe::memory(host).and_then(|memory| memory.available)),
-        huge: (huge, verify::huge(host, &plan)),
+        huge: (huge, if huge.0 > 0 { verify::huge(host, &plan) } else { Ok(huge) }),
         stops,
         watched,
         withdrawn,
@@ -207,7 +207,7 @@ impl Work<'_, '_> {
     fn merge(&mut self) -> Result<End, session::Error> {
         self.progress.enter(Stage::Enrolling);
         self.narrow()?;
-        self.enrol()?;
+        self.enrol(false)?;
         // Not before: what is injected runs on the target's own time.
         self.watch = (!self.options.watch.is_zero()).then(|| Watch::new(self.session.host(), self.plan));
         self.progress.enter(Stage::Merging);
@@ -228,12 +228,17 @@ impl Work<'_, '_> {
         Ok(())
     }
 
-    fn enrol(&mut self) -> Result<(), session::Error> {
+    /// Enrol what is to be enrolled first, or late.
+    fn enrol(&mut self, late: bool) -> Result<(), session::Error> {
         for target in &self.plan.targets {
             let process = target.process.id;
-            let ranges: Vec<AddressRange> =
-                target.ranges.iter().filter(|range| !range.enrolled).map(|range| range.range).collect();
-            let action = if self.plan.whole {
+            let ranges: Vec<AddressRange> = target
+                .ranges
+                .iter()
+                .filter(|range| !range.enrolled && range.late == late)
+                .map(|range| range.range)
+                .collect();
+            let action = if self.plan.whole && !late {
                 Action::MergeAny { process, on: true }
             } else if ranges.is_empty() {
                 continue;
@@ -267,7 +272,10 @@ impl Work<'_, '_> {
         let unknown = session::Error::Unknown;
         let host = self.session.host();
         self.run()?;
-        let mut settle = Settle::new(full_scans(host).map_err(unknown)?, expected);
+        // Copies of what is in the stable tree merge at the first look: they wait until the first two of each are there.
+        let early = self.plan.merging_early().map(|pages| Pages(pages.0 - pages.0 / 32));
+        let mut late = early.is_some();
+        let mut settle = Settle::new(full_scans(host).map_err(unknown)?, early.or(expected));
         let mut adapted = (Instant::now(), self.ksmd_cpu());
         let (began, mut looked) = (Instant::now(), Instant::now());
         let mut settled = false;
@@ -281,6 +289,12 @@ impl Work<'_, '_> {
             self.timeline.push(Sample { at: self.started.elapsed(), merged, ksmd });
             self.progress.merged.store(merged.0, Ordering::Relaxed);
             if !settled && settle.look(scans, merged) {
+                if late {
+                    late = false;
+                    self.enrol(true)?;
+                    settle = Settle::new(full_scans(host).map_err(unknown)?, expected);
+                    continue;
+                }
                 settled = true;
                 // While merged pages are only watched, ksmd would merge again what breaks, and hide it.
                 self.rest()?;

@@ -30,7 +30,7 @@ pub struct Outcome {
     /// `MemAvailable` before and after; others use and free memory too.
     pub available: (Reading<Bytes>, Reading<Bytes>),
     /// Huge pages of the targets before and after, in bytes.
-    pub huge: (Reading<Bytes>, Reading<Bytes>),
+    pub huge: (Bytes, Reading<Bytes>),
     /// For how long a thread of a target was stopped, each time.
     pub stops: Vec<Duration>,
     /// What was seen of merged pages while they were watched.

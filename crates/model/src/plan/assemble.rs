@@ -104,6 +104,7 @@ pub fn plan(census: &Census, constraints: &Constraints, excluded: &dyn Fn(&Proce
         plan.targets.push(Target {
             process: process.clone(),
             domain: subject.domain.clone(),
+            huge: subject.regions.iter().map(|region| region.region.anon_huge).sum(),
             narrowed: if constraints.narrow && !constraints.whole { idle(census, position) } else { Vec::new() },
             ranges,
         });
@@ -130,6 +131,7 @@ fn whole(census: &Census, constraints: &Constraints, subject: &SubjectCensus) ->
             merging: counts.zero + duplicate,
             zero: counts.zero,
             enrolled: region.flags.has(VmFlags::MERGEABLE),
+            late: false,
         });
     }
     if ranges.iter().all(|range| range.merging == Pages::ZERO) {
@@ -163,6 +165,7 @@ fn guided(
         merging: range.merging,
         zero: range.zero,
         enrolled: range.enrolled,
+        late: false,
     });
     (planned.collect(), gives)
 }

@@ -11,7 +11,7 @@ pub use assemble::{Constraints, Speed, plan};
 use crate::domain::Domain;
 use crate::process::Process;
 use crate::savings::Reach;
-use crate::units::{AddressRange, Pages, Pid, ProcessId};
+use crate::units::{AddressRange, Bytes, Pages, Pid, ProcessId};
 use std::time::Duration;
 
 /// What is to be enrolled in KSM.
@@ -42,6 +42,13 @@ impl Plan {
         self.targets.retain(|target| !target.ranges.is_empty());
     }
 
+    /// Pages that should merge before the late ranges are enrolled; `None` where nothing is late.
+    pub fn merging_early(&self) -> Option<Pages> {
+        let ranges = || self.targets.iter().flat_map(|target| &target.ranges);
+        let early = ranges().filter(|range| !range.late).map(|range| range.merging).sum();
+        ranges().any(|range| range.late).then_some(early)
+    }
+
     /// What is still to be enrolled, by process, where there is anything: ascending ranges, those that touch joined.
     pub fn to_enrol(&self) -> impl Iterator<Item = (ProcessId, Vec<AddressRange>)> + '_ {
         self.targets.iter().filter_map(|target| {
@@ -66,6 +73,8 @@ pub struct Target {
     pub domain: Domain,
     /// What is to be enrolled of it: ascending, disjoint, each within one region of the census.
     pub ranges: Vec<PlannedRange>,
+    /// Bytes of it in huge pages.
+    pub huge: Bytes,
     /// What the program enrolled itself and does not pay: withdrawn while ksmd works, and put back afterwards.
     /// Ascending and disjoint; nothing is merged in it.
     pub narrowed: Vec<AddressRange>,
@@ -86,6 +95,10 @@ pub struct PlannedRange {
     pub zero: Pages,
     /// Whether the program has enrolled it already.
     pub enrolled: bool,
+    /// Whether it is enrolled only once the others have merged: most of what merges in it are third and further copies,
+    /// which merge at ksmd's first look when the first two of each are in the stable tree already (mm/ksm.c,
+    /// `cmp_and_merge_page`), instead of at its second.
+    pub late: bool,
 }
 
 impl PlannedRange {

@@ -128,7 +128,7 @@ const fn range(start: u64, end: u64) -> AddressRange {
 fn planned(start: u64, end: u64) -> PlannedRange {
     let pages = Pages(end - start);
     let range = range(start, end);
-    PlannedRange { range, region: range, pages, merging: pages, zero: Pages::ZERO, enrolled: false }
+    PlannedRange { range, region: range, pages, merging: pages, zero: Pages::ZERO, enrolled: false, late: false }
 }
 
 #[test]

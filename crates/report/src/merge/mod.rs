@@ -155,8 +155,7 @@ pub struct OutcomeReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub available_after: Option<u64>,
     /// Bytes in huge pages of the targets before.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub huge_before: Option<u64>,
+    pub huge_before: u64,
     /// Bytes in huge pages of the targets after.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub huge_after: Option<u64>,
@@ -352,7 +351,7 @@ impl OutcomeReport {
             pagefold_seconds: outcome.own.as_secs_f64(),
             available_before: outcome.available.0.as_ref().ok().map(|bytes| bytes.0),
             available_after: outcome.available.1.as_ref().ok().map(|bytes| bytes.0),
-            huge_before: outcome.huge.0.as_ref().ok().map(|bytes| bytes.0),
+            huge_before: outcome.huge.0.0,
             huge_after: outcome.huge.1.as_ref().ok().map(|bytes| bytes.0),
             stops: stops.len() as u64,
             stop_median_us: stops.get(stops.len().saturating_sub(1) / 2).copied().unwrap_or(0.0),

@@ -89,9 +89,7 @@ fn comparison(report: &MergeReport, outcome: &OutcomeReport, style: Style) -> St
         percent(outcome.net.max(0) as u64, plan.savings.net.max(0) as u64),
     ]);
     table.add_row(["CPU of ksmd".to_owned(), seconds(plan.ksmd_seconds), known(outcome.ksmd_seconds), String::new()]);
-    if let (Some(before), Some(after)) = (outcome.huge_before, outcome.huge_after)
-        && before > 0
-    {
+    if let (before @ 1.., Some(after)) = (outcome.huge_before, outcome.huge_after) {
         table.add_row([
             "huge pages split".to_owned(),
             number(plan.savings.huge_pages_split),
