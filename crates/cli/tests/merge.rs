@@ -1,5 +1,6 @@
 //! Merging on the live kernel: what is predicted comes, and everything else is as before.
 
+use pagefold_labs::assets::Assets;
 use pagefold_labs::client::Lab;
 use pagefold_labs::ksm::Ksm;
 use pagefold_labs::lines::Region;
@@ -226,6 +227,162 @@ fn ksmd_is_left_running_slowly_on_request() {
 }
 
 #[test]
+fn domains_stay_apart_unless_asked_for() {
+    let Some(_ksm) = ksm() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let specs = ["shared-content=d:800", "within=300,copies=3"];
+    let roots = Lab::layout(&specs).unwrap();
+    let his = Lab::layout(&[&["--uid", "65534"], &specs[..]].concat()).unwrap();
+    let labs = [&roots, &his];
+    let whole = merge(state.path(), &labs, &["--whole", "--min-profit", "0"]);
+    assert_eq!(whole.status.code(), Some(2), "{whole:?}");
+    assert!(String::from_utf8_lossy(&whole.stderr).contains("--across-domains"), "{whole:?}");
+    let merged = report(&merge(state.path(), &labs, &["--json", "--min-profit", "0"]), 0);
+    assert!(merged["outcome"]["saved"].as_u64() < Some(800 * 4096), "{merged}");
+    for lab in labs {
+        assert_eq!(enrolled(lab, lab.region("within")), 300, "each has copies of its own");
+    }
+    let foreign = [&roots, &his].map(|lab| enrolled(lab, lab.region("shared-content")));
+    assert_eq!(foreign, [0, 0], "what only others have too is left alone");
+    let across = report(&merge(state.path(), &labs, &["--json", "--across-domains"]), 0);
+    assert!(across["outcome"]["saved"].as_u64() >= Some(800 * 4096), "{across}");
+}
+
+#[test]
+fn a_deadline_ends_it_and_the_report_says_so() {
+    let Some(ksm) = ksm() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let specs = ["shared-content=t:8000"];
+    let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
+    let labs: Vec<&Lab<Region>> = labs.iter().collect();
+    let output = merge(state.path(), &labs, &["--cpu", "0.1", "--settle", "0", "--deadline", "1s"]);
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains("Ended by its deadline") && text.contains("not merged before it ended"), "{text}");
+    unchanged(&ksm);
+}
+
+#[test]
+fn guests_are_narrowed_and_told_by_their_control_socket() {
+    if let Err(why) = Assets::find(&Assets::directory()) {
+        return println!("skipped: {why}");
+    }
+    let Some(ksm) = ksm() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let marked = |pid: u32| fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap().matches(" mg").count();
+    let size = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8"];
+    {
+        // QEMU has enrolled all of its guests' memory itself.
+        let fleet = Lab::fleet(&[&size[..], &["--names", "self"]].concat()).expect("two guests");
+        let pids: Vec<u32> = fleet.lines().iter().map(|guest| guest.pid).collect();
+        let output = command(state.path(), &pids, &["--json", "--across-domains", "--cpu", "100"]).output().unwrap();
+        let merged = report(&output, 0);
+        assert!(merged["outcome"]["saved"].as_u64() >= Some(16 << 20), "{merged}");
+        let narrowed: u64 =
+            merged["plan"]["targets"].as_array().unwrap().iter().map(|t| t["narrowed_bytes"].as_u64().unwrap()).sum();
+        assert!(narrowed >= 8 << 20, "what each guest holds alone is not scanned: {narrowed}");
+        assert!(merged["outcome"]["not_put_back"].as_array().unwrap().is_empty(), "{merged}");
+        for pid in pids {
+            let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+            let ram = smaps.split("VmFlags:").count();
+            assert!(ram > 1 && marked(pid) >= 1);
+            let whole = smaps.lines().filter(|line| line.starts_with("Size:")).any(|line| line.contains("114688 kB"));
+            assert!(whole, "the guest's memory is one enrolled region again");
+        }
+    }
+    let fleet = Lab::fleet(&[&size[..], &["--names", "told", "--no-mem-merge"]].concat()).expect("two guests");
+    let pids: Vec<u32> = fleet.lines().iter().map(|guest| guest.pid).collect();
+    assert!(pids.iter().all(|&pid| marked(pid) == 0));
+    let whole = ["--json", "--across-domains", "--whole", "--cpu", "100"];
+    let merged = report(&command(state.path(), &pids, &whole).output().unwrap(), 0);
+    assert!(merged["outcome"]["saved"].as_u64() >= Some(16 << 20), "{merged}");
+    assert_eq!(merged["outcome"]["stops"], 0, "no thread was stopped: {merged}");
+    assert!(pids.iter().all(|&pid| marked(pid) >= 1));
+    unchanged(&ksm);
+}
+
+/// A lab that answers each line with a checksum of its memory.
+#[cfg(feature = "fault-points")]
+struct Checked {
+    child: Child,
+    answers: std::io::BufReader<std::process::ChildStdout>,
+}
+
+#[cfg(feature = "fault-points")]
+impl Checked {
+    fn start(salt: &str) -> Self {
+        use std::io::BufRead;
+        let mut child = Command::new(pagefold_labs::client::binary().unwrap())
+            .args(["mixture", "--mib", "4", "--duplicate", "50%", "--salt", salt])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut answers = std::io::BufReader::new(child.stdout.take().unwrap());
+        let mut line = String::new();
+        while !line.starts_with("READY") {
+            line.clear();
+            assert!(answers.read_line(&mut line).unwrap() > 0, "the lab ended");
+        }
+        Self { child, answers }
+    }
+
+    fn checksum(&mut self) -> String {
+        use std::io::{BufRead, Write};
+        writeln!(self.child.stdin.as_mut().unwrap()).unwrap();
+        let mut line = String::new();
+        self.answers.read_line(&mut line).unwrap();
+        line
+    }
+}
+
+#[cfg(feature = "fault-points")]
+impl Drop for Checked {
+    fn drop(&mut self) {
+        drop(self.child.stdin.take());
+        let _ = self.child.wait();
+    }
+}
+
+/// `PAGEFOLD_SOAK=1` takes every point; otherwise every fourth, beginning with another one each day.
+#[cfg(feature = "fault-points")]
+#[test]
+fn killed_at_any_step_it_harms_nobody_and_is_put_back() {
+    let Some(ksm) = ksm() else { return };
+    let run = |labs: &[Checked], state: &Path, fault: &str| {
+        let pids: Vec<u32> = labs.iter().map(|lab| lab.child.id()).collect();
+        let arguments = ["--settle", "0", "--watch", "0", "--cpu", "100", "--min-profit", "0"];
+        command(state, &pids, &arguments).env("PAGEFOLD_FAULT_POINT", fault).output().unwrap()
+    };
+    let state = tempfile::tempdir().unwrap();
+    let said = run(&[Checked::start("a"), Checked::start("b")], state.path(), "count");
+    let said = String::from_utf8_lossy(&said.stderr).into_owned();
+    let points: usize = said.lines().find_map(|line| line.strip_prefix("fault points: ")).unwrap().parse().unwrap();
+    assert!(points > 30, "{said}");
+    let step = if std::env::var_os("PAGEFOLD_SOAK").is_some() { 1 } else { 4 };
+    let first = std::time::UNIX_EPOCH.elapsed().unwrap().as_secs() as usize / 86_400 % step;
+    let mut killed = 0;
+    for point in (1 + first..=points).step_by(step) {
+        let state = tempfile::tempdir().unwrap();
+        let mut labs = [Checked::start("a"), Checked::start("b")];
+        let before = labs.each_mut().map(Checked::checksum);
+        let output = run(&labs, state.path(), &point.to_string());
+        // How far ksmd is when it is looked at decides how often its pace is written: the last points may not be reached.
+        killed += usize::from(output.status.code().is_none());
+        for lab in &labs {
+            let status = fs::read_to_string(format!("/proc/{}/status", lab.child.id())).unwrap();
+            assert!(status.contains("TracerPid:\t0\n") && !status.contains("State:\tT"), "point {point}: {status}");
+        }
+        assert_eq!(labs.each_mut().map(Checked::checksum), before, "point {point}");
+        let recover =
+            Command::new(env!("CARGO_BIN_EXE_pagefold")).arg("recover").arg("--state").arg(state.path()).output();
+        assert_eq!(recover.unwrap().status.code(), Some(0), "point {point}");
+        unchanged(&ksm);
+    }
+    assert!(killed * step + 4 * step >= points, "killed at {killed} of {points} points, every {step}th tried");
+}
+
+#[test]
 fn bad_input_is_one_clear_line_and_changes_nothing() {
     let refused = |output: &Output, said: &str| {
         let stderr = String::from_utf8_lossy(&output.stderr);
@@ -237,7 +394,7 @@ fn bad_input_is_one_clear_line_and_changes_nothing() {
     let recording = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/recordings/linux-6.18");
     let mut recorded = command(state.path(), &[], &[]);
     recorded.args(["--host", &format!("recording:{recording}")]);
-    refused(&recorded.output().unwrap(), "--dry-run");
+    refused(&recorded.output().unwrap(), "only the live host");
     let Some(ksm) = ksm() else { return };
     refused(&command(state.path(), &[u32::MAX / 4], &[]).output().unwrap(), "there is no process");
     // A namespace in which /sys is read-only.

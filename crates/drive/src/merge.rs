@@ -14,12 +14,14 @@
 use crate::ksmd::{Gauge, Ksmd, full_scans};
 use crate::session::{self, Session, Stays};
 use crate::verify;
-use crate::watch::Watch;
-use pagefold_host::act::{Action, Advice, Refusal};
+use crate::watch::{Piece, Watch};
+use pagefold_host::act::{self, Action, Advice, Refusal};
 use pagefold_host::observe;
+use pagefold_host::room::room;
+use pagefold_model::guard::{self, Need, Verdict};
 use pagefold_model::ksm::{Setting, Settings};
 use pagefold_model::lasting::Seen;
-use pagefold_model::outcome::{End, Found, Missed, Outcome, Sample, Watched};
+use pagefold_model::outcome::{End, Missed, Outcome, Sample, Watched};
 use pagefold_model::pace::{Pace, Settle};
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::policy::{DEFAULT_PAGES_TO_SCAN, GUIDED_SLEEP_MILLISECS};
@@ -50,7 +52,7 @@ pub struct Options {
     pub deadline: Option<Duration>,
     /// For how long merged pages of running targets are watched at least; zero for not at all.
     pub watch: Duration,
-    /// Whether ksmd is left running slowly, with narrowed enrolments as they are.
+    /// Whether ksmd is left running slowly.
     pub keep: bool,
 }
 
@@ -108,7 +110,9 @@ pub fn carry_out(
     let unknown = session::Error::Unknown;
     let available = observe::memory(host).and_then(|memory| memory.available);
     let huge: Bytes = plan.targets.iter().map(|target| target.huge).sum();
-    let before = if verify::may_hold(&plan) { verify::found(host, &plan).map_err(unknown)? } else { Found::default() };
+    // Whoever cannot see frames could not tell in the end what was reached.
+    host.frame_flags(&[]).map_err(unknown)?;
+    let (before, _) = verify::found(host, &plan).map_err(unknown)?;
     let mut work = Work {
         plan: &plan,
         watch: None,
@@ -133,20 +137,23 @@ pub fn carry_out(
     let census = started.elapsed();
     progress.expected.store(plan.predicted.merging.0, Ordering::Relaxed);
 
-    let end = match work.merge() {
+    let mut end = match work.merge() {
         Ok(end) => end,
         Err(error @ session::Error::Contested { .. }) => End::Yielded(error.to_string()),
         Err(error) => return Err(error),
     };
     progress.enter(Stage::Verifying);
-    let yielded = matches!(end, End::Yielded(_));
-    if !yielded {
-        work.rest()?;
+    if !matches!(end, End::Yielded(_)) {
+        match work.rest() {
+            Err(error @ session::Error::Contested { .. }) => end = End::Yielded(error.to_string()),
+            rested => rested?,
+        }
     }
-    let after = verify::found(host, &plan).map_err(unknown)?;
+    let (after, ended) = verify::found(host, &plan).map_err(unknown)?;
+    let bystanders = verify::bystanders(host, &plan);
     let ksmd = work.ksmd_since();
     let Work { timeline, stops, missed, watched, withdrawn, .. } = work;
-    let remains = if options.keep && !yielded {
+    let remains = if options.keep && !matches!(end, End::Yielded(_)) {
         session.set(&Settings::from([
             (Setting::PagesToScan, DEFAULT_PAGES_TO_SCAN.to_string()),
             (Setting::SleepMillisecs, GUIDED_SLEEP_MILLISECS.to_string()),
@@ -169,6 +176,8 @@ pub fn carry_out(
         stops,
         watched,
         withdrawn,
+        ended,
+        bystanders,
         missed,
         remains: remains.into_iter().map(|remains| remains.to_string()).collect(),
         plan,
@@ -216,13 +225,23 @@ impl Work<'_, '_> {
 
     /// Withdraw for now what programs enrolled themselves and does not pay.
     fn narrow(&mut self) -> Result<(), session::Error> {
-        let stays = if self.options.keep { Stays::ForGood } else { Stays::ForNow };
-        for target in self.plan.targets.iter().filter(|target| !target.narrowed.is_empty()) {
-            let ranges = target.narrowed.clone();
+        if self.plan.targets.iter().all(|target| target.narrowed.is_empty()) {
+            return Ok(());
+        }
+        // What merged since the census would be unmerged: ksmd rests, and such ranges are left as they are.
+        let host = self.session.host();
+        let ran = act::setting_now(host, Setting::Run).is_ok_and(|run| run == "1");
+        self.rest()?;
+        for target in &self.plan.targets {
+            let untouched = |range: &AddressRange| !ran || verify::has_merged(host, target, *range) == Ok(false);
+            let ranges: Vec<AddressRange> = target.narrowed.iter().copied().filter(untouched).collect();
+            if ranges.is_empty() || self.is_over() {
+                continue;
+            }
             self.act(
                 target,
                 Action::Advise { process: target.process.id, advice: Advice::Unmergeable, ranges },
-                stays,
+                Stays::ForNow,
             )?;
         }
         Ok(())
@@ -231,6 +250,9 @@ impl Work<'_, '_> {
     /// Enrol what is to be enrolled first, or late.
     fn enrol(&mut self, late: bool) -> Result<(), session::Error> {
         for target in &self.plan.targets {
+            if self.is_over() {
+                break;
+            }
             let process = target.process.id;
             let ranges: Vec<AddressRange> = target
                 .ranges
@@ -238,14 +260,24 @@ impl Work<'_, '_> {
                 .filter(|range| !range.enrolled && range.late == late)
                 .map(|range| range.range)
                 .collect();
-            let action = if self.plan.whole && !late {
-                Action::MergeAny { process, on: true }
-            } else if ranges.is_empty() {
-                continue;
-            } else {
-                Action::Advise { process, advice: Advice::Mergeable, ranges }
+            let actions = match (&target.guest, self.plan.whole) {
+                (Some(guest), true) => guest
+                    .backends
+                    .iter()
+                    .map(|backend| Action::GuestMerge {
+                        process,
+                        socket: guest.socket.clone(),
+                        backend: backend.clone(),
+                        on: true,
+                    })
+                    .collect(),
+                (None, true) => vec![Action::MergeAny { process, on: true }],
+                (_, false) if ranges.is_empty() => continue,
+                (_, false) => vec![Action::Advise { process, advice: Advice::Mergeable, ranges }],
             };
-            self.act(target, action, Stays::ForGood)?;
+            for action in actions {
+                self.act(target, action, Stays::ForGood)?;
+            }
         }
         Ok(())
     }
@@ -265,6 +297,12 @@ impl Work<'_, '_> {
             Err(error) => return Err(error),
         }
         Ok(())
+    }
+
+    /// Whether it was told to stop, or its time is over.
+    fn is_over(&self) -> bool {
+        let late = |deadline| self.started.elapsed() >= deadline;
+        self.stop.load(Ordering::Relaxed) || self.options.deadline.is_some_and(late)
     }
 
     /// Let ksmd work until nothing more comes.
@@ -304,16 +342,15 @@ impl Work<'_, '_> {
             // While looks still find something that does not last, more may come.
             let watched = began.elapsed() >= self.options.watch && self.found_fleeting.elapsed() >= 3 * AGAIN;
             if settled && (watched || self.watch.as_mut().is_none_or(|watch| !watch.ran(self.plan))) {
+                self.look_again(true)?;
                 return Ok(End::Settled);
             }
-            if self.stop.load(Ordering::Relaxed) {
-                return Ok(End::Stopped);
-            }
-            if self.options.deadline.is_some_and(|deadline| self.started.elapsed() >= deadline) {
-                return Ok(End::Deadline);
+            if self.is_over() {
+                let stopped = self.stop.load(Ordering::Relaxed);
+                return Ok(if stopped { End::Stopped } else { End::Deadline });
             }
             if looked.elapsed() >= AGAIN {
-                self.look_again()?;
+                self.look_again(false)?;
                 looked = Instant::now();
             }
             let elapsed = adapted.0.elapsed();
@@ -330,29 +367,55 @@ impl Work<'_, '_> {
     }
 
     /// Watch the merged pages, and withdraw what does not pay.
-    fn look_again(&mut self) -> Result<(), session::Error> {
+    fn look_again(&mut self, at_the_end: bool) -> Result<(), session::Error> {
         let Some(watch) = &mut self.watch else { return Ok(()) };
-        if watch.look(self.plan).is_err() {
+        if watch.look(self.plan, at_the_end).is_err() {
             // Frames that cannot be seen cannot be watched.
             self.watch = None;
             return Ok(());
         }
-        let page_size = self.session.host().page_size();
-        let gone = watch.withdraw(|seen| seen.pays(page_size.bytes()));
+        let host = self.session.host();
+        let page_size = host.page_size();
+        let gone = watch.withdraw(|seen| seen.pays(page_size.bytes()), at_the_end);
         if !gone.is_empty() {
             self.found_fleeting = Instant::now();
         }
-        self.lost = gone.iter().fold(self.lost, |sum, piece| sum + piece.seen);
-        self.watched.seen = watch.seen() + self.lost;
-        for pieces in gone.chunk_by(|a, b| a.target == b.target) {
-            let target = &self.plan.targets[pieces[0].target];
-            let ranges: Vec<AddressRange> = pieces.iter().map(|piece| piece.range).collect();
-            self.watched.withdrawn += ranges.iter().map(|range| page_size.pages_in(range.bytes())).sum();
-            self.withdrawn.entry(pieces[0].target).or_default().extend(&ranges);
-            let action = Action::Advise { process: target.process.id, advice: Advice::Unmergeable, ranges };
-            self.act(target, action, Stays::ForGood)?;
+        let mut postponed = Vec::new();
+        let mut by_target: BTreeMap<usize, Vec<Piece>> = BTreeMap::new();
+        gone.into_iter().for_each(|piece| by_target.entry(piece.target).or_default().push(piece));
+        for (position, pieces) in by_target {
+            let target = &self.plan.targets[position];
+            let (own, ours): (Vec<AddressRange>, Vec<AddressRange>) =
+                pieces.iter().map(|piece| piece.range).partition(|&range| target.enrolled_itself(range));
+            if !self.fits(target, &pieces) {
+                postponed.extend(pieces);
+                continue;
+            }
+            self.lost = pieces.iter().fold(self.lost, |sum, piece| sum + piece.seen);
+            self.watched.withdrawn += pieces.iter().map(|piece| page_size.pages_in(piece.range.bytes())).sum();
+            self.withdrawn.entry(position).or_default().extend(pieces.iter().map(|piece| piece.range));
+            // What the program enrolled itself comes back in the end.
+            for (ranges, stays) in [(ours, Stays::ForGood), (own, Stays::ForNow)] {
+                if !ranges.is_empty() {
+                    let action = Action::Advise { process: target.process.id, advice: Advice::Unmergeable, ranges };
+                    self.act(target, action, stays)?;
+                }
+            }
+        }
+        if let Some(watch) = &mut self.watch {
+            watch.keep(postponed);
+            self.watched.seen = watch.seen() + self.lost;
         }
         Ok(())
+    }
+
+    /// Whether there is memory for pages of their own for all that may be merged in some pieces.
+    fn fits(&self, target: &Target, pieces: &[Piece]) -> bool {
+        let host = self.session.host();
+        let copies = pieces.iter().map(|piece| host.page_size().pages_in(piece.range.bytes())).sum();
+        let cgroup = target.process.cgroup.as_deref().ok();
+        let room = room(host, &cgroup.map(str::to_owned).into_iter().collect());
+        guard::judge(&Need::of(cgroup, copies, Pages::ZERO), &room, host.page_size()).verdict == Verdict::Fits
     }
 
     /// Run ksmd at the present pace.

@@ -43,6 +43,7 @@ pub struct Watch<'h> {
     /// By target, the CPU ticks it had used at the last look at it, and when that was.
     last: Vec<(Reading<u64>, Instant)>,
     ran: bool,
+    began: Instant,
 }
 
 impl<'h> Watch<'h> {
@@ -60,13 +61,17 @@ impl<'h> Watch<'h> {
                 }
             }
         }
-        let last = plan.targets.iter().map(|target| (verify::ticks(host, target), Instant::now())).collect();
-        Self { host, pieces, last, ran: false }
+        let began = Instant::now();
+        let last = plan.targets.iter().map(|target| (verify::ticks(host, target), began)).collect();
+        Self { host, pieces, last, ran: false, began }
     }
 
     /// Whether any target has run since the watch began. One that does not run writes nothing.
     pub fn ran(&mut self, plan: &Plan) -> bool {
-        let moved = |(target, (before, _)): (_, &(Reading<u64>, _))| verify::ticks(self.host, target) != *before;
+        let moved = |(target, (before, _)): (_, &(Reading<u64>, _))| {
+            let now = verify::ticks(self.host, target);
+            now.is_ok() && now != *before
+        };
         self.ran = self.ran || plan.targets.iter().zip(&self.last).any(moved);
         self.ran
     }
@@ -76,38 +81,46 @@ impl<'h> Watch<'h> {
         self.pieces.iter().fold(Seen::default(), |sum, piece| sum + piece.seen)
     }
 
-    /// Look again at the pages of those targets that have run since the last look.
-    pub fn look(&mut self, plan: &Plan) -> Reading<()> {
-        let now = Instant::now();
+    /// Look again at the pages of those targets that have run since the last look, and at the end of all that ever ran.
+    pub fn look(&mut self, plan: &Plan, at_the_end: bool) -> Reading<()> {
+        let looked = Instant::now();
         let elapsed: Vec<Option<Duration>> = plan
             .targets
             .iter()
             .zip(&mut self.last)
             .map(|(target, (before, then))| {
+                // A process that ended wrote nothing; all of it went away.
                 let ticks = verify::ticks(self.host, target);
-                let moved = ticks != *before;
+                let ever_ran = at_the_end && *then > self.began;
+                let moved = ticks.is_ok() && (ticks != *before || ever_ran);
                 *before = ticks;
-                moved.then(|| now - std::mem::replace(then, now))
+                moved.then(|| looked - std::mem::replace(then, looked))
             })
             .collect();
         self.ran |= elapsed.iter().any(Option::is_some);
+        let page = self.host.page_size().bytes();
+        // A page of which nothing is known now is taken to be as it was.
+        let mut now: Vec<Vec<bool>> = self.pieces.iter().map(|piece| piece.merged.clone()).collect();
         let mut frames: Vec<(Pfn, usize, usize)> = Vec::new();
         let mut first = 0;
         for pieces in self.pieces.chunk_by(|a, b| a.target == b.target) {
             let target = pieces[0].target;
-            // A process that ended has nothing left that could break.
             if elapsed[target].is_some()
                 && let Ok(handle) = verify::open(self.host, &plan.targets[target])
             {
-                for (number, piece) in pieces.iter().enumerate() {
+                for (piece, number) in pieces.iter().zip(first..) {
                     let mut position = 0;
                     for stripe in &piece.stripes {
-                        for mapping in handle.mappings(*stripe).unwrap_or_default() {
+                        for (mapping, at) in handle.mappings(*stripe).unwrap_or_default().into_iter().zip(position..) {
+                            // Swapped out is not written.
+                            if mapping.swapped {
+                                continue;
+                            }
+                            now[number][at] = false;
                             let shared = mapping.present && !mapping.file && !mapping.exclusive;
-                            let frame = mapping.frame.filter(|_| shared);
-                            frames.extend(frame.map(|frame| (frame, first + number, position)));
-                            position += 1;
+                            frames.extend(mapping.frame.filter(|_| shared).map(|frame| (frame, number, at)));
                         }
+                        position += (stripe.bytes().0 / page) as usize;
                     }
                 }
             }
@@ -116,11 +129,8 @@ impl<'h> Watch<'h> {
         frames.sort_unstable();
         let numbers: Vec<Pfn> = frames.iter().map(|&(frame, ..)| frame).collect();
         let flags = self.host.frame_flags(&numbers)?;
-        let mut now: Vec<Vec<bool>> = self.pieces.iter().map(|piece| vec![false; piece.merged.len()]).collect();
-        for (&(_, piece, position), flags) in frames.iter().zip(&flags) {
-            if let Some(merged) = now[piece].get_mut(position) {
-                *merged = flags.is_ksm() || flags.is_zero_page();
-            }
+        for (&(_, piece, at), flags) in frames.iter().zip(&flags) {
+            now[piece][at] = flags.is_ksm() || flags.is_zero_page();
         }
         for (piece, now) in self.pieces.iter_mut().zip(now) {
             let Some(elapsed) = elapsed[piece.target] else { continue };
@@ -132,9 +142,19 @@ impl<'h> Watch<'h> {
         Ok(())
     }
 
-    /// Take out the pieces that do not pay.
-    pub fn withdraw(&mut self, pays: impl Fn(&Seen) -> bool) -> Vec<Piece> {
-        let (keep, drop) = std::mem::take(&mut self.pieces).into_iter().partition(|piece| pays(&piece.seen));
+    /// Give back pieces that could not be withdrawn yet.
+    pub fn keep(&mut self, pieces: impl IntoIterator<Item = Piece>) {
+        self.pieces.extend(pieces);
+        self.pieces.sort_by_key(|piece| (piece.target, piece.range));
+    }
+
+    /// Take out the pieces that do not pay, and at the end those of which nothing is merged: they were written before
+    /// anybody looked, or lost their partners, and would only be scanned.
+    pub fn withdraw(&mut self, pays: impl Fn(&Seen) -> bool, at_the_end: bool) -> Vec<Piece> {
+        let looked_at = |piece: &Piece| self.last[piece.target].1 > self.began;
+        let idle = |piece: &Piece| at_the_end && looked_at(piece) && !piece.merged.contains(&true);
+        let keep = |piece: &Piece| pays(&piece.seen) && !idle(piece);
+        let (keep, drop) = std::mem::take(&mut self.pieces).into_iter().partition(keep);
         self.pieces = keep;
         drop
     }

@@ -2,7 +2,7 @@
 
 use crate::ksm::RMAP_ITEM_BYTES;
 use crate::lasting::Seen;
-use crate::plan::Plan;
+use crate::plan::{Plan, PlannedRange};
 use crate::reading::Reading;
 use crate::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, Pid};
 use std::collections::BTreeMap;
@@ -37,10 +37,14 @@ pub struct Outcome {
     pub watched: Watched,
     /// What was withdrawn because it did not stay merged: by position of the target in the plan.
     pub withdrawn: BTreeMap<usize, Vec<AddressRange>>,
+    /// Positions in the plan of targets that ended meanwhile.
+    pub ended: Vec<usize>,
     /// What could not be enrolled.
     pub missed: Vec<Missed>,
     /// What was changed for the time being and could not be put back, in words.
     pub remains: Vec<String>,
+    /// Processes outside the plan that were enrolled meanwhile: KSM's one tree may have merged theirs with the targets'.
+    pub bystanders: Reading<u64>,
 }
 
 /// How a merge ended.
@@ -63,10 +67,8 @@ pub struct Found {
     pub merged: Pages,
     /// Those frames.
     pub frames: Pages,
-    /// Pages of zeros that KSM mapped to the kernel's zero page, in the whole of the processes.
+    /// Pages that are mapped to the kernel's page of zeros.
     pub zero: Pages,
-    /// Resident pages that are not merged.
-    pub apart: Pages,
     /// Pages ksmd keeps metadata for, in the whole of the processes.
     pub rmap_items: Pages,
 }
@@ -148,37 +150,172 @@ impl Outcome {
         }
     }
 
-    /// Why what was reached is not what was predicted: pages by reason, as far as they can be told apart.
+    /// Why what was reached is not what was predicted, in frames by reason: positive for what is missing, negative for what
+    /// came on top. Together they are the difference.
     ///
-    /// `predicted - reached` is the sum of the savings that the reasons account for; where a partner went away, one
-    /// page that changed takes a second one's saving with it, which is why the last line is a rest.
-    pub fn differences(&self) -> Vec<(&'static str, i64)> {
-        let predicted = self.plan.predicted.reach.freed.0 as i64;
-        let reached = self.saved().0 as i64;
-        let planned: u64 = self.plan.targets.iter().flat_map(|target| &target.ranges).map(|range| range.pages.0).sum();
-        let resident = self.after.merged + self.after.apart;
-        let zero = self.after.zero.saturating_sub(self.before.zero);
-        let left = planned as i64 - (resident.0.saturating_sub(self.before.merged.0) + zero.0) as i64;
-        let withdrawn = self.watched.withdrawn.0 as i64;
+    /// What a part of the plan stands for is its share of the prediction as if all copies were enrolled; where one page
+    /// changes, its partner's saving goes with it, and is in the last line.
+    pub fn differences(&self, page_size: PageSize) -> Vec<(&'static str, i64)> {
+        let frames = |bytes: u64| (bytes / page_size.bytes()) as i64;
+        let ended = self.ended.iter().map(|&target| self.stands_for(target, None)).sum();
+        let missed = self.missed.iter().filter_map(|missed| {
+            let target = self.plan.targets.iter().position(|target| target.process.id.pid == missed.pid)?;
+            (!self.ended.contains(&target)).then(|| self.stands_for(target, missed.range))
+        });
+        let withdrawn = self.withdrawn.iter().filter(|(target, _)| !self.ended.contains(target));
+        let withdrawn = withdrawn.flat_map(|(&target, ranges)| ranges.iter().map(move |&range| (target, range)));
+        let known = [
+            ("were in processes that ended", frames(ended)),
+            ("could not be enrolled", frames(missed.sum())),
+            (
+                "did not stay merged, and were withdrawn",
+                frames(withdrawn.map(|(target, range)| self.stands_for(target, Some(range))).sum()),
+            ),
+        ];
+        let mut rest = self.plan.predicted.reach.freed.0 as i64 - self.saved().0 as i64;
         let mut reasons = Vec::new();
-        let mut rest = predicted - reached;
-        for (why, pages) in [
-            ("did not stay merged, and were withdrawn", withdrawn),
-            ("left memory, or came to it, since the census", left),
-        ] {
-            if pages != 0 {
-                reasons.push((why, pages));
-                rest -= pages;
+        for (why, frames) in known.into_iter().filter(|(_, frames)| *frames > 0) {
+            // Partners that were lost with it may have been predicted twice, or merged elsewhere.
+            let frames = frames.min(rest.max(0));
+            rest -= frames;
+            reasons.push((why, frames));
+        }
+        match (rest, &self.end) {
+            (0, _) => {}
+            (..0, _) => {
+                reasons.push(("were merged on top: contents that came since, or partners outside the plan", rest))
             }
+            (_, End::Settled) => reasons.push(("were written since the census, or lost their partner", rest)),
+            (..) => reasons.push(("were not merged before it ended", rest)),
         }
-        if rest != 0 {
-            let why = if rest > 0 {
-                "were written since the census, or lost their partner, or were not reached in time"
-            } else {
-                "were merged beyond the prediction: with pages outside of the plan, or with contents that came since"
-            };
-            reasons.push((why, rest));
-        }
+        reasons.retain(|(_, frames)| *frames != 0);
         reasons
+    }
+
+    /// Bytes of the prediction that a target, or a part of it, stands for.
+    fn stands_for(&self, target: usize, part: Option<AddressRange>) -> u64 {
+        let share = |range: &PlannedRange| match part {
+            None => range.freed.0,
+            Some(part) => {
+                let common = range.range.overlap(part).map_or(0, |common| common.bytes().0);
+                (u128::from(range.freed.0) * u128::from(common) / u128::from(range.range.bytes().0.max(1))) as u64
+            }
+        };
+        self.plan.targets[target].ranges.iter().map(share).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::domain::Domain;
+    use crate::plan::{Predicted, Target};
+    use crate::process::Process;
+    use crate::reading::Absent;
+    use crate::savings::Reach;
+    use crate::units::ProcessId;
+
+    fn page_size() -> PageSize {
+        PageSize::new(4096).unwrap()
+    }
+
+    /// Two processes, each with one planned range of 100 pages that stands for 50 frames.
+    fn outcome(end: End, saved: u64) -> Outcome {
+        let target = |pid| {
+            let range = AddressRange { start: 0, end: 100 * 4096 };
+            let planned = PlannedRange {
+                range,
+                region: range,
+                pages: Pages(100),
+                merging: Pages(100),
+                zero: Pages::ZERO,
+                freed: Bytes(50 * 4096),
+                enrolled: false,
+                late: false,
+            };
+            Target {
+                process: Process::absent(ProcessId { pid: Pid(pid), start_time: 1 }, &Absent::Denied),
+                domain: Domain::Host,
+                ranges: vec![planned],
+                huge: Bytes::ZERO,
+                guest: None,
+                narrowed: Vec::new(),
+            }
+        };
+        let reach = Reach { freed: Pages(100), scanned: Pages(200), huge_split: Pages(0) };
+        let sample = |ms, merged| Sample { at: Duration::from_millis(ms), merged: Pages(merged), ksmd: Duration::ZERO };
+        Outcome {
+            plan: Plan {
+                targets: vec![target(1), target(2)],
+                predicted: Predicted { reach, ..Predicted::default() },
+                ..Plan::default()
+            },
+            end,
+            before: Found::default(),
+            after: Found { merged: Pages(2 * saved), frames: Pages(saved), rmap_items: Pages(200), ..Found::default() },
+            timeline: vec![sample(10, 0), sample(20, 60), sample(30, 180), sample(40, 200)],
+            census: Duration::ZERO,
+            ksmd: Err(Absent::Denied),
+            own: Duration::ZERO,
+            available: (Err(Absent::Denied), Err(Absent::Denied)),
+            huge: (Bytes::ZERO, Ok(Bytes::ZERO)),
+            stops: Vec::new(),
+            watched: Watched::default(),
+            withdrawn: BTreeMap::new(),
+            ended: Vec::new(),
+            missed: Vec::new(),
+            remains: Vec::new(),
+            bystanders: Ok(0),
+        }
+    }
+
+    fn reasons(outcome: &Outcome) -> Vec<(&'static str, i64)> {
+        let reasons = outcome.differences(page_size());
+        let sum: i64 = reasons.iter().map(|(_, frames)| frames).sum();
+        assert_eq!(sum, 100 - outcome.saved().0 as i64, "they are the difference");
+        reasons
+    }
+
+    #[test]
+    fn what_was_predicted_needs_no_reason() {
+        assert!(reasons(&outcome(End::Settled, 100)).is_empty());
+    }
+
+    #[test]
+    fn what_is_missing_is_told_by_reason() {
+        let mut ended = outcome(End::Settled, 50);
+        ended.ended = vec![1];
+        assert_eq!(reasons(&ended), [("were in processes that ended", 50)]);
+        let mut withdrawn = outcome(End::Settled, 70);
+        withdrawn.withdrawn.insert(0, vec![AddressRange { start: 0, end: 40 * 4096 }]);
+        assert_eq!(
+            reasons(&withdrawn),
+            [
+                ("did not stay merged, and were withdrawn", 20),
+                ("were written since the census, or lost their partner", 10)
+            ]
+        );
+        let mut missed = outcome(End::Deadline, 10);
+        missed.missed.push(Missed { pid: Pid(2), comm: String::new(), range: None, why: String::new() });
+        assert_eq!(reasons(&missed), [("could not be enrolled", 50), ("were not merged before it ended", 40)]);
+    }
+
+    #[test]
+    fn what_came_on_top_is_no_loss() {
+        let [(_, frames)] = reasons(&outcome(End::Settled, 130))[..] else { panic!("one reason") };
+        assert_eq!(frames, -30);
+    }
+
+    #[test]
+    fn net_pays_for_metadata_and_times_are_of_the_end() {
+        let outcome = outcome(End::Settled, 100);
+        assert_eq!(outcome.net(page_size()), NetBytes(100 * 4096 - 200 * 64));
+        assert_eq!(outcome.time_to(0.5), Some(Duration::from_millis(30)));
+        assert_eq!(outcome.time_to(0.9), Some(Duration::from_millis(30)));
+        assert_eq!(outcome.time_to(0.99), Some(Duration::from_millis(40)));
+        assert_eq!(outcome.saved_at(&outcome.timeline[1]), Pages(30), "60 of 200 merged pages stand for 30 of 100");
+        assert!(
+            outcome.met() && !super::Outcome { before: Found { zero: Pages(11), ..Found::default() }, ..outcome }.met()
+        );
     }
 }

@@ -4,17 +4,19 @@ use crate::arguments::{DomainBy, Global, Targets, bytes, duration, percent};
 use crate::command::recover::{self, explained, live, needs_ksm, refuse_tuner};
 use crate::config::Config;
 use crate::{Outcome, output, progress, source};
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use clap::Args;
 use pagefold_drive::prepare::{Request, prepare};
-use pagefold_drive::{Session, merge};
-use pagefold_host::Host;
+use pagefold_drive::{Session, ksmd, merge};
+use pagefold_host::{Host, observe};
+use pagefold_linux::qmp;
 use pagefold_model::Bytes;
 use pagefold_model::census::Census;
-use pagefold_model::plan::Plan;
+use pagefold_model::plan::{Guest, Plan, Target};
 use pagefold_model::process::Process;
 use pagefold_report::merge::{MergeReport, text};
 use pagefold_report::wire;
+use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
@@ -26,8 +28,11 @@ Examples:
   pagefold merge --pid 1234 --deadline 10s     as much as ten seconds allow
   pagefold merge --name postgres --whole       whole processes, with what they map later
 
-KSM's settings come back when it ends. What is merged stays merged: `pagefold unmerge` takes it back.
-Ctrl-C ends it early and reports what was reached.";
+KSM's settings come back when it ends, also by Ctrl-C, and after kill -9 by `pagefold recover`. What is merged stays
+merged and enrolled: `pagefold unmerge` takes it back.
+
+Exit status: 0 done, 1 less than nine tenths of what was predicted was reached, 2 refused with nothing changed,
+3 something was not seen, not enrolled, or it was ended early.";
 
 /// Arguments of `merge`.
 #[derive(Args, Debug)]
@@ -42,7 +47,7 @@ pub struct Options {
     /// ksmd's share of one CPU at most; 100 is no bound
     #[arg(long, value_name = "PERCENT", default_value = "50", value_parser = percent)]
     cpu: f64,
-    /// End after this time, settled or not
+    /// End after this time, settled or not; the census is not cut short
     #[arg(long, value_name = "TIME", value_parser = duration)]
     deadline: Option<Duration>,
     /// Leave processes alone that would save less than this, net
@@ -69,6 +74,12 @@ pub struct Options {
     /// Threads of the census [default: one for each CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
+    /// With --whole: the control socket (QMP) of the one virtual machine that is chosen [default: by its command line]
+    #[arg(long, value_name = "PATH", requires = "whole")]
+    qmp: Option<PathBuf>,
+    /// With --whole: inject also where a virtual machine could be told by its control socket
+    #[arg(long, requires = "whole", conflicts_with = "qmp")]
+    inject: bool,
     /// Go on although another program that writes KSM's settings runs
     #[arg(long)]
     force: bool,
@@ -86,11 +97,13 @@ pub struct Options {
 pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let started = Instant::now();
     let host = if options.dry_run { source::open(global)? } else { live(global)? };
+    needs_ksm(&*host)?;
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
     let session = if options.dry_run { None } else { Some(begin(&*host, options, global)?) };
     let (census, plan) = plan(&*host, options, global, &stop)?;
     let page_size = host.page_size();
-    let mut report = MergeReport::of_plan(host.describe(), page_size, &census, &plan);
+    let huge_page_size = observe::huge_page_bytes(&*host).unwrap_or(page_size.bytes() * 512);
+    let mut report = MergeReport::of_plan(host.describe(), page_size, huge_page_size, &census, &plan);
     drop(census);
     let mut met = true;
     if let Some(session) = session.filter(|_| !plan.targets.is_empty()) {
@@ -129,19 +142,63 @@ fn plan(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBool) 
         min_profit: options.min_profit,
         share: options.cpu,
     };
-    let (census, plan) =
+    let (census, mut plan) =
         progress::show(host.page_size(), stop, |progress| prepare(host, &request, &excluded, progress, stop))?;
     source::seen(!census.subjects.is_empty(), &request.selection, &census.unseen, global)?;
     if census.partial {
         bail!("stopped during the census: nothing was changed");
     }
+    if options.whole {
+        one_domain(&plan, options)?;
+        for target in &mut plan.targets {
+            target.guest = guest(host, target, options, global)?;
+        }
+    }
     Ok((census, plan))
+}
+
+/// Refuse to enrol processes of several trust domains whole: in KSM's one tree all their pages would meet.
+fn one_domain(plan: &Plan, options: &Options) -> anyhow::Result<()> {
+    let mut domains: Vec<String> = plan.targets.iter().map(|target| target.domain.to_string()).collect();
+    domains.dedup();
+    if domains.len() > 1 && !options.across_domains {
+        bail!(
+            "--whole would let {} trust domains share pages ({}, ...), and whoever times writes to such a page learns that \
+             another has it: choose one of them, or give --across-domains",
+            domains.len(),
+            domains[..2].join(", ")
+        );
+    }
+    Ok(())
+}
+
+/// How a virtual machine is enrolled by its control socket, where there is one that answers.
+fn guest(host: &dyn Host, target: &Target, options: &Options, global: &Global) -> anyhow::Result<Option<Guest>> {
+    let process = &target.process;
+    let Some(vm) = process.identity.vm.as_ref().filter(|_| !options.inject && global.host == "live") else {
+        return Ok(None);
+    };
+    let handle = host.open(process.id.pid).map_err(|why| anyhow!("process {}: {why}", process.id.pid))?;
+    let Some(socket) = options.qmp.clone().or_else(|| qmp::socket_of(&*handle, vm)) else { return Ok(None) };
+    match qmp::guests_backends(&socket, process.id) {
+        Ok(backends) => {
+            let unmarked = backends.into_iter().filter(|backend| !backend.merge && !backend.share);
+            Ok(Some(Guest { socket, backends: unmarked.map(|backend| backend.path).collect() }))
+        }
+        Err(error) if options.qmp.is_some() => Err(error.into()),
+        Err(_) => Ok(None),
+    }
 }
 
 /// Begin to change the host, or say why not.
 fn begin<'a>(host: &'a dyn Host, options: &Options, global: &Global) -> anyhow::Result<Session<'a>> {
-    needs_ksm(host)?;
     refuse_tuner(host, options.force)?;
+    host.frame_flags(&[]).map_err(|why| {
+        anyhow!("page frames cannot be seen ({why}), which tell what was reached: root with CAP_SYS_ADMIN is needed")
+    })?;
+    if let (Err(why), true) = (ksmd::Ksmd::find(host).and_then(|ksmd| ksmd.cpu()), options.cpu < 1.0) {
+        bail!("the CPU time of ksmd cannot be read here ({why}), so --cpu cannot be held: --cpu 100 sets no bound");
+    }
     let session = recover::begin(host, global)?;
     session.writable().map_err(explained)?;
     Ok(session)

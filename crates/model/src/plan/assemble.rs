@@ -104,6 +104,7 @@ pub fn plan(census: &Census, constraints: &Constraints, excluded: &dyn Fn(&Proce
         plan.targets.push(Target {
             process: process.clone(),
             domain: subject.domain.clone(),
+            guest: None,
             huge: subject.regions.iter().map(|region| region.region.anon_huge).sum(),
             narrowed: if constraints.narrow && !constraints.whole { idle(census, position) } else { Vec::new() },
             ranges,
@@ -123,13 +124,15 @@ fn whole(census: &Census, constraints: &Constraints, subject: &SubjectCensus) ->
         let duplicate = counts.within + counts.across + foreign;
         // Which of two copies is the redundant one is a matter of order: each stands for half a frame at least, or the
         // first of two equal processes would seem to give nothing.
-        gives += counts.zero + counts.redundant.min(duplicate).max(Pages(duplicate.0 / 2));
+        let freed = counts.zero + counts.redundant.min(duplicate).max(Pages(duplicate.0 / 2));
+        gives += freed;
         ranges.push(PlannedRange {
             range: region.range,
             region: region.range,
             pages: counts.resident().saturating_sub(counts.merged),
             merging: counts.zero + duplicate,
             zero: counts.zero,
+            freed: constraints.page_size.of(freed),
             enrolled: region.flags.has(VmFlags::MERGEABLE),
             late: false,
         });
@@ -164,6 +167,7 @@ fn guided(
         pages: range.pages,
         merging: range.merging,
         zero: range.zero,
+        freed: range.freed,
         enrolled: range.enrolled,
         late: false,
     });

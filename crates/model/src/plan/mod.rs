@@ -12,6 +12,7 @@ use crate::domain::Domain;
 use crate::process::Process;
 use crate::savings::Reach;
 use crate::units::{AddressRange, Bytes, Pages, Pid, ProcessId};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// What is to be enrolled in KSM.
@@ -75,9 +76,20 @@ pub struct Target {
     pub ranges: Vec<PlannedRange>,
     /// Bytes of it in huge pages.
     pub huge: Bytes,
+    /// How its guest's memory is enrolled as a whole without touching the monitor, if it runs one that can be reached.
+    pub guest: Option<Guest>,
     /// What the program enrolled itself and does not pay: withdrawn while ksmd works, and put back afterwards.
     /// Ascending and disjoint; nothing is merged in it.
     pub narrowed: Vec<AddressRange>,
+}
+
+/// A virtual machine that is told by its control socket what KSM may have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Guest {
+    /// The path of the socket.
+    pub socket: PathBuf,
+    /// The memory backends that are not enrolled yet: `/objects/pc.ram`.
+    pub backends: Vec<String>,
 }
 
 /// A range in a plan.
@@ -93,12 +105,21 @@ pub struct PlannedRange {
     pub merging: Pages,
     /// Those of them that hold zeros.
     pub zero: Pages,
+    /// What they are likely to give back: of `n` equal pages each stands for `1 - 1/n`, as if all were enrolled.
+    pub freed: Bytes,
     /// Whether the program has enrolled it already.
     pub enrolled: bool,
     /// Whether it is enrolled only once the others have merged: most of what merges in it are third and further copies,
     /// which merge at ksmd's first look when the first two of each are in the stable tree already (mm/ksm.c,
     /// `cmp_and_merge_page`), instead of at its second.
     pub late: bool,
+}
+
+impl Target {
+    /// Whether the program has enrolled any of a part of the plan itself.
+    pub fn enrolled_itself(&self, part: AddressRange) -> bool {
+        self.ranges.iter().any(|range| range.enrolled && range.range.overlap(part).is_some())
+    }
 }
 
 impl PlannedRange {
@@ -122,7 +143,14 @@ impl PlannedRange {
             .into_iter()
             .map(|range| {
                 let part = |pages: Pages| Pages((u128::from(pages.0) * u128::from(range.bytes().0) / whole) as u64);
-                Self { range, pages: part(self.pages), merging: part(self.merging), zero: part(self.zero), ..*self }
+                Self {
+                    range,
+                    pages: part(self.pages),
+                    merging: part(self.merging),
+                    zero: part(self.zero),
+                    freed: Bytes(part(Pages(self.freed.0)).0),
+                    ..*self
+                }
             })
             .collect()
     }

@@ -128,7 +128,16 @@ const fn range(start: u64, end: u64) -> AddressRange {
 fn planned(start: u64, end: u64) -> PlannedRange {
     let pages = Pages(end - start);
     let range = range(start, end);
-    PlannedRange { range, region: range, pages, merging: pages, zero: Pages::ZERO, enrolled: false, late: false }
+    PlannedRange {
+        range,
+        region: range,
+        pages,
+        merging: pages,
+        zero: Pages::ZERO,
+        freed: Bytes::ZERO,
+        enrolled: false,
+        late: false,
+    }
 }
 
 #[test]

@@ -24,6 +24,8 @@ pub struct MergeReport {
     pub host: String,
     /// Bytes of a page.
     pub page_size: u64,
+    /// Bytes of a huge page.
+    pub huge_page_size: u64,
     /// The processes that the census looked at.
     pub processes: u64,
     /// What was planned.
@@ -123,7 +125,7 @@ pub struct OutcomeReport {
     /// What somebody else did to KSM's settings, for `yielded`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub yielded_to: Option<String>,
-    /// Bytes saved, read from page tables with ksmd stopped.
+    /// Bytes saved, read from page tables, with ksmd stopped unless somebody else drives it.
     pub saved: u64,
     /// `saved` less ksmd's metadata for the targets.
     pub net: i64,
@@ -133,7 +135,7 @@ pub struct OutcomeReport {
     pub ksm_frames: u64,
     /// Pages of zeros mapped to the kernel's zero page.
     pub zero_pages: u64,
-    /// Why `saved` is not what was predicted, in pages; a gain is negative.
+    /// Why `saved` is not what was predicted, in frames: they sum up to the difference, and a gain is negative.
     pub differences: Vec<Difference>,
     /// Seconds of the census and the plan.
     pub census_seconds: f64,
@@ -161,15 +163,21 @@ pub struct OutcomeReport {
     pub huge_after: Option<u64>,
     /// How often a thread of a target was stopped.
     pub stops: u64,
-    /// Microseconds of such a stop at the median.
-    pub stop_median_us: f64,
+    /// Microseconds of such a stop at the median; absent if there was none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stop_median_us: Option<f64>,
     /// Microseconds of the longest.
-    pub stop_max_us: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stop_max_us: Option<f64>,
     /// Merged pages that were watched; absent if no target ran.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub watched: Option<WatchedReport>,
     /// What could not be enrolled.
     pub missed: Vec<MissedReport>,
+    /// Processes outside the plan that were enrolled too: KSM has one tree, and may have merged theirs with the targets'.
+    /// Absent where the kernel does not tell (before 6.14).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub other_enrolled_processes: Option<u64>,
     /// What was changed for the time being and could not be put back.
     pub not_put_back: Vec<String>,
     /// What was saved over time, by the kernel's counters of the targets' merged pages.
@@ -181,8 +189,8 @@ pub struct OutcomeReport {
 pub struct Difference {
     /// The reason.
     pub why: &'static str,
-    /// Pages.
-    pub pages: i64,
+    /// Frames.
+    pub frames: i64,
 }
 
 /// A sample of the merged pages of running processes.
@@ -228,11 +236,12 @@ pub struct Point {
 
 impl MergeReport {
     /// A plan that is not, or not yet, carried out.
-    pub fn of_plan(host: String, page_size: PageSize, census: &Census, plan: &Plan) -> Self {
+    pub fn of_plan(host: String, page_size: PageSize, huge_page_size: u64, census: &Census, plan: &Plan) -> Self {
         Self {
             schema: "pagefold.merge/1",
             host,
             page_size: page_size.bytes(),
+            huge_page_size,
             processes: census.subjects.len() as u64,
             plan: PlanReport::of(plan, page_size),
             outcome: None,
@@ -342,7 +351,11 @@ impl OutcomeReport {
             merged_pages: outcome.after.merged.0,
             ksm_frames: outcome.after.frames.0,
             zero_pages: since(outcome.before.zero, outcome.after.zero),
-            differences: outcome.differences().into_iter().map(|(why, pages)| Difference { why, pages }).collect(),
+            differences: outcome
+                .differences(page_size)
+                .into_iter()
+                .map(|(why, frames)| Difference { why, frames })
+                .collect(),
             census_seconds: outcome.census.as_secs_f64(),
             seconds_to_50: seconds(0.5),
             seconds_to_90: seconds(0.9),
@@ -354,8 +367,8 @@ impl OutcomeReport {
             huge_before: outcome.huge.0.0,
             huge_after: outcome.huge.1.as_ref().ok().map(|bytes| bytes.0),
             stops: stops.len() as u64,
-            stop_median_us: stops.get(stops.len().saturating_sub(1) / 2).copied().unwrap_or(0.0),
-            stop_max_us: stops.last().copied().unwrap_or(0.0),
+            stop_median_us: stops.get(stops.len().saturating_sub(1) / 2).copied(),
+            stop_max_us: stops.last().copied(),
             watched: (outcome.watched.seen.page_seconds > 0.0).then_some(WatchedReport {
                 merged_pages: outcome.watched.seen.merged.0,
                 broken_pages: outcome.watched.seen.broken.0,
@@ -373,6 +386,7 @@ impl OutcomeReport {
                     why: missed.why.clone(),
                 })
                 .collect(),
+            other_enrolled_processes: outcome.bystanders.clone().ok(),
             not_put_back: outcome.remains.clone(),
             timeline: points
                 .map(|(_, sample)| Point {

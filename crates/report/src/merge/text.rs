@@ -48,7 +48,7 @@ fn title(report: &MergeReport) -> String {
         );
     };
     let end = match outcome.end {
-        "settled" => "Settled: nothing more comes.".to_owned(),
+        "settled" => "Settled.".to_owned(),
         "deadline" => "Ended by its deadline before it settled.".to_owned(),
         "stopped" => "Stopped before it settled; what is merged stays merged.".to_owned(),
         _ => format!("Yielded: {}.", outcome.yielded_to.as_deref().unwrap_or("somebody else drives KSM")),
@@ -89,18 +89,19 @@ fn comparison(report: &MergeReport, outcome: &OutcomeReport, style: Style) -> St
         percent(outcome.net.max(0) as u64, plan.savings.net.max(0) as u64),
     ]);
     table.add_row(["CPU of ksmd".to_owned(), seconds(plan.ksmd_seconds), known(outcome.ksmd_seconds), String::new()]);
+    let huge = |bytes: u64| number(bytes.div_ceil(report.huge_page_size.max(1)));
     if let (before @ 1.., Some(after)) = (outcome.huge_before, outcome.huge_after) {
         table.add_row([
             "huge pages split".to_owned(),
             number(plan.savings.huge_pages_split),
-            format!("{} of {}", bytes(before.saturating_sub(after)), bytes(before)),
+            format!("{} of {}", huge(before.saturating_sub(after)), huge(before)),
             String::new(),
         ]);
     }
     let mut text = style.render(&table);
     for difference in &outcome.differences {
-        let pages = Bytes(difference.pages.unsigned_abs() * report.page_size);
-        let sign = if difference.pages > 0 { "-" } else { "+" };
+        let pages = Bytes(difference.frames.unsigned_abs() * report.page_size);
+        let sign = if difference.frames > 0 { "-" } else { "+" };
         text.push_str(&style.paragraph(&format!("  {sign}{pages} {}", difference.why), 4));
     }
     text
@@ -133,20 +134,20 @@ fn account(outcome: &OutcomeReport, page_size: u64, style: Style) -> String {
             net(after as i64 - before as i64)
         ));
     }
-    if outcome.stops > 0 {
+    if let (Some(median), Some(longest)) = (outcome.stop_median_us, outcome.stop_max_us) {
         line(format!(
             "A thread of a target was stopped {}, {:.0} us at the median, {:.0} us at most.",
             match outcome.stops {
                 1 => "once".to_owned(),
                 stops => format!("{} times", number(stops)),
             },
-            outcome.stop_median_us,
-            outcome.stop_max_us
+            median,
+            longest
         ));
     }
     if let Some(watched) = &outcome.watched {
         line(format!(
-            "Watched {} merged pages of running programs for {} each: {} were written; {} withdrawn as not lasting.",
+            "Watched {} merged pages of running programs for {} each: {} were lost again; {} withdrawn as not lasting.",
             number(watched.merged_pages),
             seconds(watched.page_seconds / watched.merged_pages.max(1) as f64),
             number(watched.broken_pages),
@@ -221,6 +222,15 @@ fn notes(report: &MergeReport, top: usize, remedy: &str, style: Style) -> String
         let _ = writeln!(text, "Left alone: {} ({}): {}.", left.pid, printable(&left.comm), printable(&left.why));
     }
     if let Some(outcome) = &report.outcome {
+        if let Some(others @ 1..) = outcome.other_enrolled_processes {
+            text.push_str(&style.paragraph(
+                &format!(
+                    "Outside of the plan {} enrolled too: KSM has one tree, and may have merged theirs with these.",
+                    if others == 1 { "1 process is".to_owned() } else { format!("{} are", processes(others)) }
+                ),
+                2,
+            ));
+        }
         for missed in outcome.missed.iter().take(MISSED) {
             let place = match (missed.start, missed.end) {
                 (Some(start), Some(end)) => format!(" {start:08x}-{end:08x}"),
