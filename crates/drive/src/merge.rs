@@ -217,8 +217,9 @@ impl Work<'_, '_> {
         self.progress.enter(Stage::Enrolling);
         self.narrow()?;
         self.enrol(false)?;
-        // Not before: what is injected runs on the target's own time.
-        self.watch = (!self.options.watch.is_zero()).then(|| Watch::new(self.session.host(), self.plan));
+        // Not before: what is injected runs on the target's own time. Who enrols a process whole wants all of it.
+        let watches = !self.options.watch.is_zero() && !self.plan.whole;
+        self.watch = watches.then(|| Watch::new(self.session.host(), self.plan));
         self.progress.enter(Stage::Merging);
         self.settle(Some(self.plan.predicted.merging))
     }

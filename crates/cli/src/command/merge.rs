@@ -113,7 +113,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
             merge::carry_out(session, plan, &how, started, progress, &stop)
         })?;
         report = report.with_outcome(&outcome, page_size);
-        met = outcome.met();
+        met = outcome.met(page_size);
     }
     if options.json {
         output::print(&wire::json(&report))?;
@@ -182,8 +182,11 @@ fn guest(host: &dyn Host, target: &Target, options: &Options, global: &Global) -
     let Some(socket) = options.qmp.clone().or_else(|| qmp::socket_of(&*handle, vm)) else { return Ok(None) };
     match qmp::guests_backends(&socket, process.id) {
         Ok(backends) => {
+            let sizes: Vec<Bytes> = backends.iter().map(|backend| backend.size).collect();
+            let regions = target.ranges.iter().map(|range| range.region);
+            let memory = regions.filter(|region| sizes.contains(&region.bytes())).collect();
             let unmarked = backends.into_iter().filter(|backend| !backend.merge && !backend.share);
-            Ok(Some(Guest { socket, backends: unmarked.map(|backend| backend.path).collect() }))
+            Ok(Some(Guest { socket, backends: unmarked.map(|backend| backend.path).collect(), memory }))
         }
         Err(error) if options.qmp.is_some() => Err(error.into()),
         Err(_) => Ok(None),

@@ -90,6 +90,8 @@ pub struct Guest {
     pub socket: PathBuf,
     /// The memory backends that are not enrolled yet: `/objects/pc.ram`.
     pub backends: Vec<String>,
+    /// Where the memory of its backends lies: the regions of their sizes. What else the monitor has stays as it is.
+    pub memory: Vec<AddressRange>,
 }
 
 /// A range in a plan.
