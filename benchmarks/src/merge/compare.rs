@@ -6,13 +6,14 @@
 //! the same order.
 
 use super::bars::{self, Measure};
-use super::policies::Policy;
+use super::policies::{Beyond, Policy};
 use super::readings::Sample;
 use super::trial::{Conditions, Trial, run};
 use super::workloads::{Kind, Workload};
 use crate::report::{Findings, Spread, Table};
 use anyhow::Result;
 use pagefold_labs::content::Origin;
+use pagefold_model::policy::Observation;
 use std::time::SystemTime;
 
 const MIB: f64 = (1 << 20) as f64;
@@ -27,6 +28,8 @@ pub struct Comparison {
     pub trials: Vec<Trial>,
     /// What a slow policy was given, in seconds.
     window: f64,
+    /// What policies went by.
+    host: Observation,
 }
 
 /// When a share of the savings was reached, and at what cost.
@@ -62,7 +65,7 @@ impl Comparison {
                 trials.push(trial);
             }
         }
-        Ok(Self { workload, trials, window: conditions.window.as_secs_f64() })
+        Ok(Self { workload, trials, window: conditions.window.as_secs_f64(), host: conditions.host.clone() })
     }
 
     /// Trials without the probe.
@@ -101,8 +104,10 @@ impl Comparison {
         }
         let then = whole.reached(bytes)?;
         let alike = whole.samples.iter().find(|sample| sample.scanned >= last.scanned)?;
+        let scans = full_scans(&whole.samples);
+        let beyond = Beyond { policy: trial.policy, host: &self.host, watched: &trial.samples, scans: &scans };
         Some(Reached {
-            seconds: trial.policy.seconds_to_scan(then.scanned as f64, last.scanned as f64, last.seconds),
+            seconds: beyond.seconds_to_scan(then.scanned as f64)?,
             cpu: cpu(then) * (last.ksmd / alike.ksmd).max(1.0),
             measured: false,
         })
@@ -131,12 +136,13 @@ impl Comparison {
     /// The table, the bars and the samples.
     pub fn findings(&self) -> Findings {
         let mut findings = Findings::new(
-            "workload,round,policy,probe,seconds,saved_pages,ksmd_cpu_seconds,pagefold_cpu_seconds,pages_scanned",
+            "workload,round,policy,probe,seconds,saved_pages,ksmd_cpu_seconds,pagefold_cpu_seconds,\
+             pages_scanned,full_scans,pages_to_scan",
         );
         for trial in &self.trials {
             for sample in &trial.samples {
                 findings.samples.push(format!(
-                    "{},{},{},{},{:.4},{},{:.6},{:.2},{}",
+                    "{},{},{},{},{:.4},{},{:.6},{:.2},{},{},{}",
                     self.workload.name,
                     trial.round,
                     trial.policy.name().replace(',', ""),
@@ -145,7 +151,9 @@ impl Comparison {
                     sample.saved,
                     sample.ksmd,
                     sample.pagefold,
-                    sample.scanned
+                    sample.scanned,
+                    sample.full_scans,
+                    sample.pages_to_scan
                 ));
             }
         }
@@ -277,6 +285,17 @@ impl Comparison {
 pub const TRIALS: &str = "workload,round,policy,saved_bytes,counted_bytes,net_bytes,rmap_items,huge_bytes_before,\
                           huge_bytes_after,regions_before,regions_after,probe_slow_down";
 
+/// After how many scanned pages each full scan had ended.
+fn full_scans(samples: &[Sample]) -> Vec<f64> {
+    let mut ends = Vec::new();
+    for sample in samples {
+        while (ends.len() as i64) < sample.full_scans {
+            ends.push(sample.scanned as f64);
+        }
+    }
+    ends
+}
+
 /// In an order drawn anew each time.
 pub fn shuffled<T>(items: Vec<T>) -> Vec<T> {
     let now = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |time| time.as_nanos());
@@ -302,6 +321,8 @@ mod tests {
             ksmd: at,
             pagefold: 0.0,
             scanned: (at / (idle + seconds) * 10_000.0) as i64,
+            full_scans: 0,
+            pages_to_scan: 100,
         };
         let samples: Vec<Sample> = (0..=100).map(|step| sample(seen * f64::from(step) / 100.0)).collect();
         let page = pagefold_sys::mapping::page_size() as f64;
@@ -318,7 +339,8 @@ mod tests {
             trial(Policy::Default, 500.0, 500.0, 20.0, 1000.0),
         ];
         let workload = Workload::synthetic(true).swap_remove(0);
-        Comparison { workload, trials, window: 20.0 }
+        let host = pagefold_drive::policy::observe(&pagefold_linux::LiveHost::new());
+        Comparison { workload, trials, window: 20.0, host }
     }
 
     #[test]

@@ -20,12 +20,13 @@ pub use holder::hold;
 pub use probe::work;
 
 use crate::report::Findings;
-use crate::settings::{Settings, meminfo};
+use crate::settings::Settings;
 use crate::write;
 use anyhow::{Context, Result, bail};
 use clap::{Parser, ValueEnum};
 use compare::Comparison;
 use pagefold_labs::ksm::Ksm;
+use pagefold_linux::LiveHost;
 use policies::Pagefold;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -113,12 +114,16 @@ pub fn benchmark(arguments: &Arguments) -> Result<bool> {
     let mut met = true;
     for section in Section::value_variants().iter().filter(chosen).copied() {
         let nice = rustix::process::nice(0).context("cannot tell the priority")?;
+        let ksm = {
+            let _held = Ksm::take().map_err(anyhow::Error::msg)?;
+            ksm_settings()
+        };
         let settings = MergeSettings {
             common: Settings::observe(arguments.quick, vec![format!("merge-{}", section.name())], nice)?,
             cpu_percent: arguments.cpu,
             hot_cpu_percent: arguments.hot_cpu,
             rounds: arguments.rounds,
-            ksm: ksm_settings()?,
+            ksm,
             versions: versions(&pagefold),
         };
         let folder = vacant(arguments.out.as_deref(), &settings.common, section)?;
@@ -163,7 +168,7 @@ impl Kept<'_> {
             pagefold: self.pagefold.clone(),
             window: Duration::from_secs(if quick { 2 } else { 12 }),
             cpu: self.arguments.cpu,
-            memory_kib: meminfo("MemTotal:")?,
+            host: pagefold_drive::policy::observe(&LiveHost::new()),
         };
         for workload in workloads {
             let name = workload.name;
@@ -218,15 +223,14 @@ fn vacant(out: Option<&Path>, settings: &Settings, section: Section) -> Result<P
     Ok(folder)
 }
 
-/// What can be written, as the host has it: under the lock, for others may be changing it.
-fn ksm_settings() -> Result<BTreeMap<String, String>> {
-    let _ksm = Ksm::take().map_err(anyhow::Error::msg)?;
+/// What can be written, as the host has it. To be called by who holds KSM, for others may be changing it.
+fn ksm_settings() -> BTreeMap<String, String> {
     let files = pagefold_model::ksm::Setting::ALL.map(|setting| setting.file());
     let read = |file: &str| {
         let text = fs::read_to_string(format!("/sys/kernel/mm/ksm/{file}")).ok()?;
         Some((file.to_owned(), text.trim().to_owned()))
     };
-    Ok(files.into_iter().filter_map(read).collect())
+    files.into_iter().filter_map(read).collect()
 }
 
 /// Of what takes part and is there.
