@@ -1,9 +1,9 @@
 //! All policies on one workload, in rounds, and what follows from it: table, samples, bars, plot.
 //!
 //! In each round the policies come in an order drawn anew, on fresh processes, and guided is compared with whole within
-//! the round. The slow policies are measured for a window in the first round and beside the probe, and extrapolated: a
-//! policy has saved what flat-out merging had saved after as many scanned pages, for all of them walk the same pages in
-//! the same order.
+//! the round. The slow policies are measured once, for a window in the first round, and extrapolated: a policy has
+//! saved what flat-out merging had saved after as many scanned pages, for all of them walk the same pages in the same
+//! order. What each does to a probe beside it is measured in a round of its own.
 
 use super::bars::{self, Measure};
 use super::policies::{Beyond, Policy};
@@ -48,7 +48,7 @@ impl Comparison {
     pub fn make(workload: Workload, rounds: usize, conditions: &Conditions) -> Result<Self> {
         let mut trials = Vec::new();
         // The last round is the probe's, which would slow the others.
-        let probed = if workload.all_policies { rounds + 1 } else { 0 };
+        let probed = if workload.probed { rounds + 1 } else { 0 };
         for round in 1..=rounds.max(probed) {
             let all = workload.all_policies && (round == 1 || round == probed);
             let policies: Vec<Policy> = Policy::ALL.into_iter().filter(|policy| all || !policy.is_slow()).collect();
@@ -167,6 +167,7 @@ impl Comparison {
             self.workload.title.clone(),
             &[
                 "policy",
+                "n",
                 "saved MiB",
                 "net MiB",
                 "50 % s",
@@ -208,6 +209,7 @@ impl Comparison {
             let probe = self.trials.iter().find(|trial| trial.policy == policy && trial.slow_down.is_some());
             table.rows.push(vec![
                 policy.name().to_owned(),
+                trials.len().to_string(),
                 finished(median(&|trial| Some(trial.exact as f64 / MIB))),
                 finished(median(&|trial| Some(trial.net() / MIB))),
                 level(0.5, &|at| at.seconds),
@@ -241,7 +243,8 @@ impl Comparison {
             .collect();
         let calibration = if quotients.is_empty() { "-".to_owned() } else { Spread::of(quotients).percent() };
         let mut text = format!(
-            "Reachable: {of_all:.0} MiB ({origin}), net {:.0} MiB. Medians of the rounds. Times are read from KSM's counters; \
+            "Reachable: {of_all:.0} MiB ({origin}), net {:.0} MiB. n: trials, of which the \
+             median is told; what was measured once is that one trial. Times are read from KSM's counters; \
              at the end, ksmd frozen, they were {calibration} of what the page tables say, and \"saved\" is the latter. Net: \
              less 64 bytes for each page that ksmd keeps track of. CPU: ksmd and pagefold, its census and checks included; \
              \"CPU s / GiB\" is all that `pagefold merge` took to its end, for the others what they took to 99 %.",
@@ -249,11 +252,20 @@ impl Comparison {
         );
         if self.workload.all_policies {
             text.push_str(&format!(
-                " ~: extrapolated from the first {:.0} s by pages scanned, along the course of flat-out merging. ksmtuned \
-                 as if memory were short, from its first step on; the advisor at the pace it had in the window. \
-                 \"Probe slower\": a program of one thread beside it, in a round of its own, over the time that merging took.",
+                " ~: after the {:.0} s that the slow policies are given, extrapolated: each is taken to have saved what \
+                 flat-out merging had saved after as many scanned pages, with a page taking ksmd as long as it did in \
+                 those seconds and batches lying as far apart. ksmtuned, as if memory were short from its first step \
+                 on, takes a step every 60 s; the advisor at the end of each full scan, as if ksmd had used no CPU \
+                 before (the kernel's first step counts all since boot, which slows it). CPU of these is that of \
+                 flat-out merging after as many pages, and more by what they took more in those seconds.",
                 self.window
             ));
+        }
+        if self.workload.probed {
+            text.push_str(
+                " \"Probe slower\": a program of one thread beside it, in a round of its own, once, over the time that \
+                 merging took.",
+            );
         }
         text
     }

@@ -13,6 +13,7 @@ mod plot;
 mod policies;
 mod probe;
 mod readings;
+mod stops;
 mod trial;
 mod workloads;
 
@@ -48,6 +49,9 @@ pub struct Arguments {
     /// Rounds of what the bars compare
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=50))]
     rounds: u8,
+    /// Rounds of the simulations
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=50))]
+    hot_rounds: u8,
     /// Bound on CPU for pagefold and for flat-out merging, in percent of one
     #[arg(long, default_value_t = 100, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
     cpu: u32,
@@ -72,6 +76,8 @@ enum Section {
     Program,
     /// Simulations that write what was merged
     Hot,
+    /// For how long a process is stopped while its ranges are enrolled and withdrawn
+    Stops,
 }
 
 impl Section {
@@ -81,6 +87,7 @@ impl Section {
             Self::Fleet => "fleet",
             Self::Program => "program",
             Self::Hot => "hot",
+            Self::Stops => "stops",
         }
     }
 }
@@ -93,6 +100,7 @@ struct MergeSettings {
     cpu_percent: u32,
     hot_cpu_percent: u32,
     rounds: u8,
+    hot_rounds: u8,
     /// What KSM was set to before.
     ksm: BTreeMap<String, String>,
     /// First lines of what programs say of their version.
@@ -123,6 +131,7 @@ pub fn benchmark(arguments: &Arguments) -> Result<bool> {
             cpu_percent: arguments.cpu,
             hot_cpu_percent: arguments.hot_cpu,
             rounds: arguments.rounds,
+            hot_rounds: arguments.hot_rounds,
             ksm,
             versions: versions(&pagefold),
         };
@@ -147,7 +156,7 @@ struct Kept<'a> {
 impl Kept<'_> {
     fn measure(&self, section: Section) -> Result<bool> {
         let quick = self.arguments.quick;
-        let rounds = if quick { 1 } else { usize::from(self.arguments.rounds) };
+        let rounds = |rounds: u8| if quick { 1 } else { usize::from(rounds) };
         let mut all = Vec::new();
         let mut trials = vec![compare::TRIALS.to_owned()];
         let workloads = match section {
@@ -158,21 +167,26 @@ impl Kept<'_> {
                 let conditions =
                     hot::Conditions { pagefold: self.pagefold.clone(), cpu: self.arguments.hot_cpu, quick };
                 for &code in hot::CODES {
-                    all.push((code.name, hot::measure(code, rounds, &conditions)?));
+                    all.push((code.name, hot::measure(code, rounds(self.arguments.hot_rounds), &conditions)?));
                     self.keep(section, &all)?;
                 }
+                return Ok(are_met(&all));
+            }
+            Section::Stops => {
+                all.push(("stops", stops::measure(quick)?));
+                self.keep(section, &all)?;
                 return Ok(are_met(&all));
             }
         };
         let conditions = trial::Conditions {
             pagefold: self.pagefold.clone(),
-            window: Duration::from_secs(if quick { 2 } else { 12 }),
+            window: Duration::from_secs(if quick { 2 } else { 10 }),
             cpu: self.arguments.cpu,
             host: pagefold_drive::policy::observe(&LiveHost::new()),
         };
         for workload in workloads {
             let name = workload.name;
-            let comparison = Comparison::make(workload, rounds, &conditions)?;
+            let comparison = Comparison::make(workload, rounds(self.arguments.rounds), &conditions)?;
             trials.extend(comparison.trials_csv());
             write(self.folder, "trials.csv", &format!("{}\n", trials.join("\n")))?;
             plot::draw(&comparison, &self.folder.join(format!("{name}.svg")))?;
