@@ -188,14 +188,20 @@ impl Comparison {
             if trials.is_empty() {
                 continue;
             }
+            // Of all trials, or of none.
             let median = |value: &dyn Fn(&Trial) -> Option<f64>| {
-                let values: Vec<f64> = trials.iter().filter_map(|trial| value(trial)).collect();
-                (!values.is_empty()).then(|| Spread::of(values).median)
+                let values: Option<Vec<f64>> = trials.iter().map(|trial| value(trial)).collect();
+                values.map(|values| Spread::of(values).median)
             };
-            let cell = |value: Option<f64>, digits: usize| value.map_or_else(none, |value| format!("{value:.digits$}"));
+            let cell = |value: Option<f64>, digits: usize| match value {
+                None => none(),
+                Some(value) if value.is_infinite() => "never".to_owned(),
+                Some(value) => format!("{value:.digits$}"),
+            };
             let level = |share: f64, value: &dyn Fn(Reached) -> f64| {
                 let measured = trials.iter().all(|trial| self.reached(trial, share).is_none_or(|at| at.measured));
-                let text = cell(median(&|trial| self.reached(trial, share).map(value)), 2);
+                let never = (!policy.is_slow()).then_some(f64::INFINITY);
+                let text = cell(median(&|trial| self.reached(trial, share).map(value).or(never)), 2);
                 if measured { text } else { format!("~{text}") }
             };
             // The tail of flat-out merging is this program's way to see that nothing more comes; it is not charged.
@@ -376,6 +382,7 @@ mod tests {
         comparison.trials[1] = trial(Policy::Guided, 0.5, 0.5, 0.6, 1000.0);
         assert_eq!(comparison.measured(Measure::Sooner), [0.0]);
         assert!(comparison.measured(Measure::Net)[0] < 0.2);
+        assert!(comparison.findings().markdown("tenth", true).contains("never"));
     }
 
     #[test]
