@@ -37,7 +37,7 @@ bench: ## Measure what the documentation claims (minutes; wants a quiet machine)
 	$(CARGO) run $(LOCKED) --release -p pagefold-benchmarks -- $(ARGS)
 
 .PHONY: bench-merge
-bench-merge: setup ## Measure what merging brings and costs under all policies (as root; 40 minutes; ARGS: sections)
+bench-merge: setup ## Measure what merging brings and costs under all policies (as root; half an hour; ARGS: sections)
 	labs/setup-bench.sh
 	$(CARGO) build $(LOCKED) --release -p pagefold -p pagefold-labs -p pagefold-benchmarks
 	target/release/pagefold-benchmarks merge $(ARGS)

@@ -15,6 +15,9 @@ pub const LOCK: &str = "/run/pagefold-test.lock";
 const SETTINGS: &[&str] = &[
     "advisor_mode",
     "advisor_target_scan_time",
+    "advisor_max_cpu",
+    "advisor_min_pages_to_scan",
+    "advisor_max_pages_to_scan",
     "pages_to_scan",
     "sleep_millisecs",
     "use_zero_pages",

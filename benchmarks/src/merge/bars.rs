@@ -56,6 +56,9 @@ pub const HOT_SLOW_DOWN: f64 = 0.03;
 /// See [`HOT_SLOW_DOWN`].
 pub const HOT_SAVINGS: f64 = 0.7;
 
+/// What a single stop of a target stays below in the median, in seconds.
+pub const STOP: f64 = 0.001;
+
 /// The bars of a workload, by the measures in its rounds. The median counts.
 pub fn of(workload: &str, measured: impl Fn(Measure) -> Vec<f64>) -> Vec<Bar> {
     let judge = |claim: &Claim| {

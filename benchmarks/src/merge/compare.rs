@@ -1,18 +1,19 @@
 //! All policies on one workload, in rounds, and what follows from it: table, samples, bars, plot.
 //!
 //! In each round the policies come in an order drawn anew, on fresh processes, and guided is compared with whole within
-//! the round. The slow policies are measured for a window in the first round and beside the probe, and extrapolated: a
-//! policy has saved what flat-out merging had saved after as many scanned pages, for all of them walk the same pages in
-//! the same order.
+//! the round. The slow policies are measured once, for a window in the first round, and extrapolated: a policy has
+//! saved what flat-out merging had saved after as many scanned pages, for all of them walk the same pages in the same
+//! order. What each does to a probe beside it is measured in a round of its own.
 
 use super::bars::{self, Measure};
-use super::policies::Policy;
+use super::policies::{Beyond, Policy};
 use super::readings::Sample;
 use super::trial::{Conditions, Trial, run};
 use super::workloads::{Kind, Workload};
 use crate::report::{Findings, Spread, Table};
 use anyhow::Result;
 use pagefold_labs::content::Origin;
+use pagefold_model::policy::Observation;
 use std::time::SystemTime;
 
 const MIB: f64 = (1 << 20) as f64;
@@ -27,6 +28,8 @@ pub struct Comparison {
     pub trials: Vec<Trial>,
     /// What a slow policy was given, in seconds.
     window: f64,
+    /// What policies went by.
+    host: Observation,
 }
 
 /// When a share of the savings was reached, and at what cost.
@@ -45,7 +48,7 @@ impl Comparison {
     pub fn make(workload: Workload, rounds: usize, conditions: &Conditions) -> Result<Self> {
         let mut trials = Vec::new();
         // The last round is the probe's, which would slow the others.
-        let probed = if workload.all_policies { rounds + 1 } else { 0 };
+        let probed = if workload.probed { rounds + 1 } else { 0 };
         for round in 1..=rounds.max(probed) {
             let all = workload.all_policies && (round == 1 || round == probed);
             let policies: Vec<Policy> = Policy::ALL.into_iter().filter(|policy| all || !policy.is_slow()).collect();
@@ -62,7 +65,7 @@ impl Comparison {
                 trials.push(trial);
             }
         }
-        Ok(Self { workload, trials, window: conditions.window.as_secs_f64() })
+        Ok(Self { workload, trials, window: conditions.window.as_secs_f64(), host: conditions.host.clone() })
     }
 
     /// Trials without the probe.
@@ -101,8 +104,10 @@ impl Comparison {
         }
         let then = whole.reached(bytes)?;
         let alike = whole.samples.iter().find(|sample| sample.scanned >= last.scanned)?;
+        let scans = full_scans(&whole.samples);
+        let beyond = Beyond { policy: trial.policy, host: &self.host, watched: &trial.samples, scans: &scans };
         Some(Reached {
-            seconds: trial.policy.seconds_to_scan(then.scanned as f64, last.scanned as f64, last.seconds),
+            seconds: beyond.seconds_to_scan(then.scanned as f64)?,
             cpu: cpu(then) * (last.ksmd / alike.ksmd).max(1.0),
             measured: false,
         })
@@ -131,12 +136,13 @@ impl Comparison {
     /// The table, the bars and the samples.
     pub fn findings(&self) -> Findings {
         let mut findings = Findings::new(
-            "workload,round,policy,probe,seconds,saved_pages,ksmd_cpu_seconds,pagefold_cpu_seconds,pages_scanned",
+            "workload,round,policy,probe,seconds,saved_pages,ksmd_cpu_seconds,pagefold_cpu_seconds,\
+             pages_scanned,full_scans,pages_to_scan",
         );
         for trial in &self.trials {
             for sample in &trial.samples {
                 findings.samples.push(format!(
-                    "{},{},{},{},{:.4},{},{:.6},{:.2},{}",
+                    "{},{},{},{},{:.4},{},{:.6},{:.2},{},{},{}",
                     self.workload.name,
                     trial.round,
                     trial.policy.name().replace(',', ""),
@@ -145,7 +151,9 @@ impl Comparison {
                     sample.saved,
                     sample.ksmd,
                     sample.pagefold,
-                    sample.scanned
+                    sample.scanned,
+                    sample.full_scans,
+                    sample.pages_to_scan
                 ));
             }
         }
@@ -159,6 +167,7 @@ impl Comparison {
             self.workload.title.clone(),
             &[
                 "policy",
+                "n",
                 "saved MiB",
                 "net MiB",
                 "50 % s",
@@ -179,14 +188,20 @@ impl Comparison {
             if trials.is_empty() {
                 continue;
             }
+            // Of all trials, or of none.
             let median = |value: &dyn Fn(&Trial) -> Option<f64>| {
-                let values: Vec<f64> = trials.iter().filter_map(|trial| value(trial)).collect();
-                (!values.is_empty()).then(|| Spread::of(values).median)
+                let values: Option<Vec<f64>> = trials.iter().map(|trial| value(trial)).collect();
+                values.map(|values| Spread::of(values).median)
             };
-            let cell = |value: Option<f64>, digits: usize| value.map_or_else(none, |value| format!("{value:.digits$}"));
+            let cell = |value: Option<f64>, digits: usize| match value {
+                None => none(),
+                Some(value) if value.is_infinite() => "never".to_owned(),
+                Some(value) => format!("{value:.digits$}"),
+            };
             let level = |share: f64, value: &dyn Fn(Reached) -> f64| {
                 let measured = trials.iter().all(|trial| self.reached(trial, share).is_none_or(|at| at.measured));
-                let text = cell(median(&|trial| self.reached(trial, share).map(value)), 2);
+                let never = (!policy.is_slow()).then_some(f64::INFINITY);
+                let text = cell(median(&|trial| self.reached(trial, share).map(value).or(never)), 2);
                 if measured { text } else { format!("~{text}") }
             };
             // The tail of flat-out merging is this program's way to see that nothing more comes; it is not charged.
@@ -200,6 +215,7 @@ impl Comparison {
             let probe = self.trials.iter().find(|trial| trial.policy == policy && trial.slow_down.is_some());
             table.rows.push(vec![
                 policy.name().to_owned(),
+                trials.len().to_string(),
                 finished(median(&|trial| Some(trial.exact as f64 / MIB))),
                 finished(median(&|trial| Some(trial.net() / MIB))),
                 level(0.5, &|at| at.seconds),
@@ -233,7 +249,8 @@ impl Comparison {
             .collect();
         let calibration = if quotients.is_empty() { "-".to_owned() } else { Spread::of(quotients).percent() };
         let mut text = format!(
-            "Reachable: {of_all:.0} MiB ({origin}), net {:.0} MiB. Medians of the rounds. Times are read from KSM's counters; \
+            "Reachable: {of_all:.0} MiB ({origin}), net {:.0} MiB. n: trials, of which the \
+             median is told; what was measured once is that one trial. Times are read from KSM's counters; \
              at the end, ksmd frozen, they were {calibration} of what the page tables say, and \"saved\" is the latter. Net: \
              less 64 bytes for each page that ksmd keeps track of. CPU: ksmd and pagefold, its census and checks included; \
              \"CPU s / GiB\" is all that `pagefold merge` took to its end, for the others what they took to 99 %.",
@@ -241,11 +258,20 @@ impl Comparison {
         );
         if self.workload.all_policies {
             text.push_str(&format!(
-                " ~: extrapolated from the first {:.0} s by pages scanned, along the course of flat-out merging. ksmtuned \
-                 as if memory were short, from its first step on; the advisor at the pace it had in the window. \
-                 \"Probe slower\": a program of one thread beside it, in a round of its own, over the time that merging took.",
+                " ~: after the {:.0} s that the slow policies are given, extrapolated: each is taken to have saved what \
+                 flat-out merging had saved after as many scanned pages, with a page taking ksmd as long as it did in \
+                 those seconds and batches lying as far apart. ksmtuned, as if memory were short from its first step \
+                 on, takes a step every 60 s; the advisor at the end of each full scan, as if ksmd had used no CPU \
+                 before (the kernel's first step counts all since boot, which slows it). CPU of these is that of \
+                 flat-out merging after as many pages, and more by what they took more in those seconds.",
                 self.window
             ));
+        }
+        if self.workload.probed {
+            text.push_str(
+                " \"Probe slower\": a program of one thread beside it, in a round of its own, once, over the time that \
+                 merging took.",
+            );
         }
         text
     }
@@ -277,6 +303,17 @@ impl Comparison {
 pub const TRIALS: &str = "workload,round,policy,saved_bytes,counted_bytes,net_bytes,rmap_items,huge_bytes_before,\
                           huge_bytes_after,regions_before,regions_after,probe_slow_down";
 
+/// After how many scanned pages each full scan had ended.
+fn full_scans(samples: &[Sample]) -> Vec<f64> {
+    let mut ends = Vec::new();
+    for sample in samples {
+        while (ends.len() as i64) < sample.full_scans {
+            ends.push(sample.scanned as f64);
+        }
+    }
+    ends
+}
+
 /// In an order drawn anew each time.
 pub fn shuffled<T>(items: Vec<T>) -> Vec<T> {
     let now = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |time| time.as_nanos());
@@ -302,6 +339,8 @@ mod tests {
             ksmd: at,
             pagefold: 0.0,
             scanned: (at / (idle + seconds) * 10_000.0) as i64,
+            full_scans: 0,
+            pages_to_scan: 100,
         };
         let samples: Vec<Sample> = (0..=100).map(|step| sample(seen * f64::from(step) / 100.0)).collect();
         let page = pagefold_sys::mapping::page_size() as f64;
@@ -318,7 +357,8 @@ mod tests {
             trial(Policy::Default, 500.0, 500.0, 20.0, 1000.0),
         ];
         let workload = Workload::synthetic(true).swap_remove(0);
-        Comparison { workload, trials, window: 20.0 }
+        let host = pagefold_drive::policy::observe(&pagefold_linux::LiveHost::new());
+        Comparison { workload, trials, window: 20.0, host }
     }
 
     #[test]
@@ -342,6 +382,7 @@ mod tests {
         comparison.trials[1] = trial(Policy::Guided, 0.5, 0.5, 0.6, 1000.0);
         assert_eq!(comparison.measured(Measure::Sooner), [0.0]);
         assert!(comparison.measured(Measure::Net)[0] < 0.2);
+        assert!(comparison.findings().markdown("tenth", true).contains("never"));
     }
 
     #[test]

@@ -4,21 +4,28 @@
 //! their control group had in the mean over the run: savings that do not last are none. The decks are in `labs/mpi`, each
 //! a script that prepares, runs, and prints the physical result, which must be the same under each.
 //!
+//! Guided is what the product offers for such programs: `pagefold run --policy guided` before the job, whose process
+//! beside it merges again and again until the job has ended. That process is in the job's control group, so that its
+//! memory is charged to the savings; its CPU time is read until it ends, and KSM must then be set as before.
+//!
 //! Memory is `rss` of memory.stat of a control group of version 1, or `anon` of version 2: it falls by exactly the
 //! frames that merging frees, and costs nothing to read.
 
 use super::bars::{HOT_SAVINGS, HOT_SLOW_DOWN};
 use super::compare::shuffled;
 use super::holder::held;
+use super::ksm_settings;
 use super::policies::Pagefold;
 use super::readings::{Counters, cpu_seconds, ksmd};
-use super::trial::{forget, has_ended, pause_for};
+use super::trial::{forget, pause_for};
 use super::workloads::lab_file;
 use crate::report::{Bar, Findings, Spread, Table};
 use anyhow::{Context, Result, ensure};
 use pagefold_labs::ksm::Ksm;
+use pagefold_model::policy::{DEFAULT_PAGES_TO_SCAN, DEFAULT_SLEEP_MILLISECS};
 use rustix::process::{Pid, Signal};
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
@@ -27,8 +34,8 @@ use std::time::{Duration, Instant};
 const MIB: f64 = (1 << 20) as f64;
 const TICK: Duration = Duration::from_millis(100);
 
-/// Between the start of a run and its first guided merge, and between two.
-const PAUSE: Duration = Duration::from_secs(2);
+/// pagefold puts back what it changed within this time after the program has ended.
+const LIMIT: Duration = Duration::from_secs(30);
 
 /// A simulation.
 #[derive(Clone, Copy, Debug)]
@@ -48,7 +55,12 @@ pub struct Code {
 pub const CODES: &[Code] = &[
     Code { name: "meep", title: "Meep: light and a slab (FDTD), 4 ranks", held_out: false, tolerance: 1e-3 },
     Code { name: "openfoam", title: "OpenFOAM: a dam of water breaks (VOF), 4 ranks", held_out: false, tolerance: 0.0 },
-    Code { name: "espresso", title: "Quantum ESPRESSO: bands of silicon, 4 pools", held_out: true, tolerance: 0.0 },
+    Code {
+        name: "espresso",
+        title: "Quantum ESPRESSO: silicon, ground state (SCF), 4 pools",
+        held_out: true,
+        tolerance: 0.0,
+    },
 ];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -182,7 +194,7 @@ fn judge(code: Code, runs: &[Run], cpu: u32) -> Result<(Table, Vec<Bar>)> {
     let allowed = f64::from(cpu) / 100.0 / cpus as f64 + HOT_SLOW_DOWN;
     table.notes.push(format!(
         "Geometric means of the ratios within rounds. Results agree{}: {}. Guided is repeated while \
-         the program runs, within {cpu} % of one of {cpus} CPUs.",
+         the program runs, within {cpu} % of one of {cpus} CPUs, by `pagefold run`, whose own memory is counted too.",
         if code.tolerance > 0.0 { format!(" within {:e}", code.tolerance) } else { " to the last digit".to_owned() },
         runs.first().map_or("", |run| &run.result).split_whitespace().collect::<Vec<_>>().join(" ")
     ));
@@ -239,15 +251,20 @@ fn run(code: Code, mode: Mode, round: usize, conditions: &Conditions, samples: &
         quick: conditions.quick,
     };
     deck.call("prepare")?;
-    if let Mode::Whole(pages) = mode {
-        ksm.set("pages_to_scan", pages);
-        ksm.set("sleep_millisecs", 20);
-        ksm.set("run", 1);
-    }
+    let whole = match mode {
+        Mode::Whole(pages) => Some(u64::from(pages)),
+        Mode::Off | Mode::Guided => None,
+    };
+    ksm.set("pages_to_scan", whole.unwrap_or(DEFAULT_PAGES_TO_SCAN));
+    ksm.set("sleep_millisecs", DEFAULT_SLEEP_MILLISECS);
+    ksm.set("run", u8::from(whole.is_some()));
+    let settings = ksm_settings();
+    let state = tempfile::tempdir().context("a folder for pagefold's state")?;
+    let guided = (mode == Mode::Guided).then(|| conditions.pagefold.run_guided(state.path(), conditions.cpu));
     let before = Counters::read(ksmd)?;
     let begin = Instant::now();
-    let mut program = deck.start(&group, matches!(mode, Mode::Whole(_)))?;
-    let mut merging = Merging::new(conditions);
+    let mut program = deck.start(&group, whole.is_some(), guided.as_ref())?;
+    let mut beside = guided.map(|_| Beside::new(program.id(), state.path()));
     let (mut memory, mut faults) = (Vec::new(), 0);
     let status = loop {
         if let Some(status) = program.try_wait()? {
@@ -258,32 +275,43 @@ fn run(code: Code, mode: Mode, round: usize, conditions: &Conditions, samples: &
         // When the last process is gone the group is empty, and its counter stays.
         faults = so_far;
         let now = Counters::read(ksmd)?.ksmd - before.ksmd;
-        if mode == Mode::Guided {
-            merging.step(&group)?;
+        if let Some(beside) = &mut beside {
+            beside.look()?;
         }
         samples.push(format!(
             "{},{round},{},{:.2},{bytes},{so_far},{now:.3},{:.2}",
             code.name,
             mode.name(),
             begin.elapsed().as_secs_f64(),
-            merging.cpu
+            beside.as_ref().map_or(0.0, |beside| beside.cpu)
         ));
         if let Err(interrupted) = pause_for(TICK) {
             // mpirun ends its ranks when it is asked to end.
             let _ = rustix::process::kill_process(Pid::from_child(&program), Signal::TERM);
             let _ = program.wait();
-            merging.end()?;
+            if let Some(beside) = &mut beside {
+                beside.end()?;
+            }
             return Err(interrupted);
         }
     };
     let seconds = begin.elapsed().as_secs_f64();
-    merging.end()?;
-    ensure!(status.success(), "{} failed: {status}", code.name);
+    let complaints = fs::read_to_string(deck.complaints())?;
+    ensure!(status.success(), "{} failed: {status}: {complaints}", code.name);
+    if let Some(beside) = &mut beside {
+        beside.end()?;
+        // Read again: it may have said something at its end.
+        let complaints = fs::read_to_string(deck.complaints())?;
+        let own: Vec<&str> = complaints.lines().filter(|line| line.starts_with("pagefold: ")).collect();
+        ensure!(own.is_empty(), "guided merging of {} did not go through: {own:?}", code.name);
+        let after = ksm_settings();
+        ensure!(after == settings, "pagefold left KSM with {after:?} instead of {settings:?}");
+    }
     let ksmd = Counters::read(ksmd)?.ksmd - before.ksmd;
     let memory = memory.iter().sum::<f64>() / memory.len().max(1) as f64;
     let result = deck.call("result")?;
     ensure!(!result.is_empty(), "{} printed no result", code.name);
-    Ok(Run { mode, round, seconds, memory, faults, ksmd, pagefold: merging.cpu, result })
+    Ok(Run { mode, round, seconds, memory, faults, ksmd, pagefold: beside.map_or(0.0, |beside| beside.cpu), result })
 }
 
 /// A script of `labs/mpi` in a folder of its own.
@@ -315,9 +343,21 @@ impl Deck<'_> {
         Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
     }
 
-    /// Start it as a member of a group.
-    fn start(&self, group: &Group, enrolled: bool) -> Result<Child> {
-        let held = held("sh", enrolled)?;
+    /// What is said on standard error during a run.
+    fn complaints(&self) -> PathBuf {
+        self.folder.join("complaints")
+    }
+
+    /// Start it as a member of a group, through another program if one is given.
+    fn start(&self, group: &Group, enrolled: bool, through: Option<&Command>) -> Result<Child> {
+        let held = match through {
+            Some(command) => {
+                let mut held = held(command.get_program(), enrolled)?;
+                held.args(command.get_args()).arg("sh");
+                held
+            }
+            None => held("sh", enrolled)?,
+        };
         Command::new("sh")
             .args(["-c", "echo $$ > \"$1/cgroup.procs\" && shift && exec \"$@\"", "sh"])
             .arg(&group.folder)
@@ -328,59 +368,57 @@ impl Deck<'_> {
             .current_dir(self.folder)
             .stdin(Stdio::null())
             .stdout(fs::File::create(self.folder.join("output"))?)
+            .stderr(fs::File::create(self.complaints())?)
             .spawn()
             .context("cannot start a run")
     }
 }
 
-/// Guided merging while a program runs: one after the other, with pauses.
-struct Merging<'a> {
-    conditions: &'a Conditions,
-    child: Option<Child>,
-    since: Instant,
-    /// CPU seconds of all that have ended.
+/// The process that `pagefold run` leaves beside a program. It is no child of this one, and is known by the folder for
+/// its state, which nobody else was given.
+struct Beside {
+    /// The program: it was pagefold for a moment, and has the same arguments until then.
+    program: u32,
+    state: Vec<u8>,
+    pid: Option<u32>,
+    /// CPU seconds, as of the last look.
     cpu: f64,
 }
 
-impl<'a> Merging<'a> {
-    fn new(conditions: &'a Conditions) -> Self {
-        Self { conditions, child: None, since: Instant::now(), cpu: 0.0 }
+impl Beside {
+    fn new(program: u32, state: &Path) -> Self {
+        Self { program, state: state.as_os_str().as_bytes().to_vec(), pid: None, cpu: 0.0 }
     }
 
-    fn step(&mut self, group: &Group) -> Result<()> {
-        if let Some(child) = &self.child {
-            if has_ended(child.id())? {
-                let ranks = group.ranks()?;
-                let status = self.reap()?.context("a merge")?;
-                // It may find that the program has just ended; while that runs, a failure is one.
-                ensure!(
-                    ranks.is_empty() || matches!(status.code(), Some(0 | 1 | 3)),
-                    "pagefold merge failed: {status}"
-                );
-            }
-        } else if self.since.elapsed() >= PAUSE {
-            let ranks = group.ranks()?;
-            if !ranks.is_empty() {
-                let mut command = self.conditions.pagefold.merge_running(&ranks, self.conditions.cpu);
-                self.child = Some(command.spawn().with_context(|| format!("cannot start {command:?}"))?);
-            }
+    /// Whether a process is it: of one that has ended there are no arguments left.
+    fn is(&self, pid: u32) -> bool {
+        let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        pid != self.program && arguments.split(|&byte| byte == 0).any(|argument| argument == self.state)
+    }
+
+    /// Read its CPU time; whether it is there.
+    fn look(&mut self) -> Result<bool> {
+        if self.pid.is_none_or(|pid| !self.is(pid)) {
+            let pids = fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+            let Some(found) = pids.into_iter().find(|&pid| self.is(pid)) else { return Ok(false) };
+            self.pid = Some(found);
         }
-        Ok(())
-    }
-
-    fn reap(&mut self) -> Result<Option<std::process::ExitStatus>> {
-        let Some(mut child) = self.child.take() else { return Ok(None) };
-        while !has_ended(child.id())? {
-            sleep(TICK);
+        // One that ends in this moment has used what was read last.
+        if let Some(cpu) = self.pid.and_then(|pid| cpu_seconds(pid).ok()) {
+            self.cpu = self.cpu.max(cpu);
         }
-        self.cpu += cpu_seconds(child.id())?;
-        self.since = Instant::now();
-        Ok(Some(child.wait()?))
+        Ok(true)
     }
 
-    /// The program has ended: what is still at work ends by itself.
+    /// The program has ended: so does this by itself, having put everything back.
     fn end(&mut self) -> Result<()> {
-        self.reap().map(drop)
+        let begin = Instant::now();
+        while self.look()? {
+            ensure!(begin.elapsed() < LIMIT, "pagefold did not end within {LIMIT:?} after the program");
+            sleep(Duration::from_millis(10));
+        }
+        ensure!(self.pid.is_some(), "pagefold left no process beside the program");
+        Ok(())
     }
 }
 
@@ -406,16 +444,6 @@ impl Group {
         let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
         let line = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
         Ok((line(self.line).context("no memory")?, line("pgfault ").context("no page faults")?))
-    }
-
-    /// Those that compute: not the shell, not the launcher.
-    fn ranks(&self) -> Result<Vec<u32>> {
-        let pids = fs::read_to_string(self.folder.join("cgroup.procs"))?;
-        let computes = |pid: &u32| {
-            let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-            !matches!(name.trim(), "" | "sh" | "dash" | "bash" | "mpirun" | "orterun" | "orted" | "pagefold-benchm")
-        };
-        Ok(pids.lines().filter_map(|line| line.parse().ok()).filter(computes).collect())
     }
 }
 

@@ -13,6 +13,7 @@ mod plot;
 mod policies;
 mod probe;
 mod readings;
+mod stops;
 mod trial;
 mod workloads;
 
@@ -20,12 +21,13 @@ pub use holder::hold;
 pub use probe::work;
 
 use crate::report::Findings;
-use crate::settings::{Settings, meminfo};
+use crate::settings::Settings;
 use crate::write;
 use anyhow::{Context, Result, bail};
 use clap::{Parser, ValueEnum};
 use compare::Comparison;
 use pagefold_labs::ksm::Ksm;
+use pagefold_linux::LiveHost;
 use policies::Pagefold;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -47,6 +49,9 @@ pub struct Arguments {
     /// Rounds of what the bars compare
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=50))]
     rounds: u8,
+    /// Rounds of the simulations
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=50))]
+    hot_rounds: u8,
     /// Bound on CPU for pagefold and for flat-out merging, in percent of one
     #[arg(long, default_value_t = 100, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
     cpu: u32,
@@ -71,6 +76,8 @@ enum Section {
     Program,
     /// Simulations that write what was merged
     Hot,
+    /// For how long a process is stopped while its ranges are enrolled and withdrawn
+    Stops,
 }
 
 impl Section {
@@ -80,6 +87,7 @@ impl Section {
             Self::Fleet => "fleet",
             Self::Program => "program",
             Self::Hot => "hot",
+            Self::Stops => "stops",
         }
     }
 }
@@ -92,6 +100,7 @@ struct MergeSettings {
     cpu_percent: u32,
     hot_cpu_percent: u32,
     rounds: u8,
+    hot_rounds: u8,
     /// What KSM was set to before.
     ksm: BTreeMap<String, String>,
     /// First lines of what programs say of their version.
@@ -113,12 +122,17 @@ pub fn benchmark(arguments: &Arguments) -> Result<bool> {
     let mut met = true;
     for section in Section::value_variants().iter().filter(chosen).copied() {
         let nice = rustix::process::nice(0).context("cannot tell the priority")?;
+        let ksm = {
+            let _held = Ksm::take().map_err(anyhow::Error::msg)?;
+            ksm_settings()
+        };
         let settings = MergeSettings {
             common: Settings::observe(arguments.quick, vec![format!("merge-{}", section.name())], nice)?,
             cpu_percent: arguments.cpu,
             hot_cpu_percent: arguments.hot_cpu,
             rounds: arguments.rounds,
-            ksm: ksm_settings()?,
+            hot_rounds: arguments.hot_rounds,
+            ksm,
             versions: versions(&pagefold),
         };
         let folder = vacant(arguments.out.as_deref(), &settings.common, section)?;
@@ -142,7 +156,7 @@ struct Kept<'a> {
 impl Kept<'_> {
     fn measure(&self, section: Section) -> Result<bool> {
         let quick = self.arguments.quick;
-        let rounds = if quick { 1 } else { usize::from(self.arguments.rounds) };
+        let rounds = |rounds: u8| if quick { 1 } else { usize::from(rounds) };
         let mut all = Vec::new();
         let mut trials = vec![compare::TRIALS.to_owned()];
         let workloads = match section {
@@ -153,21 +167,26 @@ impl Kept<'_> {
                 let conditions =
                     hot::Conditions { pagefold: self.pagefold.clone(), cpu: self.arguments.hot_cpu, quick };
                 for &code in hot::CODES {
-                    all.push((code.name, hot::measure(code, rounds, &conditions)?));
+                    all.push((code.name, hot::measure(code, rounds(self.arguments.hot_rounds), &conditions)?));
                     self.keep(section, &all)?;
                 }
+                return Ok(are_met(&all));
+            }
+            Section::Stops => {
+                all.push(("stops", stops::measure(quick)?));
+                self.keep(section, &all)?;
                 return Ok(are_met(&all));
             }
         };
         let conditions = trial::Conditions {
             pagefold: self.pagefold.clone(),
-            window: Duration::from_secs(if quick { 2 } else { 12 }),
+            window: Duration::from_secs(if quick { 2 } else { 10 }),
             cpu: self.arguments.cpu,
-            memory_kib: meminfo("MemTotal:")?,
+            host: pagefold_drive::policy::observe(&LiveHost::new()),
         };
         for workload in workloads {
             let name = workload.name;
-            let comparison = Comparison::make(workload, rounds, &conditions)?;
+            let comparison = Comparison::make(workload, rounds(self.arguments.rounds), &conditions)?;
             trials.extend(comparison.trials_csv());
             write(self.folder, "trials.csv", &format!("{}\n", trials.join("\n")))?;
             plot::draw(&comparison, &self.folder.join(format!("{name}.svg")))?;
@@ -218,15 +237,14 @@ fn vacant(out: Option<&Path>, settings: &Settings, section: Section) -> Result<P
     Ok(folder)
 }
 
-/// What can be written, as the host has it: under the lock, for others may be changing it.
-fn ksm_settings() -> Result<BTreeMap<String, String>> {
-    let _ksm = Ksm::take().map_err(anyhow::Error::msg)?;
+/// What can be written, as the host has it. To be called by who holds KSM, for others may be changing it.
+fn ksm_settings() -> BTreeMap<String, String> {
     let files = pagefold_model::ksm::Setting::ALL.map(|setting| setting.file());
     let read = |file: &str| {
         let text = fs::read_to_string(format!("/sys/kernel/mm/ksm/{file}")).ok()?;
         Some((file.to_owned(), text.trim().to_owned()))
     };
-    Ok(files.into_iter().filter_map(read).collect())
+    files.into_iter().filter_map(read).collect()
 }
 
 /// Of what takes part and is there.

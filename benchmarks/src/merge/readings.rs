@@ -25,6 +25,10 @@ pub struct Sample {
     pub pagefold: f64,
     /// `pages_scanned`, against before.
     pub scanned: i64,
+    /// `full_scans`, against before.
+    pub full_scans: i64,
+    /// `pages_to_scan`, as policies set it.
+    pub pages_to_scan: u64,
 }
 
 /// What the counters say now, in pages and seconds.
@@ -36,6 +40,8 @@ pub struct Counters {
     pub scanned: i64,
     /// `full_scans`.
     pub full_scans: i64,
+    /// `pages_to_scan`.
+    pub pages_to_scan: u64,
     /// CPU seconds of ksmd.
     pub ksmd: f64,
 }
@@ -54,6 +60,7 @@ impl Counters {
             saved: counter("pages_sharing")? + counter("ksm_zero_pages")?,
             scanned: counter("pages_scanned")?,
             full_scans: counter("full_scans")?,
+            pages_to_scan: counter("pages_to_scan")?.unsigned_abs(),
             ksmd: on_cpu / 1e9,
         })
     }

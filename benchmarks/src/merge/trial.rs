@@ -4,8 +4,9 @@ use super::policies::{Pagefold, Policy, pause};
 use super::probe::Probe;
 use super::readings::{Counters, Exact, Sample, cpu_seconds, ksmd};
 use super::workloads::{Truth, Workload};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use pagefold_labs::ksm::Ksm;
+use pagefold_model::policy::Observation;
 use rustix::process::{Pid, WaitId, WaitIdOptions};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -32,8 +33,8 @@ pub struct Conditions {
     pub window: Duration,
     /// The bound on CPU, in percent of one, for pagefold and for whole-process merging.
     pub cpu: u32,
-    /// `MemTotal`.
-    pub memory_kib: u64,
+    /// What policies go by.
+    pub host: Observation,
 }
 
 /// What came of it.
@@ -91,7 +92,7 @@ pub fn run(workload: &Workload, policy: Policy, round: usize, probed: bool, cond
     let checks = running.checks()?;
     let probe = probed.then(|| Probe::start(Duration::from_secs(2))).transpose()?;
     let before = Exact::read(&running.pids)?;
-    policy.prepare(&ksm, conditions.memory_kib);
+    policy.prepare(&ksm, &conditions.host).map_err(|why| anyhow!("settings of {}: {why}", policy.name()))?;
     let watch = Watch { ksm: &ksm, ksmd, before: Counters::read(ksmd)?, begin: Instant::now() };
     let samples = match policy {
         Policy::Guided => {
@@ -188,6 +189,8 @@ impl Watch<'_> {
             ksmd: now.ksmd - self.before.ksmd,
             pagefold,
             scanned: now.scanned - self.before.scanned,
+            full_scans: now.full_scans - self.before.full_scans,
+            pages_to_scan: now.pages_to_scan,
         };
         Ok((sample, now))
     }
@@ -243,7 +246,7 @@ impl Watch<'_> {
         while !has_ended(pid)? {
             samples.push(self.look(cpu_seconds(pid)?)?.0);
             let in_time = if self.begin.elapsed() > LIMIT {
-                Err(anyhow::anyhow!("pagefold merge did not end within {LIMIT:?}"))
+                Err(anyhow!("pagefold merge did not end within {LIMIT:?}"))
             } else {
                 pause_for(TICK)
             };
