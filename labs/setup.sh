@@ -1,7 +1,7 @@
 #!/bin/sh
 # Prepares what `pagefold-lab fleet` boots: QEMU, and in .cache/fleet a kernel (Debian's cloud kernel, unpacked and never
-# installed) and an initramfs (busybox and guest/init); and what the tests of `pagefold run` start: a C compiler and
-# OpenMPI. Does only what is still to be done, so it may run each time.
+# installed) and an initramfs (busybox and guest/init); and what tests start: a C compiler, OpenMPI and the shell of
+# SQLite. Does only what is still to be done, so it may run each time.
 # Needs Debian on amd64 after `apt-get update`, and root only where packages are missing.
 set -eu
 
@@ -17,6 +17,7 @@ missing=
 command -v gcc > /dev/null || missing="$missing gcc libc6-dev"
 command -v mpirun > /dev/null || missing="$missing openmpi-bin"
 command -v mpicc > /dev/null || missing="$missing libopenmpi-dev"
+command -v sqlite3 > /dev/null || missing="$missing sqlite3"
 if [ -n "$missing" ] && [ "$(id -u)" -ne 0 ]; then
     say "tests that need these will say that they are skipped:$missing"
     missing=

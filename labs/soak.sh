@@ -1,24 +1,72 @@
 #!/bin/bash
-# Enrols and withdraws running programs thousands of times while they work, and lets each check itself: a busy
-# multi-threaded one of ours, one written in Go (whose threads run on small stacks of their own), and PostgreSQL under
-# load, by its own consistency checks. As root. CYCLES=N sets how many cycles the first goes through.
+# Enrols and withdraws running programs thousands of times while they work and ksmd merges at full speed, and lets each
+# check itself: a busy multi-threaded one of ours, one written in Go (whose threads run on small stacks of their own),
+# and PostgreSQL under load, by its own consistency checks. As root.
+#
+# CYCLES=N sets how many cycles the first goes through (10000); the one in Go goes through a tenth of them, the database
+# through three tenths. KSM is nobody else's meanwhile, and its settings come back.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ "$(id -u)" -eq 0 ] || { echo "soak: skipped: needs root"; exit 0; }
 cycles=${CYCLES:-10000}
+ksm=/sys/kernel/mm/ksm
+[ -w "$ksm/run" ] || { echo "soak: skipped: this kernel has no KSM, or /sys is read-only"; exit 0; }
 
 cargo build --release --package pagefold-labs
 lab=$PWD/target/release/pagefold-lab
 work=$(mktemp -d /tmp/pagefold-soak.XXXXXX)
 chmod 755 "$work"
 bin=
+# In an order in which the kernel takes them: pages_to_scan only while no advisor is on.
+names="advisor_mode pages_to_scan sleep_millisecs use_zero_pages run"
+declare -A before
 finish() {
     [ -z "$bin" ] || setpriv --reuid=postgres --regid=postgres --clear-groups "$bin/pg_ctl" -D "$work/data" -m immediate stop > /dev/null 2>&1 || true
+    local name
+    for name in $names; do
+        [ -z "${before[$name]:-}" ] || put "$name" "${before[$name]}" || echo "soak: $name was ${before[$name]}" >&2
+    done
     rm -rf "$work"
+}
+
+# The value of a setting, which of several words is the one in brackets.
+value() { sed 's/.*\[\(.*\)\].*/\1/' "$ksm/$1"; }
+
+# What a kernel does not have is left out: the advisor came with 6.8, use_zero_pages with 6.6.
+put() { [ ! -e "$ksm/$1" ] || [ "$(value "$1")" = "$2" ] || echo "$2" > "$ksm/$1"; }
+
+# merge_hard: take KSM, and let ksmd run without a pause.
+merge_hard() {
+    exec 8> /run/pagefold-test.lock
+    flock 8
+    local name
+    for name in $names; do
+        [ ! -e "$ksm/$name" ] || before[$name]=$(value "$name")
+    done
+    put advisor_mode none
+    put pages_to_scan 20000
+    put sleep_millisecs 0
+    put use_zero_pages 0
+    put run 1
+}
+
+# Merged pages that got copies of their own, for a write or a withdrawal, since boot.
+cow_ksm() { awk '$1 == "cow_ksm" { print $2 }' /proc/vmstat; }
+
+# The same since the last call, of which there must be some.
+copies() {
+    local all
+    all=$(cow_ksm)
+    echo "soak: $((all - copied)) merged pages got copies of their own again"
+    [ "$all" -gt "$copied" ]
+    copied=$all
 }
 trap finish EXIT
 trap 'exit 1' HUP INT TERM
+
+merge_hard
+copied=$(cow_ksm)
 
 # start NAME COMMAND...: runs until its standard input, NAME.in, is closed; its process number is in $target.
 start() {
@@ -43,16 +91,19 @@ check() {
 
 echo "soak: $cycles cycles on a busy program"
 start busy "$lab" busy --threads 4 --memory 2
-"$lab" advise "$target" mergeable --cycles "$cycles"
+# The pause lets ksmd come by twice, as a merge takes.
+"$lab" advise "$target" mergeable --cycles "$cycles" --pause 8
 check busy "all right"
+copies
 
 if command -v go > /dev/null; then
     echo "soak: $((cycles / 10)) cycles on a program in Go"
     cp labs/tests/targets/busy.go "$work/"
     (cd "$work" && go build -o busy-go busy.go)
     start go "$work/busy-go"
-    "$lab" advise "$target" mergeable --cycles "$((cycles / 10))"
+    "$lab" advise "$target" mergeable --cycles "$((cycles / 10))" --pause 8
     check go "all right"
+    copies
 else
     echo "soak: skipped: a program in Go, there is no go"
 fi
@@ -63,23 +114,26 @@ as() { setpriv --reuid=postgres --regid=postgres --clear-groups env -C "$work" "
 install -d -o postgres -g postgres "$work/data" "$work/run"
 as "$bin/initdb" --data-checksums --auth=trust "$work/data" > /dev/null
 as "$bin/pg_ctl" -D "$work/data" -w -l "$work/run/log" \
-    -o "-k $work/run -c listen_addresses= -c shared_buffers=32MB" start > /dev/null
+    -o "-k $work/run -c listen_addresses= -c shared_buffers=32MB" start > /dev/null 8>&-
 sql() { as "$bin/psql" -h "$work/run" -X -q -t -A -d postgres -c "$1"; }
 as "$bin/pgbench" -h "$work/run" -i -s 3 -q postgres 2> /dev/null
-echo "soak: PostgreSQL under load"
-as "$bin/pgbench" -h "$work/run" -c 4 -j 2 -T 30 postgres > "$work/pgbench" 2>&1 &
-load=$!
+wanted=$((cycles * 3 / 10))
+echo "soak: $wanted cycles on PostgreSQL under load"
 visits=0
-while kill -0 "$load" 2> /dev/null; do
-    # Each backend in turn; one that ends meanwhile is refused, which is no error here.
-    for pid in $(pgrep -P "$(head -1 "$work/data/postmaster.pid")"); do
-        if "$lab" advise "$pid" mergeable --cycles 5 > /dev/null 2>&1; then visits=$((visits + 5)); fi
+while [ "$visits" -lt "$wanted" ]; do
+    as "$bin/pgbench" -h "$work/run" -c 4 -j 2 -T 20 postgres > "$work/pgbench" 2>&1 &
+    load=$!
+    while [ "$visits" -lt "$wanted" ] && kill -0 "$load" 2> /dev/null; do
+        # Each backend in turn; one that ends meanwhile is refused, which is no error here.
+        for pid in $(pgrep -P "$(head -1 "$work/data/postmaster.pid")"); do
+            if "$lab" advise "$pid" mergeable --cycles 10 --pause 8 > /dev/null 2>&1; then visits=$((visits + 10)); fi
+        done
     done
+    wait "$load" || { cat "$work/pgbench"; exit 1; }
+    grep -E "^(tps|number of (transactions actually|failed))" "$work/pgbench"
 done
-wait "$load" || { cat "$work/pgbench"; exit 1; }
-grep -E "^(tps|number of (transactions actually|failed))" "$work/pgbench"
 echo "soak: $visits cycles on its processes"
-[ "$visits" -gt 100 ]
+copies
 # The sums of pgbench's own bookkeeping, each index against its table, and every page's checksum.
 balanced="select (select sum(abalance) from pgbench_accounts) = (select sum(delta) from pgbench_history)
     and (select sum(tbalance) from pgbench_tellers) = (select sum(bbalance) from pgbench_branches)

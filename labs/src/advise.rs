@@ -23,6 +23,9 @@ pub struct Arguments {
     /// Do it and take it back so many times, instead of doing it once
     #[arg(long, value_name = "N")]
     cycles: Option<u32>,
+    /// Wait so many milliseconds in each cycle before taking it back, for ksmd to merge something
+    #[arg(long, value_name = "MS", default_value_t = 0, requires = "cycles")]
+    pause: u64,
     /// Cut what is advised into ranges of so many pages with as many left out between
     #[arg(long, value_name = "PAGES")]
     comb: Option<u64>,
@@ -79,7 +82,10 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let back = back.filter(|_| arguments.cycles.is_some()).map(|back| self::action(back, process, &ranges));
     let mut stops: Vec<Duration> = Vec::new();
     for cycle in 0..arguments.cycles.unwrap_or(1) {
-        for action in [Some(&action), back.as_ref()].into_iter().flatten() {
+        for (place, action) in [Some(&action), back.as_ref()].into_iter().flatten().enumerate() {
+            if place > 0 {
+                std::thread::sleep(Duration::from_millis(arguments.pause));
+            }
             let effect = host.apply(action).with_context(|| format!("cycle {cycle}"))?;
             for (range, why) in &effect.missed {
                 println!("missed {range}: {why}");

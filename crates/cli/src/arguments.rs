@@ -99,7 +99,7 @@ pub struct Targets {
     /// A virtual machine by its name
     #[arg(long, value_name = "NAME")]
     pub vm: Vec<String>,
-    /// Everything that may be read; the default
+    /// Everything that may be read; the default, but for `unmerge`, to which it must be said
     #[arg(long, conflicts_with_all = ["pid", "name", "cgroup", "user", "vm"])]
     pub all: bool,
 }

@@ -4,21 +4,36 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use pagefold_census::Progress;
 use pagefold_drive::merge;
 use pagefold_model::PageSize;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use std::io::IsTerminal;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// A flag that the first SIGINT or SIGTERM sets; a second one ends the process as it would without a handler.
+/// A flag that SIGINT, SIGTERM, SIGQUIT and SIGHUP set; a second one of the first three ends the process as it would
+/// without a handler. A SIGHUP or SIGQUIT that is ignored, as nohup(1) has it, stays ignored.
 pub fn stop_on_signal() -> std::io::Result<Arc<AtomicBool>> {
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
+    let (stop, asked) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let ignored = ignored(&std::fs::read_to_string("/proc/self/status").unwrap_or_default());
+    let heeded = |signal| ignored & (1_u64 << (signal - 1)) == 0;
+    for signal in [SIGINT, SIGTERM, SIGQUIT].into_iter().filter(|&signal| signal != SIGQUIT || heeded(signal)) {
         // The order matters: the conditional handler sees the flag as the signal before left it.
-        signal_hook::flag::register_conditional_default(signal, Arc::clone(&stop))?;
+        signal_hook::flag::register_conditional_default(signal, Arc::clone(&asked))?;
+        signal_hook::flag::register(signal, Arc::clone(&asked))?;
         signal_hook::flag::register(signal, Arc::clone(&stop))?;
     }
+    // A terminal that goes away sends it twice, the kernel and the shell once each: the second must not end what puts
+    // the host's settings back.
+    if heeded(SIGHUP) {
+        signal_hook::flag::register(SIGHUP, Arc::clone(&stop))?;
+    }
     Ok(stop)
+}
+
+/// The signals that this process ignores, of proc_pid_status(5): bit 0 is signal 1. None where that cannot be told.
+fn ignored(status: &str) -> u64 {
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
 /// Run a census with its progress shown on standard error, if that is a terminal.
@@ -85,4 +100,16 @@ fn draw(bar: &ProgressBar, progress: &Progress, page_size: PageSize, stop: &Atom
     }
     bar.set_position(progress.done() * page_size.bytes());
     bar.tick();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ignored_signals_are_read_from_their_mask() {
+        assert_eq!(ignored("SigBlk:\t0000000000000001\nSigIgn:\t0000000000001001\n"), (1 << 12) | (1 << (SIGHUP - 1)));
+        assert_eq!(ignored("SigBlk:\t0000000000000001\n"), 0);
+        assert_eq!(ignored("SigIgn:\tnone\n"), 0);
+    }
 }

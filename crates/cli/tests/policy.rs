@@ -172,17 +172,51 @@ fn recover_puts_back_and_says_what_it_did_not() {
 fn a_follower_ends_on_a_signal() {
     let Some((_ksm, state)) = take("a_follower_ends_on_a_signal") else { return };
     let before = values();
-    let mut child = follower(state.path());
-    kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
-    let started = Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            break status;
+    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGQUIT, Signal::SIGHUP] {
+        let mut child = follower(state.path());
+        // As a terminal that goes away: what is said there fails, and SIGHUP comes twice.
+        drop(child.stderr.take());
+        for _ in 0..if signal == Signal::SIGHUP { 2 } else { 1 } {
+            kill(Pid::from_raw(child.id() as i32), signal).unwrap();
         }
-        assert!(started.elapsed() < Duration::from_secs(30), "it does not end");
-        sleep(Duration::from_millis(10));
+        let started = Instant::now();
+        let status = loop {
+            if let Some(status) = child.try_wait().unwrap() {
+                break status;
+            }
+            assert!(started.elapsed() < Duration::from_secs(30), "{signal}: it does not end");
+            sleep(Duration::from_millis(10));
+        };
+        assert_eq!(status.code(), Some(0), "{signal}");
+        assert_eq!(values(), before, "{signal}");
+    }
+}
+
+#[test]
+fn a_hangup_that_is_ignored_stays_ignored() {
+    let Some((_ksm, state)) = take("a_hangup_that_is_ignored_stays_ignored") else { return };
+    let before = values();
+    let script = r#"trap '' HUP && exec "$0" --state "$1" policy set ksmtuned --follow"#;
+    let mut child = Command::new("sh")
+        .args(["-c", script, env!("CARGO_BIN_EXE_pagefold")])
+        .arg(state.path())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stderr.as_mut().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.starts_with("Following ksmtuned"), "{line}");
+    let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
+    let mask = |name| {
+        let mask = status.lines().find_map(|line| line.strip_prefix(name)).expect("a mask of signals").trim();
+        u64::from_str_radix(mask, 16).unwrap()
     };
-    assert_eq!(status.code(), Some(0));
+    let bits = [Signal::SIGHUP, Signal::SIGQUIT].map(|signal| 1 << (signal as u64 - 1));
+    assert_eq!(bits.map(|bit| mask("SigIgn:") & bit != 0), [true, false]);
+    assert_eq!(bits.map(|bit| mask("SigCgt:") & bit != 0), [false, true]);
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGHUP).unwrap();
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
     assert_eq!(values(), before);
 }
 

@@ -15,6 +15,7 @@ use pagefold_model::policy::{NAMES, Policy};
 use pagefold_report::policy::{Facts, PolicyReport, Written, text};
 use pagefold_report::wire;
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
@@ -141,11 +142,12 @@ fn follow(options: &Set, global: &Global) -> anyhow::Result<Outcome> {
     let followed = policy::follow(&mut session, &policy, || stop.load(Ordering::Relaxed));
     let remains = session.finish().map_err(explained)?;
     for remains in &remains {
-        eprintln!("pagefold: not put back: {remains}");
+        let _ = writeln!(std::io::stderr(), "pagefold: not put back: {remains}");
     }
     match followed {
         Ok(steps) => {
-            eprintln!("Took {steps} steps. What the host had before is back.");
+            // The terminal may be what went away.
+            let _ = writeln!(std::io::stderr(), "Took {steps} steps. What the host had before is back.");
             Ok(if remains.is_empty() { Outcome::Done } else { Outcome::Partial })
         }
         Err(error @ Error::Contested { .. }) => {

@@ -6,14 +6,17 @@ use anyhow::Context;
 use clap::Args;
 use pagefold_census::Index;
 use pagefold_census::pages::Pages;
+use pagefold_drive::policy;
+use pagefold_host::act::setting_now;
 use pagefold_host::observe::{self, Nodes};
 use pagefold_host::recording::{Tap, pages::kind_line};
-use pagefold_host::{Host, examine, parse};
+use pagefold_host::{Host, examine, parse, room};
 use pagefold_model::Pid;
 use pagefold_model::census::Census;
 use pagefold_model::doctor::tuner;
 use pagefold_model::domain::DomainRule;
 use pagefold_model::identity::Identity;
+use pagefold_model::ksm::Setting;
 use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::fs::File;
@@ -80,6 +83,13 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         let _ = handle.map(|handle| observe::rollup(&*handle));
     }
     let _ = observe::huge_page_bytes(&tap);
+    // The same for what `policy show` and `unmerge --dry-run` go by.
+    for setting in Setting::ALL {
+        let _ = setting_now(&tap, setting);
+    }
+    let _ = policy::observe(&tap);
+    let cgroups = census.subjects.iter().filter_map(|subject| subject.process.cgroup.clone().ok()).collect();
+    let _ = room::room(&tap, &cgroups);
     let nodes = Nodes::observe(&tap).unwrap_or_default();
     let lines = write_pages(&tap, &census, &index, &nodes, root)?;
     write_lines(

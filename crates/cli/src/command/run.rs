@@ -10,14 +10,19 @@ mod way;
 
 use crate::Outcome;
 use crate::arguments::{Global, percent};
+use crate::config::Config;
 use anyhow::{Context, bail};
 use clap::Args;
 use pagefold_host::Host;
 use pagefold_linux::{LiveHost, launch};
+use pagefold_model::identity::Identity;
+use pagefold_model::process::Process;
 use pagefold_model::{Absent, Pid, ProcessId};
+use std::collections::BTreeMap;
 use std::ffi::{CString, OsString};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::process;
 use way::{Ready, Way};
 
@@ -33,7 +38,8 @@ Examples:
 
 The program replaces pagefold: same process, exit status, signals and terminal. Enrolled memory merges while ksmd runs
 (/sys/kernel/mm/ksm/run). KSM merges with whatever else is enrolled on the host, across users: who can time writes to
-his own memory can tell whether others hold the same page. Do not enrol what holds secrets.
+his own memory can tell whether others hold the same page. Do not enrol what holds secrets: a program that the
+configuration excludes is refused by its name (`pagefold config default` shows whom); what it starts is not looked at.
 
 Ways: prctl is inherited by all that the program starts, and complete. preload needs programs that are linked
 dynamically with glibc, adds a thread to each where the kernel refuses prctl there too, and sets LD_PRELOAD. inject
@@ -52,15 +58,18 @@ pub struct Options {
     /// How to enrol it [default: the first of these that works]
     #[arg(long, value_enum, value_name = "WAY")]
     way: Option<Way>,
-    /// Run it also where it cannot be enrolled, with a warning
+    /// Run it also where it cannot or must not be enrolled, or KSM not be driven, with a warning
     #[arg(long)]
     best_effort: bool,
     /// Drive KSM while it runs: default, ksmtuned, advisor[:SECONDS], flat-out, guided or a TOML file
     #[arg(long, value_name = "POLICY")]
     policy: Option<String>,
-    /// ksmd's share of one CPU at most, for the policy `guided`
-    #[arg(long, value_name = "PERCENT", default_value = "10", value_parser = percent, requires = "policy")]
-    cpu: f64,
+    /// ksmd's share of one CPU at most, for the policy `guided` [default: 10]
+    #[arg(long, value_name = "PERCENT", value_parser = percent, requires = "policy")]
+    cpu: Option<f64>,
+    /// Drive KSM although another program that writes its settings runs
+    #[arg(long, requires = "policy")]
+    force: bool,
     /// Start it without address space randomisation, so that more pages of several processes are alike
     ///
     /// Pages with addresses in them differ between processes whose memory lies elsewhere. Without randomisation
@@ -94,11 +103,17 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let command: Vec<CString> =
         options.command.iter().map(|word| CString::new(word.as_bytes())).collect::<Result<_, _>>()?;
     let name = options.command.first().context("no program was named")?;
-    let policy = options.policy.as_deref().map(|name| drive::Drive::new(name, options.cpu, global)).transpose()?;
+    let config = Config::load(global)?;
+    let excluded = exclusion(&config, &options.command);
+    let policy = options.policy.as_deref().map(|name| drive::Drive::new(name, options.cpu, config, global));
+    let policy = policy.transpose()?;
     let guided = policy.as_ref().is_some_and(drive::Drive::is_guided);
     // What is merged range by range must not be enrolled whole.
-    let (ready, passed) = if guided { (None, Vec::new()) } else { choose(options, name) };
+    let (ready, passed) = if guided || excluded.is_some() { (None, Vec::new()) } else { choose(options, name) };
     if options.dry_run {
+        if let Some(why) = excluded {
+            bail!(why);
+        }
         if guided {
             crate::output::print("would be merged range by range while it runs\n")?;
             return Ok(Outcome::Done);
@@ -110,10 +125,23 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
             eprintln!("pagefold: enrolled in KSM {}{}", ready.how(), why_not(&passed));
         }
         Some(_) => {}
-        None if guided => {}
-        None if options.best_effort => eprintln!("pagefold: not enrolled in KSM: {}", why(&passed)),
-        None => bail!("{}; --best-effort runs it all the same", why(&passed)),
+        None if guided && excluded.is_none() => {}
+        None => {
+            let why = excluded.unwrap_or_else(|| why(&passed));
+            if !options.best_effort {
+                bail!("{why}; --best-effort runs it all the same");
+            }
+            eprintln!("pagefold: not enrolled in KSM: {why}");
+        }
     }
+    let policy = match policy.map(|policy| policy.check(options.force, global).map(|()| policy)).transpose() {
+        Err(why) if options.best_effort => {
+            eprintln!("pagefold: KSM is not driven: {why:#}");
+            None
+        }
+        Err(why) => return Err(why.context("not started, which --best-effort does all the same")),
+        Ok(policy) => policy,
+    };
     if options.no_aslr {
         launch::fix_addresses().context("personality(ADDR_NO_RANDOMIZE): leave out --no-aslr")?;
     }
@@ -132,6 +160,20 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     eprintln!("pagefold: {}: {error}", name.display());
     // As shells and env(1) do.
     process::exit(if error.kind() == io::ErrorKind::NotFound { 127 } else { 126 })
+}
+
+/// Why the configuration has a program left alone, if it does. Known by the name that it is started by: what it turns
+/// into or starts in its turn is not.
+fn exclusion(config: &Config, command: &[OsString]) -> Option<String> {
+    let arguments: Vec<String> = command.iter().map(|word| word.to_string_lossy().into_owned()).collect();
+    let name = Path::new(&arguments.first()?).file_name()?.to_string_lossy().into_owned();
+    let process = Process {
+        comm: name.clone(),
+        identity: Identity::of(&arguments, &BTreeMap::new(), None),
+        arguments: Ok(arguments),
+        ..Process::absent(ProcessId { pid: Pid(process::id()), start_time: 0 }, &Absent::Vanished)
+    };
+    Some(format!("{name} must not be enrolled in KSM: {}", config.exclusions.reason(&process)?))
 }
 
 /// The first way that works, and why those before it do not.

@@ -1,16 +1,16 @@
 //! `pagefold unmerge`: gives processes pages of their own again, if the memory for it is there.
 
 use crate::arguments::{Global, Targets, duration};
+use crate::command::recover::{self, explained, needs_ksm};
 use crate::{Outcome, output, progress, source};
-use anyhow::{Context, bail};
+use anyhow::bail;
 use clap::Args;
-use pagefold_drive::session::{DIRECTORY, Session};
 use pagefold_drive::unmerge::{self, Done, Figures, Limits, Plan, Remains, Target, Way, Withdrawn};
-use pagefold_host::{Host, Process as Handle, observe};
+use pagefold_host::{Host, Process as Handle};
 use pagefold_linux::qmp;
 use pagefold_model::guard::{Judgement, Verdict};
 use pagefold_model::process::Process;
-use pagefold_model::{Absent, Bytes, Pages, Reading};
+use pagefold_model::{Bytes, Pages, Reading};
 use pagefold_report::unmerge::{
     GuardReport, HugeReport, PartsReport, TakenReport, UnmergeReport, UnmergedProcess, text,
 };
@@ -68,9 +68,6 @@ pub struct Options {
     /// Print JSON (see `pagefold schema unmerge`)
     #[arg(long)]
     json: bool,
-    /// Where the lock and the journal are
-    #[arg(long, value_name = "DIR", default_value = DIRECTORY)]
-    state: PathBuf,
     // Last, because its heading in the help holds for all that follows.
     #[command(flatten)]
     targets: Targets,
@@ -85,12 +82,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         bail!("a recording cannot be changed: add --dry-run to see what it would have taken");
     }
     let host = source::open(global)?;
-    match observe::ksm(&*host) {
-        Err(Absent::NotOnThisKernel) => {
-            bail!("this kernel has no KSM, so nothing is merged: it needs CONFIG_KSM (see `pagefold doctor`)")
-        }
-        ksm => ksm.context("cannot read /sys/kernel/mm/ksm")?,
-    };
+    needs_ksm(&*host)?;
     let started = Instant::now();
     let stop = progress::stop_on_signal()?;
     let mut report = Work { options, global, host: &*host }.report(&stop)?;
@@ -124,18 +116,7 @@ impl Work<'_> {
     fn report(&self, stop: &std::sync::atomic::AtomicBool) -> anyhow::Result<UnmergeReport> {
         let options = self.options;
         // Taken before anything is counted, so that nobody merges in between.
-        let mut session = if options.dry_run {
-            None
-        } else {
-            let (session, undone, remains) = Session::begin(self.host, &options.state)?;
-            if !undone.is_empty() {
-                eprintln!("pagefold: put back what a killed pagefold had changed ({} actions)", undone.len());
-            }
-            for remains in remains {
-                eprintln!("pagefold: could not be put back: {:?}: {}", remains.undo, remains.why);
-            }
-            Some(session)
-        };
+        let mut session = if options.dry_run { None } else { Some(recover::begin(self.host, self.global)?) };
         let plan = self.plan()?;
         let need = plan.need();
         let mut judgement = plan.judge(self.host, &need);
@@ -156,7 +137,7 @@ impl Work<'_> {
         }
         let limits =
             Limits { staged: options.staged, force: options.force, wait: options.wait, collapse: options.collapse };
-        let done = unmerge::carry_out(session, &plan, limits, stop)?;
+        let done = unmerge::carry_out(session, &plan, limits, stop).map_err(explained)?;
         carried_out(&mut report, &plan, &done);
         Ok(report)
     }

@@ -25,7 +25,6 @@ pub struct PolicyReport {
     /// In the order in which they are written.
     pub settings: Vec<SettingReport>,
     /// Policies whose values could not be told, with why.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub unknown_policies: BTreeMap<String, String>,
 }
 

@@ -5,6 +5,7 @@ use crate::arguments::Global;
 use crate::command::{policy, recover};
 use crate::config::Config;
 use crate::progress;
+use anyhow::bail;
 use pagefold_census::Selection;
 use pagefold_drive::follow::Follow;
 use pagefold_drive::prepare::Request;
@@ -19,6 +20,9 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+/// ksmd's share of one CPU unless said otherwise.
+const SHARE: f64 = 0.1;
+
 /// The pause between two looks at the tree.
 const LOOK: Duration = Duration::from_millis(500);
 
@@ -32,12 +36,26 @@ pub struct Drive {
 
 impl Drive {
     /// By the name of a policy.
-    pub fn new(name: &str, share: f64, global: &Global) -> anyhow::Result<Self> {
-        let host = LiveHost::new();
+    pub fn new(name: &str, share: Option<f64>, config: Config, global: &Global) -> anyhow::Result<Self> {
         let policy = policy::parse(name)?;
+        if share.is_some() && policy != Policy::Guided {
+            bail!("--cpu is for the policy guided: {name} has a rate of its own; leave --cpu out");
+        }
+        Ok(Self { policy, share: share.unwrap_or(SHARE), config, directory: global.state.clone() })
+    }
+
+    /// That this host can be driven: what the process beside the program would find out too late for anybody to heed.
+    /// Puts back what a killed run left.
+    pub fn check(&self, force: bool, global: &Global) -> anyhow::Result<()> {
+        let host = LiveHost::new();
         recover::needs_ksm(&host)?;
-        recover::refuse_tuner(&host, false)?;
-        Ok(Self { policy, share, config: Config::load(global)?, directory: global.state.clone() })
+        recover::refuse_tuner(&host, force)?;
+        match recover::begin(&host, global) {
+            Ok(session) => session.writable().map_err(recover::explained),
+            // Of several ranks one drives, and others take over.
+            Err(error) if matches!(error.downcast_ref(), Some(session::Error::Busy(_))) => Ok(()),
+            Err(error) => Err(error),
+        }
     }
 
     /// Whether it merges range by range.

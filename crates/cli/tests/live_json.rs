@@ -1,0 +1,48 @@
+//! What `merge` and `unmerge` say in JSON of what they did is of the schema that is published. What they say without
+//! doing anything is held against it in `golden.rs`, over recordings.
+
+#![forbid(unsafe_code)]
+
+use pagefold_labs::client::Lab;
+use pagefold_labs::ksm::Ksm;
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+/// Run on these processes, expect success and a report of the command's schema, and give it.
+fn report(command: &str, state: &Path, labs: &[Lab<pagefold_labs::lines::Region>], more: &[&str]) -> Value {
+    let output = Command::new(env!("CARGO_BIN_EXE_pagefold"))
+        .args([command, "--json", "--state"])
+        .arg(state)
+        .args(labs.iter().map(|lab| format!("--pid={}", lab.pid())))
+        .args(more)
+        .output()
+        .expect("the binary runs");
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../docs/schema/{command}.json"));
+    let schema = serde_json::from_slice(&fs::read(path).expect("a schema")).expect("JSON");
+    let validator = jsonschema::validator_for(&schema).expect("a schema");
+    let wrong: Vec<String> = validator.iter_errors(&report).map(|error| error.to_string()).collect();
+    assert!(wrong.is_empty(), "{command}: {wrong:#?}");
+    report
+}
+
+#[test]
+fn reports_of_what_was_done_are_of_the_schema() {
+    let _ksm = match Ksm::take() {
+        Ok(ksm) => {
+            ksm.set("run", 0);
+            ksm
+        }
+        Err(why) => return println!("skipped: {why}"),
+    };
+    let state = tempfile::tempdir().unwrap();
+    let specs = ["shared-content=j:1000", "zero=400", "unique=200"];
+    let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
+    let merged = report("merge", state.path(), &labs, &["--cpu", "100"]);
+    assert!(merged["outcome"]["saved"].as_u64() > Some(0), "{merged}");
+    let unmerged = report("unmerge", state.path(), &labs, &[]);
+    assert!(unmerged["taken"]["withdrawn"].as_u64() > Some(0), "{unmerged}");
+}

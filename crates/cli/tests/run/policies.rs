@@ -1,0 +1,223 @@
+//! `pagefold run --policy`: KSM is driven while the program runs and put back afterwards, however the process beside it
+//! ends. Needs root and KSM; what is refused before the program starts needs neither.
+
+use crate::programs::{PAGEFOLD, refusal, text};
+use pagefold_labs::ksm::Ksm;
+use pagefold_labs::lines::{READY, Region};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+const NOBODY: u32 = 65534;
+const NAMES: [&str; 4] = ["run", "pages_to_scan", "sleep_millisecs", "use_zero_pages"];
+const BEFORE: [i64; 4] = [0, 777, 33, 0];
+const FLAT_OUT: [i64; 3] = [1, 20_000, 0];
+
+/// KSM with settings that no policy writes, and a directory for state.
+fn take() -> Option<(Ksm, tempfile::TempDir)> {
+    match Ksm::take() {
+        Ok(ksm) => {
+            if Path::new("/sys/kernel/mm/ksm/advisor_mode").exists() {
+                ksm.set("advisor_mode", "none");
+            }
+            NAMES.iter().zip(BEFORE).for_each(|(name, value)| ksm.set(name, value));
+            Some((ksm, tempfile::tempdir().unwrap()))
+        }
+        Err(why) => {
+            println!("skipped: {why}");
+            None
+        }
+    }
+}
+
+fn values(ksm: &Ksm) -> [i64; 4] {
+    NAMES.map(|name| ksm.counter(name))
+}
+
+fn command(state: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(PAGEFOLD);
+    command.arg("--state").arg(state).arg("run").args(arguments);
+    command
+}
+
+fn until(what: &str, mut there: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !there() {
+        assert!(started.elapsed() < Duration::from_secs(60), "{what} did not come within a minute");
+        sleep(Duration::from_millis(5));
+    }
+}
+
+/// The process beside a program, by whom the journal names.
+fn driver(state: &Path) -> Pid {
+    let journal: Value = serde_json::from_slice(&fs::read(state.join("journal.json")).unwrap()).unwrap();
+    Pid::from_raw(journal["writer"].as_i64().unwrap() as i32).unwrap()
+}
+
+/// A program that ends when this is dropped, with KSM driven flat out.
+struct Driven(Child);
+
+impl Driven {
+    fn start(ksm: &Ksm, state: &Path) -> Self {
+        let arguments = ["--best-effort", "--policy", "flat-out", "--", "cat"];
+        let driven = Self(command(state, &arguments).stdin(Stdio::piped()).spawn().unwrap());
+        until("the policy", || values(ksm)[..3] == FLAT_OUT);
+        driven
+    }
+}
+
+impl Drop for Driven {
+    fn drop(&mut self) {
+        drop(self.0.stdin.take());
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_policy_is_in_force_while_the_program_runs() {
+    let Some((ksm, state)) = take() else { return };
+    let mut child = command(state.path(), &["--policy", "flat-out", "--", "sleep", "1"]).spawn().unwrap();
+    until("the policy", || values(&ksm)[..3] == FLAT_OUT);
+    assert!(child.wait().unwrap().success());
+    until("what was before", || values(&ksm) == BEFORE);
+}
+
+#[test]
+fn a_driver_that_is_told_to_stop_puts_back() {
+    let Some((ksm, state)) = take() else { return };
+    let mut driven = Driven::start(&ksm, state.path());
+    kill_process(driver(state.path()), Signal::TERM).unwrap();
+    until("what was before", || values(&ksm) == BEFORE);
+    assert_eq!(driven.0.try_wait().unwrap(), None, "the program goes on");
+}
+
+#[test]
+fn what_a_killed_driver_left_is_put_back_by_recover() {
+    let Some((ksm, state)) = take() else { return };
+    let mut driven = Driven::start(&ksm, state.path());
+    let driver = driver(state.path());
+    kill_process(driver, Signal::KILL).unwrap();
+    until("its end", || rustix::process::test_kill_process(driver).is_err());
+    assert_eq!(values(&ksm)[..3], FLAT_OUT, "it had no chance to put anything back");
+    assert_eq!(driven.0.try_wait().unwrap(), None, "the program goes on");
+    let recovered = Command::new(PAGEFOLD).arg("--state").arg(state.path()).arg("recover").output().unwrap();
+    assert_eq!(recovered.status.code(), Some(0), "{recovered:?}");
+    assert_eq!(values(&ksm), BEFORE);
+}
+
+#[test]
+fn guided_merges_what_pays_while_the_program_runs() {
+    let Some((ksm, state)) = take() else { return };
+    let lab = pagefold_labs::client::binary().unwrap();
+    let arguments = [
+        "--policy",
+        "guided",
+        "--cpu",
+        "100",
+        "--",
+        lab.to_str().unwrap(),
+        "layout",
+        "within=2000,copies=4",
+        "unique=500",
+    ];
+    let mut child = command(state.path(), &arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let regions: Vec<Region> =
+        lines.take_while(|line| !line.starts_with(READY)).map(|line| serde_json::from_str(&line).unwrap()).collect();
+    assert_eq!(regions.iter().map(|region| region.kind.as_str()).collect::<Vec<_>>(), ["within", "unique"]);
+    // 500 contents, each four times: all 2000 pages are of merged frames in the end.
+    let merged = || {
+        let pages = fs::read_to_string(format!("/proc/{}/ksm_merging_pages", child.id())).unwrap();
+        pages.trim().parse::<u64>().unwrap()
+    };
+    until("a merge", || merged() >= 2000);
+    // Between rounds, too, everything is as it was.
+    until("what was before", || values(&ksm) == BEFORE);
+    drop(child.stdin.take());
+    assert!(child.wait().unwrap().success());
+    until("the end of the driver", || {
+        let lock = fs::File::open(state.path().join("lock")).unwrap();
+        lock.try_lock().is_ok()
+    });
+    assert_eq!(values(&ksm), BEFORE);
+}
+
+/// Whether a program was started: it would leave a file.
+fn refused(command: &mut Command, folder: &Path, says: &str) {
+    let said = refusal(command.current_dir(folder).args(["--", "touch", "started"]));
+    assert!(said.contains(says), "{said}");
+    assert!(!folder.join("started").exists(), "{said}");
+}
+
+#[test]
+fn what_cannot_be_driven_is_refused_before_the_program_starts() {
+    let folder = tempfile::tempdir().unwrap();
+    let check = |arguments: &[&str], says| refused(&mut command(folder.path(), arguments), folder.path(), says);
+    check(&["--policy", "flat-out", "--cpu", "20"], "--cpu is for the policy guided");
+    check(&["--policy", "flatout"], "did you mean flat-out?");
+    let Some((ksm, state)) = take() else { return };
+    fs::set_permissions(state.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    let binary = state.path().join("pagefold");
+    fs::copy(PAGEFOLD, &binary).unwrap();
+    let nobody = |arguments: &[&str]| {
+        let mut command = Command::new(&binary);
+        command.args(["run", "--policy", "guided"]).args(arguments).uid(NOBODY).gid(NOBODY);
+        command
+    };
+    refused(nobody(&["--state", "own"]).env("HOME", "/"), state.path(), "run as root");
+    refused(&mut nobody(&["--state", "/run/pagefold-of-nobody"]), state.path(), "as root");
+    let output = nobody(&["--state", "own", "--best-effort", "--", "touch", "started"])
+        .current_dir(state.path())
+        .output()
+        .unwrap();
+    assert!(output.status.success() && state.path().join("started").exists(), "{output:?}");
+    assert!(text(&output.stderr).starts_with("pagefold: KSM is not driven: "), "{output:?}");
+    assert_eq!(values(&ksm), BEFORE);
+}
+
+#[test]
+fn another_tuner_is_named_and_overruled_on_request() {
+    let Some((ksm, state)) = take() else { return };
+    let script = state.path().join("ksmtuned");
+    fs::write(&script, "#!/bin/sh\nread line\n").unwrap();
+    let mut tuner = Command::new("sh").arg(&script).stdin(Stdio::piped()).spawn().unwrap();
+    // Its name is that of the shell until it has become it.
+    until("the tuner", || fs::read(format!("/proc/{}/cmdline", tuner.id())).unwrap().ends_with(b"ksmtuned\0"));
+    let own = state.path().join("state");
+    refused(&mut command(&own, &["--policy", "flat-out"]), state.path(), "ksmtuned tunes KSM");
+    let forced = command(&own, &["--policy", "flat-out", "--force", "--", "sleep", "1"]).spawn();
+    until("the policy", || values(&ksm)[..3] == FLAT_OUT);
+    assert!(forced.unwrap().wait().unwrap().success());
+    until("what was before", || values(&ksm) == BEFORE);
+    drop(tuner.stdin.take());
+    tuner.wait().unwrap();
+}
+
+#[test]
+fn who_is_excluded_is_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let agent = folder.path().join("ssh-agent");
+    fs::write(&agent, "#!/bin/sh\ngrep -c 'ksm_merge_any: yes' /proc/$$/ksm_stat\n").unwrap();
+    fs::set_permissions(&agent, fs::Permissions::from_mode(0o755)).unwrap();
+    let agent = agent.to_str().unwrap();
+    for arguments in [&["--", agent][..], &["--dry-run", "--", agent], &["--policy", "guided", "--", agent]] {
+        let said = refusal(&mut command(folder.path(), arguments));
+        assert!(said.contains("ssh-agent must not be enrolled in KSM: it holds private keys"), "{said}");
+    }
+    let config = folder.path().join("pagefold.toml");
+    fs::write(&config, "[exclude]\nnames = [\"vault-*\"]\n").unwrap();
+    let said = refusal(command(folder.path(), &["--config"]).arg(&config).args(["--", "vault-of-ours"]));
+    assert!(said.contains("the configuration excludes its program"), "{said}");
+    let output = command(folder.path(), &["--best-effort", "--", agent]).output().unwrap();
+    assert!(text(&output.stderr).contains("not enrolled in KSM: ssh-agent must not"), "{output:?}");
+    if Path::new("/proc/self/ksm_stat").exists() {
+        assert_eq!(text(&output.stdout), "0\n");
+    }
+}
