@@ -1,22 +1,48 @@
 //! A host in memory for the tests of this crate: the files of `/sys/kernel/mm/ksm`, behaving as the kernel's do, and
-//! what else a policy reads. It has no process but those that are put into its files, and none can be changed.
+//! what else a policy reads. It has no process but those that are put into its files or given memory; advice changes the
+//! latter's pages, of which `smaps` shows as one region what is adjacent and alike, as the kernel joins them.
 
-use pagefold_host::act::{Action, Effect, Refusal};
+use pagefold_host::act::{Action, Advice, Effect, Refusal};
 use pagefold_host::{FrameFlags, Host, Mapping, PageView, Process, Run, Way};
 use pagefold_model::ksm::Setting;
 use pagefold_model::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::collections::BTreeMap;
+use std::fmt::Write;
 use std::sync::Mutex;
+use std::time::Duration;
+
+const PAGE: u64 = 4096;
 
 pub struct Fake {
     files: Mutex<BTreeMap<String, String>>,
+    memory: Mutex<Memory>,
+    trouble: Mutex<Option<Trouble>>,
     written: Mutex<Vec<String>>,
+}
+
+/// By process and address, the name of what is mapped there and whether it is enrolled.
+type Memory = BTreeMap<Pid, BTreeMap<u64, (&'static str, bool)>>;
+
+/// All that can be changed of a host.
+pub type State = (BTreeMap<String, String>, Memory);
+
+/// What goes wrong with advice.
+pub enum Trouble {
+    /// The pages of this range are not taken.
+    Misses(AddressRange),
+    /// It is refused as busy after so many pages.
+    BusyAfter(usize),
 }
 
 impl Fake {
     /// A kernel as it was booted, with 10,000,000 kB of memory.
     pub fn new() -> Self {
-        let fake = Self { files: Mutex::default(), written: Mutex::default() };
+        let fake = Self {
+            files: Mutex::default(),
+            memory: Mutex::default(),
+            trouble: Mutex::default(),
+            written: Mutex::default(),
+        };
         let settings = [
             ("advisor_mode", "none"),
             ("advisor_target_scan_time", "200"),
@@ -66,6 +92,84 @@ impl Fake {
         self.file("proc/meminfo", &text);
     }
 
+    /// Map pages, in place of what is there. A process that is new is made.
+    pub fn map(&self, pid: u32, range: (u64, u64), name: &'static str, enrolled: bool) {
+        self.file(&format!("proc/{pid}/stat"), &format!("{pid} (program) S 1 1 1 0 -1 0\n"));
+        let mut memory = self.memory.lock().unwrap();
+        let pages = memory.entry(Pid(pid)).or_default();
+        pages.extend((range.0..range.1).step_by(PAGE as usize).map(|page| (page, (name, enrolled))));
+    }
+
+    /// Unmap pages.
+    pub fn unmap(&self, pid: u32, range: (u64, u64)) {
+        let mut memory = self.memory.lock().unwrap();
+        memory.entry(Pid(pid)).or_default().retain(|page, _| !(range.0..range.1).contains(page));
+    }
+
+    /// The regions of a process with whether they are enrolled.
+    pub fn regions(&self, pid: Pid) -> Option<Vec<(AddressRange, &'static str, bool)>> {
+        let memory = self.memory.lock().unwrap();
+        let mut regions: Vec<(AddressRange, &str, bool)> = Vec::new();
+        for (&start, &(name, enrolled)) in memory.get(&pid)? {
+            match regions.last_mut() {
+                Some((range, same, was)) if range.end == start && (*same, *was) == (name, enrolled) => {
+                    range.end += PAGE;
+                }
+                _ => regions.push((AddressRange { start, end: start + PAGE }, name, enrolled)),
+            }
+        }
+        Some(regions)
+    }
+
+    /// Have something go wrong with advice, or nothing.
+    pub fn trouble(&self, trouble: Option<Trouble>) {
+        *self.trouble.lock().unwrap() = trouble;
+    }
+
+    /// All that can be changed of it.
+    pub fn state(&self) -> State {
+        (self.files.lock().unwrap().clone(), self.memory.lock().unwrap().clone())
+    }
+
+    /// A host in a state.
+    pub fn of(state: &State) -> Self {
+        let fake = Self::new();
+        *fake.files.lock().unwrap() = state.0.clone();
+        *fake.memory.lock().unwrap() = state.1.clone();
+        fake
+    }
+
+    fn smaps(&self, pid: Pid) -> Option<Vec<u8>> {
+        let mut smaps = String::new();
+        for (AddressRange { start, end }, name, enrolled) in self.regions(pid)? {
+            let flag = if enrolled { " mg" } else { "" };
+            let figures = "Rss: 0 kB\nAnonymous: 0 kB\n";
+            writeln!(smaps, "{start:x}-{end:x} rw-p 00000000 00:00 0 {name}\n{figures}VmFlags: rd wr{flag}").unwrap();
+        }
+        Some(smaps.into_bytes())
+    }
+
+    fn advise(&self, pid: Pid, advice: Advice, ranges: &[AddressRange]) -> Result<Effect, Refusal> {
+        let (mut memory, trouble) = (self.memory.lock().unwrap(), self.trouble.lock().unwrap());
+        let pages = memory.get_mut(&pid).ok_or(Refusal::Vanished)?;
+        let mut effect = Effect { stops: vec![Duration::from_micros(100)], missed: Vec::new() };
+        let all = ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE as usize));
+        for (number, start) in all.enumerate() {
+            let page = AddressRange { start, end: start + PAGE };
+            match (pages.get_mut(&start), &*trouble) {
+                (_, Some(Trouble::BusyAfter(most))) if number >= *most => {
+                    return Err(Refusal::Busy("it does not stop".to_owned()));
+                }
+                (_, Some(Trouble::Misses(range))) if range.contains(start) => {
+                    effect.missed.push((page, "the kernel has no memory for it".to_owned()));
+                }
+                (Some((_, enrolled)), _) => *enrolled = advice == Advice::Mergeable,
+                (None, _) => effect.missed.push((page, "not mapped any more".to_owned())),
+            }
+        }
+        Ok(effect)
+    }
+
     /// The settings that were written through the port, in order.
     pub fn written(&self) -> Vec<String> {
         self.written.lock().unwrap().clone()
@@ -73,7 +177,8 @@ impl Fake {
 
     fn set(&self, setting: Setting, value: &str) -> Result<(), Refusal> {
         let invalid = || Err(Refusal::Failed(format!("writing {value} to {}: Invalid argument", setting.file())));
-        if pagefold_model::policy::check(setting, value).is_err() {
+        let unmerging = setting == Setting::Run && value == "2";
+        if !unmerging && pagefold_model::policy::check(setting, value).is_err() {
             return invalid();
         }
         // mm/ksm.c, `pages_to_scan_store`, `advisor_mode_store`.
@@ -127,10 +232,20 @@ impl Host for Fake {
     }
 
     fn apply(&self, action: &Action) -> Result<Effect, Refusal> {
-        let Action::Set { setting, value } = action else { return Err(Refusal::Vanished) };
-        self.set(*setting, value)?;
-        self.written.lock().unwrap().push(format!("{}={value}", setting.file()));
-        Ok(Effect::default())
+        match action {
+            Action::Set { setting, value } => {
+                self.set(*setting, value)?;
+                self.written.lock().unwrap().push(format!("{}={value}", setting.file()));
+                Ok(Effect::default())
+            }
+            Action::Advise { process, advice, ranges } => self.advise(process.pid, *advice, ranges),
+            Action::MergeAny { process, on } if self.memory.lock().unwrap().contains_key(&process.pid) => {
+                let answer = if *on { "yes" } else { "no" };
+                self.file(&format!("proc/{}/ksm_stat", process.pid), &format!("ksm_merge_any: {answer}\n"));
+                Ok(Effect { stops: vec![Duration::from_micros(10)], missed: Vec::new() })
+            }
+            _ => Err(Refusal::Vanished),
+        }
     }
 }
 
@@ -145,7 +260,10 @@ impl Process for FakeProcess<'_> {
     }
 
     fn read(&self, file: &str) -> Reading<Vec<u8>> {
-        self.host.read(&format!("proc/{}/{file}", self.pid))
+        match self.host.smaps(self.pid) {
+            Some(smaps) if file == "smaps" => Ok(smaps),
+            _ => self.host.read(&format!("proc/{}/{file}", self.pid)),
+        }
     }
 
     fn links(&self, _: &str) -> Reading<Vec<String>> {

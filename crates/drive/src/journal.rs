@@ -7,10 +7,11 @@
 use pagefold_host::act::{Action, Advice};
 use pagefold_model::ksm::Setting;
 use pagefold_model::{AddressRange, Pid, ProcessId};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, fstat, openat, renameat, unlinkat};
 use serde::{Deserialize, Serialize};
-use std::fs;
-use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 /// What is to be put back when the session ends.
@@ -40,6 +41,75 @@ pub struct Entry {
     /// For a setting, the last two values that were written, since the last may not have been when it ended: another
     /// value there is somebody else's and stays.
     pub written: Vec<String>,
+    /// For advice, what each of its ranges was part of: like memory without a gap. Whatever else lies there later is not
+    /// what was advised.
+    pub within: Vec<AddressRange>,
+}
+
+/// What a setting is to be put back to. `run` stays readable as 2 after everything was unmerged, and ksmd rests then
+/// as it does at 0; but to write 2 once more would unmerge everything once more (mm/ksm.c, `run_store`).
+pub fn resting(setting: Setting, value: String) -> String {
+    if setting == Setting::Run && value == "2" { "0".to_owned() } else { value }
+}
+
+/// A directory that is held: what was found out about it stays true of what is used, whatever its path leads to later.
+#[derive(Debug)]
+pub struct Directory {
+    path: PathBuf,
+    handle: OwnedFd,
+}
+
+impl Directory {
+    /// Take hold of one. A symbolic link in place of it is refused.
+    ///
+    /// # Errors
+    /// Those of open(2).
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        Ok(Self { path: path.to_owned(), handle: openat(CWD, path, flags, Mode::empty())? })
+    }
+
+    /// The path it was opened by.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether nobody but this user can write in it.
+    ///
+    /// # Errors
+    /// Those of fstat(2).
+    pub fn is_private(&self) -> io::Result<bool> {
+        let status = fstat(&self.handle)?;
+        Ok(status.st_uid == rustix::process::geteuid().as_raw() && status.st_mode & 0o022 == 0)
+    }
+
+    /// Open a file in it, no symbolic link; a new one is for this user alone.
+    ///
+    /// # Errors
+    /// Those of openat(2).
+    pub fn file(&self, name: &str, flags: OFlags) -> io::Result<File> {
+        let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        Ok(openat(&self.handle, name, flags, Mode::RUSR | Mode::WUSR)?.into())
+    }
+
+    fn read(&self, name: &str) -> io::Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        self.file(name, OFlags::RDONLY)?.read_to_end(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Replace a file, or leave it as it was.
+    fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
+        let temporary = format!("{name}.new");
+        let mut file = self.file(&temporary, OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC)?;
+        file.write_all(bytes)?;
+        file.sync_data()?;
+        Ok(renameat(&self.handle, &temporary, &self.handle, name)?)
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        Ok(unlinkat(&self.handle, name, AtFlags::empty())?)
+    }
 }
 
 /// Why a journal could not be read or written.
@@ -65,9 +135,9 @@ pub enum Error {
 
 impl Journal {
     /// The one of a name in a directory, if there is one.
-    pub fn load(directory: &Path, file: &str) -> Result<Option<Self>, Error> {
-        let path = directory.join(file);
-        let bytes = match fs::read(&path) {
+    pub fn load(directory: &Directory, file: &str) -> Result<Option<Self>, Error> {
+        let path = directory.path.join(file);
+        let bytes = match directory.read(file) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(source) => return Err(Error::Io { path, source }),
@@ -79,25 +149,18 @@ impl Journal {
     }
 
     /// Replace the one of a name in a directory; remove it if there is nothing to put back.
-    pub fn store(&self, directory: &Path, file: &str) -> Result<(), Error> {
-        let path = directory.join(file);
-        let failed = |source| Error::Io { path: path.clone(), source };
-        if self.entries.is_empty() {
-            return match fs::remove_file(&path) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed(error)),
-                _ => Ok(()),
-            };
-        }
-        let temporary = directory.join(format!("{file}.new"));
-        let text = serde_json::to_vec(&Wire::from(self)).map_err(|error| failed(error.into()))?;
-        let write = || {
-            let mut file =
-                fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
-            file.write_all(&text)?;
-            file.sync_data()?;
-            fs::rename(&temporary, &path)
+    pub fn store(&self, directory: &Directory, file: &str) -> Result<(), Error> {
+        let stored = if self.entries.is_empty() {
+            directory.remove(file).or_else(|error| match error.kind() {
+                io::ErrorKind::NotFound => Ok(()),
+                _ => Err(error),
+            })
+        } else {
+            serde_json::to_vec(&Wire::from(self))
+                .map_err(io::Error::from)
+                .and_then(|text| directory.replace(file, &text))
         };
-        write().map_err(failed)
+        stored.map_err(|source| Error::Io { path: directory.path.join(file), source })
     }
 }
 
@@ -116,6 +179,8 @@ struct Wire {
 struct WireEntry {
     #[serde(skip_serializing_if = "Vec::is_empty", default)]
     written: Vec<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty", default)]
+    within: Vec<(u64, u64)>,
     undo: WireAction,
 }
 
@@ -192,7 +257,7 @@ impl From<WireAction> for Action {
     fn from(action: WireAction) -> Self {
         let process = |pid, start_time| ProcessId { pid: Pid(pid), start_time };
         match action {
-            WireAction::Set { setting, value } => Self::Set { setting: setting.0, value },
+            WireAction::Set { setting, value } => Self::Set { setting: setting.0, value: resting(setting.0, value) },
             WireAction::Advise { pid, start_time, mergeable, ranges: pairs } => Self::Advise {
                 process: process(pid, start_time),
                 advice: if mergeable { Advice::Mergeable } else { Advice::Unmergeable },
@@ -211,7 +276,11 @@ impl From<WireAction> for Action {
 
 impl From<&Journal> for Wire {
     fn from(journal: &Journal) -> Self {
-        let entry = |entry: &Entry| WireEntry { written: entry.written.clone(), undo: WireAction::from(&entry.undo) };
+        let entry = |entry: &Entry| WireEntry {
+            written: entry.written.clone(),
+            within: pairs(&entry.within),
+            undo: WireAction::from(&entry.undo),
+        };
         Self {
             boot: journal.boot.clone(),
             writer: journal.writer,
@@ -223,7 +292,8 @@ impl From<&Journal> for Wire {
 
 impl From<Wire> for Journal {
     fn from(wire: Wire) -> Self {
-        let entry = |entry: WireEntry| Entry { undo: entry.undo.into(), written: entry.written };
+        let entry =
+            |entry: WireEntry| Entry { undo: entry.undo.into(), written: entry.written, within: ranges(entry.within) };
         let entries = wire.entries.into_iter().map(entry).collect();
         Self { boot: wire.boot, writer: wire.writer, purpose: wire.purpose, entries }
     }
@@ -232,10 +302,16 @@ impl From<Wire> for Journal {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
+
+    fn open(directory: &tempfile::TempDir) -> Directory {
+        Directory::open(directory.path()).unwrap()
+    }
 
     #[test]
     fn what_is_stored_is_loaded() {
-        let directory = tempfile::tempdir().unwrap();
+        let temporary = tempfile::tempdir().unwrap();
+        let directory = open(&temporary);
         let process = ProcessId { pid: Pid(7), start_time: 99 };
         let ranges = vec![AddressRange { start: 4096, end: 8192 }];
         let undo = [
@@ -243,16 +319,16 @@ mod tests {
             Action::Advise { process, advice: Advice::Mergeable, ranges: ranges.clone() },
             Action::MergeAny { process, on: false },
             Action::GuestMerge { process, socket: "/run/q.sock".into(), backend: "/objects/ram".to_owned(), on: true },
-            Action::Collapse { process, ranges },
+            Action::Collapse { process, ranges: ranges.clone() },
         ];
-        let entries = undo.map(|undo| Entry { undo, written: vec!["1".to_owned()] }).to_vec();
+        let entries = undo.map(|undo| Entry { undo, written: vec!["1".to_owned()], within: ranges.clone() }).to_vec();
         let journal = Journal { boot: "b".to_owned(), writer: 3, purpose: Some("default".to_owned()), entries };
-        assert_eq!(Journal::load(directory.path(), SESSION).unwrap(), None);
-        journal.store(directory.path(), SESSION).unwrap();
-        assert_eq!(Journal::load(directory.path(), SESSION).unwrap(), Some(journal.clone()));
-        assert_eq!(Journal::load(directory.path(), POLICY).unwrap(), None);
-        Journal { entries: Vec::new(), ..journal }.store(directory.path(), SESSION).unwrap();
-        assert_eq!(Journal::load(directory.path(), SESSION).unwrap(), None);
+        assert_eq!(Journal::load(&directory, SESSION).unwrap(), None);
+        journal.store(&directory, SESSION).unwrap();
+        assert_eq!(Journal::load(&directory, SESSION).unwrap(), Some(journal.clone()));
+        assert_eq!(Journal::load(&directory, POLICY).unwrap(), None);
+        Journal { entries: Vec::new(), ..journal }.store(&directory, SESSION).unwrap();
+        assert_eq!(Journal::load(&directory, SESSION).unwrap(), None);
     }
 
     #[test]
@@ -260,8 +336,42 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         for text in ["", "{}", r#"{"boot":"","writer":1,"entries":[{"undo":{"set":{"setting":"x","value":""}}}]}"#] {
             fs::write(directory.path().join(SESSION), text).unwrap();
-            let error = Journal::load(directory.path(), SESSION).unwrap_err();
+            let error = Journal::load(&open(&directory), SESSION).unwrap_err();
             assert!(error.to_string().contains("journal.json"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_link_is_never_followed() {
+        let temporary = tempfile::tempdir().unwrap();
+        let [real, link, foreign] = ["real", "link", "foreign"].map(|name| temporary.path().join(name));
+        fs::create_dir(&real).unwrap();
+        std::os::unix::fs::symlink(&real, &link).unwrap();
+        assert!(Directory::open(&link).is_err());
+        fs::write(&foreign, "theirs").unwrap();
+        for name in [SESSION.to_owned(), format!("{SESSION}.new"), "lock".to_owned()] {
+            std::os::unix::fs::symlink(&foreign, real.join(name)).unwrap();
+        }
+        let directory = Directory::open(&real).unwrap();
+        assert!(directory.read(SESSION).is_err());
+        assert!(directory.replace(SESSION, b"x").is_err());
+        assert!(directory.file("lock", OFlags::RDWR | OFlags::CREATE).is_err());
+        assert_eq!(fs::read_to_string(&foreign).unwrap(), "theirs");
+    }
+
+    /// What is put in the place of a directory that is held is never written.
+    #[test]
+    fn a_held_directory_stays_the_one_that_was_checked() {
+        let temporary = tempfile::tempdir().unwrap();
+        let path = temporary.path().join("state");
+        fs::create_dir(&path).unwrap();
+        let directory = Directory::open(&path).unwrap();
+        fs::rename(&path, temporary.path().join("moved")).unwrap();
+        fs::create_dir(&path).unwrap();
+        directory.replace(SESSION, b"x").unwrap();
+        assert_eq!(fs::read_dir(&path).unwrap().count(), 0);
+        assert_eq!(directory.read(SESSION).unwrap(), b"x");
+        directory.remove(SESSION).unwrap();
+        assert_eq!(fs::read_dir(temporary.path().join("moved")).unwrap().count(), 0);
     }
 }

@@ -10,6 +10,7 @@ use pagefold_model::identity::Monitor;
 use pagefold_model::ksm::{Setting, Settings};
 use pagefold_model::policy::{Observation, Policy};
 use pagefold_model::{Absent, Bytes, Reading};
+use std::io;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -124,7 +125,11 @@ pub fn follow(session: &mut Session<'_>, policy: &Policy, mut until: impl FnMut(
 /// What was written down of the policy that is set, without taking the lock.
 pub fn current(host: &dyn Host, directory: &Path) -> Result<Option<journal::Journal>, journal::Error> {
     let boot = crate::session::boot(host);
-    let policy = journal::Journal::load(directory, journal::POLICY)?;
+    let policy = match journal::Directory::open(directory) {
+        Ok(directory) => journal::Journal::load(&directory, journal::POLICY)?,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        Err(source) => return Err(journal::Error::Io { path: directory.to_owned(), source }),
+    };
     Ok(policy.filter(|policy| boot.as_ref() == Ok(&policy.boot)))
 }
 

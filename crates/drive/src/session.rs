@@ -11,20 +11,30 @@
 //! of `advisor_mode` resets `pages_to_scan` (mm/ksm.c, `set_advisor_defaults`), and while the advisor is on it moves.
 //! So what `pages_to_scan` was is written down before the mode is changed, and comes back after it.
 //!
+//! Advice is put back only where its range still lies in what it lay in when it was given: a run of adjacent regions of
+//! one kind that has not grown, but for the heap. By then the program may have mapped something else there, which it
+//! never enrolled. Limits: something of the same kind and place cannot be told from what was there.
+//!
 //! Settings that a policy leaves behind on purpose ([`Session::keep`]) are written down apart, until
 //! [`Session::restore_policy`].
 
-use crate::journal::{self, Entry, Journal, POLICY, SESSION};
+mod extent;
+
+use crate::journal::{self, Directory, Entry, Journal, POLICY, SESSION, resting};
+use extent::Extents;
 use pagefold_host::Host;
 use pagefold_host::act::{self, Action, Advice, Effect, Refusal};
-use pagefold_model::Absent;
 use pagefold_model::ksm::{Setting, Settings};
 use pagefold_model::policy::DEFAULT_PAGES_TO_SCAN;
+use pagefold_model::{Absent, AddressRange, ProcessId};
+use rustix::fs::OFlags;
+use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::{self, File, TryLockError};
+use std::fs::{DirBuilder, File, TryLockError};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Where lock and journal are kept unless said otherwise.
 pub const DIRECTORY: &str = "/run/pagefold";
@@ -142,12 +152,31 @@ impl fmt::Display for Was<'_> {
 /// The right to change a host, and what is to be put back.
 pub struct Session<'a> {
     host: &'a dyn Host,
-    directory: PathBuf,
+    directory: Directory,
     /// What comes back when this session ends.
     journal: Journal,
     /// What could not be put back and may be later, oldest first.
     left: Vec<Entry>,
+    stops: Vec<Duration>,
     _lock: File,
+}
+
+/// What of an entry was put back.
+#[derive(Default)]
+struct Back {
+    done: Option<Action>,
+    /// What was not, why, and whether to try again later.
+    remains: Vec<(Entry, String, bool)>,
+}
+
+impl Back {
+    fn done(entry: &Entry) -> Self {
+        Self { done: Some(entry.undo.clone()), remains: Vec::new() }
+    }
+
+    fn not(entry: &Entry, why: impl ToString, kept: bool) -> Self {
+        Self { done: None, remains: vec![(entry.clone(), why.to_string(), kept)] }
+    }
 }
 
 /// How the journal was before an action was noted.
@@ -159,11 +188,11 @@ struct Noted {
 impl<'a> Session<'a> {
     /// Take the lock in a directory, made if it is not there, and put back what a killed session left. Tells that too.
     pub fn begin(host: &'a dyn Host, directory: &Path) -> Result<(Self, Vec<Action>, Vec<Remains>), Error> {
-        let lock = lock(directory)?;
+        let (directory, lock) = lock(directory)?;
         let boot = boot(host).map_err(Error::Unknown)?;
-        let left = Journal::load(directory, SESSION)?.filter(|journal| journal.boot == boot);
-        let empty = Journal { boot, writer: std::process::id(), purpose: None, entries: Vec::new() };
-        let mut session = Self { host, directory: directory.to_owned(), journal: empty, left: Vec::new(), _lock: lock };
+        let left = Journal::load(&directory, SESSION)?.filter(|journal| journal.boot == boot);
+        let journal = Journal { boot, writer: std::process::id(), purpose: None, entries: Vec::new() };
+        let mut session = Self { host, directory, journal, left: Vec::new(), stops: Vec::new(), _lock: lock };
         let Some(left) = left else { return Ok((session, Vec::new(), Vec::new())) };
         session.journal.entries = left.entries;
         let (undone, remains) = session.put_back()?;
@@ -175,11 +204,16 @@ impl<'a> Session<'a> {
         self.host
     }
 
+    /// For how long threads of targets were stopped, each time, by all changes and by putting them back.
+    pub fn stops(&self) -> &[Duration] {
+        &self.stops
+    }
+
     /// Make a change, after it was written down what puts it back. A setting that is changed for good no longer comes
     /// back, whatever was done to it before.
     pub fn apply(&mut self, action: &Action, stays: Stays) -> Result<Effect, Error> {
         if stays == Stays::ForGood {
-            let effect = self.host.apply(action)?;
+            let effect = self.effect(action)?;
             if let Action::Set { setting, .. } = action {
                 let length = self.journal.entries.len();
                 self.journal.entries.retain(|entry| !sets(entry, *setting));
@@ -190,15 +224,22 @@ impl<'a> Session<'a> {
             return Ok(effect);
         }
         let noted = self.note(action)?;
-        self.host.apply(action).map_err(|refusal| {
-            // Nothing was changed, so there is nothing to put back. Where something may have been, taking back what was
-            // not done does no harm.
-            let untouched = matches!(action, Action::Set { .. }) || !matches!(refusal, Refusal::Failed(_));
+        self.effect(action).map_err(|refusal| {
+            // Where something may have been changed, its undo stays: taking back what was not done does no harm.
+            let in_part = matches!(refusal, Refusal::Busy(_) | Refusal::Failed(_));
+            let untouched = matches!(action, Action::Set { .. }) || !in_part;
             match if untouched { self.forget(noted) } else { Ok(()) } {
                 Ok(()) => refusal.into(),
                 Err(error) => error,
             }
         })
+    }
+
+    /// Have an action carried out.
+    fn effect(&mut self, action: &Action) -> Result<Effect, Refusal> {
+        let effect = self.host.apply(action)?;
+        self.stops.extend(&effect.stops);
+        Ok(effect)
     }
 
     /// Write settings for now, in the order in which the kernel takes them. Those that have the value are not written.
@@ -213,10 +254,11 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Whether settings can be written at all, found out by writing one that changes nothing.
+    /// Whether settings can be written at all, found out by writing one that changes nothing. Not `run`, which somebody
+    /// else may switch between the look and the write.
     pub fn writable(&self) -> Result<(), Error> {
-        let value = self.now(Setting::Run)?;
-        self.host.apply(&Action::Set { setting: Setting::Run, value })?;
+        let value = self.now(Setting::SleepMillisecs)?;
+        self.host.apply(&Action::Set { setting: Setting::SleepMillisecs, value })?;
         Ok(())
     }
 
@@ -305,10 +347,21 @@ impl<'a> Session<'a> {
             }
         } else {
             let undo = act::undo(self.host, action).map_err(Error::Unknown)?;
-            self.journal.entries.extend(undo.into_iter().map(|undo| Entry { undo, written: Vec::new() }));
+            for undo in undo {
+                let within = self.within(&undo).map_err(Error::Unknown)?;
+                self.journal.entries.push(Entry { undo, written: Vec::new(), within });
+            }
         }
         self.store()?;
         Ok(noted)
+    }
+
+    /// What each range of advice is part of now.
+    fn within(&self, action: &Action) -> Result<Vec<AddressRange>, Absent> {
+        let Action::Advise { process, ranges, .. } = action else { return Ok(Vec::new()) };
+        let extents = Extents::of(self.host, *process)?;
+        // What has changed since it was chosen is bounded by itself.
+        Ok(ranges.iter().map(|&range| extents.around(range).unwrap_or(range)).collect())
     }
 
     /// Write down that a setting is about to be written.
@@ -321,8 +374,8 @@ impl<'a> Session<'a> {
                 *written = last.into_iter().chain([value.to_owned()]).collect();
             }
             None => {
-                let undo = Action::Set { setting, value: self.now(setting)? };
-                self.journal.entries.push(Entry { undo, written: vec![value.to_owned()] });
+                let undo = Action::Set { setting, value: resting(setting, self.now(setting)?) };
+                self.journal.entries.push(Entry { undo, written: vec![value.to_owned()], within: Vec::new() });
             }
         }
         Ok(())
@@ -353,13 +406,12 @@ impl<'a> Session<'a> {
         let older = self.left.len();
         // `run` was written last and is put back first, so that ksmd does not run under half of the old settings.
         while let Some(entry) = self.journal.entries.pop() {
-            match self.put_back_one(&entry) {
-                Ok(()) => undone.push(entry.undo),
-                Err((why, kept)) => {
-                    remains.push(Remains { undo: entry.undo.clone(), why, kept });
-                    if kept {
-                        self.left.insert(older, entry);
-                    }
+            let back = self.put_back_one(&entry);
+            undone.extend(back.done);
+            for (entry, why, kept) in back.remains {
+                remains.push(Remains { undo: entry.undo.clone(), why, kept });
+                if kept {
+                    self.left.insert(older, entry);
                 }
             }
             stored = stored.and(self.store());
@@ -367,46 +419,112 @@ impl<'a> Session<'a> {
         stored.map(|()| (undone, remains))
     }
 
-    /// Put back one thing. If it cannot be: why, and whether to try again later.
-    fn put_back_one(&self, entry: &Entry) -> Result<(), (String, bool)> {
-        if let Action::Set { setting, value } = &entry.undo {
-            let read = |setting| act::setting_now(self.host, setting);
-            let now = read(*setting).map_err(|why| (why.to_string(), why != Absent::NotOnThisKernel))?;
-            if now == *value {
-                return Ok(());
+    fn put_back_one(&mut self, entry: &Entry) -> Back {
+        match &entry.undo {
+            Action::Set { setting, value } => match self.changed(entry, *setting, value) {
+                Ok(true) => {}
+                Ok(false) => return Back::done(entry),
+                Err((why, kept)) => return Back::not(entry, why, kept),
+            },
+            Action::Advise { process, advice, ranges } => {
+                return self.put_back_advice(entry, *process, *advice, ranges);
             }
-            if *setting == Setting::PagesToScan && read(Setting::AdvisorMode).as_deref() == Ok("scan-time") {
-                let advisor = Action::Set { setting: Setting::AdvisorMode, value: "scan-time".to_owned() };
-                if self.left.iter().any(|entry| sets(entry, Setting::AdvisorMode)) {
-                    return Err(("the advisor is on, which could not be switched off".to_owned(), true));
+            Action::MergeAny { .. } | Action::GuestMerge { .. } | Action::Collapse { .. } => {}
+        }
+        match self.effect(&entry.undo) {
+            Ok(_) | Err(Refusal::Vanished) => Back::done(entry),
+            Err(why) => Back::not(entry, &why, later(&why)),
+        }
+    }
+
+    /// Whether a setting is to be put back. If it is but must not be: why, and whether to try again later.
+    fn changed(&self, entry: &Entry, setting: Setting, value: &str) -> Result<bool, (String, bool)> {
+        let read = |setting| act::setting_now(self.host, setting);
+        let now = read(setting).map_err(|why| (why.to_string(), why != Absent::NotOnThisKernel))?;
+        if resting(setting, now.clone()) == *value {
+            return Ok(false);
+        }
+        if setting == Setting::PagesToScan && read(Setting::AdvisorMode).as_deref() == Ok("scan-time") {
+            let advisor = Action::Set { setting: Setting::AdvisorMode, value: "scan-time".to_owned() };
+            if self.left.iter().any(|entry| sets(entry, Setting::AdvisorMode)) {
+                return Err(("the advisor is on, which could not be switched off".to_owned(), true));
+            }
+            // If the advisor was on before, it sets this.
+            let before = self.journal.entries.iter().any(|older| older.undo == advisor);
+            let foreign = || ("the advisor is on, which somebody else switched on".to_owned(), false);
+            return if before { Ok(false) } else { Err(foreign()) };
+        }
+        if !entry.written.contains(&now) {
+            return Err((format!("it is {now} now, which somebody else wrote"), false));
+        }
+        Ok(true)
+    }
+
+    /// Put advice back where what was advised is still there.
+    fn put_back_advice(&mut self, entry: &Entry, process: ProcessId, advice: Advice, ranges: &[AddressRange]) -> Back {
+        let extents = match Extents::of(self.host, process) {
+            Ok(extents) => extents,
+            Err(Absent::Vanished) => return Back::done(entry),
+            Err(why) => return Back::not(entry, why, true),
+        };
+        let part = |pairs: &[(AddressRange, AddressRange)]| {
+            let (ranges, within) = pairs.iter().copied().unzip();
+            Entry { undo: Action::Advise { process, advice, ranges }, written: Vec::new(), within }
+        };
+        let mut back = Back::default();
+        let (mut same, mut other) = (Vec::new(), Vec::new());
+        for (position, &range) in ranges.iter().enumerate() {
+            // What nothing is mapped at any more needs nothing.
+            match entry.within.get(position) {
+                _ if !extents.any(range) => {}
+                Some(&within) if extents.still(range, within) => same.push((range, within)),
+                within => other.push((range, within.copied().unwrap_or(range))),
+            }
+        }
+        if !other.is_empty() {
+            let why = "something else may be mapped there by now: it was left as it is";
+            back.remains.push((part(&other), why.to_owned(), false));
+        }
+        if same.is_empty() {
+            back.done = other.is_empty().then(|| entry.undo.clone());
+            return back;
+        }
+        let action = part(&same);
+        match self.effect(&action.undo) {
+            Ok(effect) => {
+                let mut missed: BTreeMap<String, Vec<_>> = BTreeMap::new();
+                for (range, why) in effect.missed {
+                    let cut = same.iter().filter_map(|&(part, within)| Some((part.overlap(range)?, within)));
+                    missed.entry(why).or_default().extend(cut);
                 }
-                // If the advisor was on before, it sets this.
-                let before = self.journal.entries.iter().any(|older| older.undo == advisor);
-                let foreign = || ("the advisor is on, which somebody else switched on".to_owned(), false);
-                return if before { Ok(()) } else { Err(foreign()) };
+                if missed.is_empty() {
+                    back.done = Some(action.undo);
+                }
+                back.remains.extend(missed.into_iter().map(|(why, pairs)| (part(&pairs), why, true)));
             }
-            if !entry.written.contains(&now) {
-                return Err((format!("it is {now} now, which somebody else wrote"), false));
-            }
+            Err(Refusal::Vanished) => back.done = Some(action.undo),
+            Err(why) => back.remains.push((action, why.to_string(), later(&why))),
         }
-        match self.host.apply(&entry.undo) {
-            Ok(_) | Err(Refusal::Vanished) => Ok(()),
-            Err(why) => Err((why.to_string(), !matches!(why, Refusal::ReadOnly | Refusal::Unsupported(_)))),
-        }
+        back
     }
 }
 
 impl Drop for Session<'_> {
     fn drop(&mut self) {
-        match self.put_back() {
-            Ok((_, remains)) => {
-                for remains in remains {
-                    eprintln!("pagefold: not put back: {remains}");
-                }
-            }
-            Err(error) => eprintln!("pagefold: not put back: {error}"),
+        let told: Vec<String> = match self.put_back() {
+            Ok((_, remains)) => remains.iter().map(Remains::to_string).collect(),
+            Err(error) => vec![error.to_string()],
+        };
+        for told in told {
+            // Nobody may be left to read it, and a panic here would end more than this.
+            let _ = writeln!(io::stderr(), "pagefold: not put back: {told}");
         }
     }
+}
+
+/// Whether something that was refused may be taken later.
+fn later(why: &Refusal) -> bool {
+    !matches!(why, Refusal::ReadOnly | Refusal::Unsupported(_))
 }
 
 fn sets(entry: &Entry, of: Setting) -> bool {
@@ -418,21 +536,19 @@ pub fn boot(host: &dyn Host) -> Result<String, Absent> {
     Ok(String::from_utf8_lossy(&host.read("proc/sys/kernel/random/boot_id")?).trim().to_owned())
 }
 
-/// The lock of a directory that is made if it is not there. Its file holds the number of the process that has it.
-fn lock(directory: &Path) -> Result<File, Error> {
+/// A directory, made if it is not there, and its lock. The lock's file holds the number of the process that has it.
+fn lock(path: &Path) -> Result<(Directory, File), Error> {
     let state = |path: &Path| {
         let path = path.to_owned();
         move |source| Error::State { path, source }
     };
-    fs::DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(state(directory))?;
-    let metadata = fs::metadata(directory).map_err(state(directory))?;
-    if metadata.uid() != rustix::process::geteuid().as_raw() || metadata.mode() & 0o022 != 0 {
-        return Err(Error::Exposed(directory.to_owned()));
+    DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(state(path))?;
+    let directory = Directory::open(path).map_err(state(path))?;
+    if !directory.is_private().map_err(state(path))? {
+        return Err(Error::Exposed(path.to_owned()));
     }
-    let path = directory.join("lock");
-    let mut options = fs::OpenOptions::new();
-    options.read(true).write(true).create(true).truncate(false).mode(0o600);
-    let mut lock = options.open(&path).map_err(state(&path))?;
+    let path = path.join("lock");
+    let mut lock = directory.file("lock", OFlags::RDWR | OFlags::CREATE).map_err(state(&path))?;
     match lock.try_lock() {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => {
@@ -443,7 +559,7 @@ fn lock(directory: &Path) -> Result<File, Error> {
         Err(TryLockError::Error(source)) => return Err(Error::State { path, source }),
     }
     lock.set_len(0).and_then(|()| write!(lock, "{}", std::process::id())).map_err(state(&path))?;
-    Ok(lock)
+    Ok((directory, lock))
 }
 
 #[cfg(test)]

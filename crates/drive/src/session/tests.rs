@@ -1,8 +1,11 @@
 //! Sessions over a host in memory: whatever fails, the settings come back or it is said what remains.
 
+mod advice;
+
 use super::*;
 use crate::fake::Fake;
 use pagefold_host::faulty::{Fault, Faulty};
+use std::fs;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 fn settings(of: &[(Setting, &str)]) -> Settings {
@@ -31,6 +34,14 @@ fn kill(session: Session<'_>, directory: &Path) {
         Some(bytes) => fs::write(directory.join(SESSION), bytes).unwrap(),
         None => assert!(!directory.join(SESSION).exists()),
     }
+}
+
+/// As if it had been killed before it could put back anything.
+fn kill_now(mut session: Session<'_>, directory: &Path) {
+    let bytes = fs::read(directory.join(SESSION)).unwrap();
+    session.journal.entries.clear();
+    drop(session);
+    fs::write(directory.join(SESSION), bytes).unwrap();
 }
 
 fn begin<'a>(host: &'a dyn Host, directory: &Path) -> Session<'a> {
@@ -258,6 +269,59 @@ fn a_directory_that_others_can_write_is_refused() {
     let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
     fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
     assert!(matches!(Session::begin(&host, directory.path()), Err(Error::Exposed(_))));
+}
+
+#[test]
+fn a_link_to_a_directory_is_refused() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let link = directory.path().join("link");
+    std::os::unix::fs::symlink(directory.path(), &link).unwrap();
+    assert!(matches!(Session::begin(&host, &link), Err(Error::State { .. })));
+    assert!(!directory.path().join("lock").exists());
+}
+
+/// The journal goes where the lock is, whatever is put in the place of the directory.
+#[test]
+fn a_directory_that_is_exchanged_gets_nothing() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let path = directory.path().join("state");
+    let mut session = begin(&host, &path);
+    fs::rename(&path, directory.path().join("moved")).unwrap();
+    fs::create_dir(&path).unwrap();
+    session.set(&busy()).unwrap();
+    assert!(directory.path().join("moved").join(SESSION).exists());
+    assert_eq!(fs::read_dir(&path).unwrap().count(), 0);
+}
+
+/// `run` of 2 is left over from unmerging everything: it is not done again.
+#[test]
+fn nothing_is_unmerged_to_put_back() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    host.put("run", "2");
+    let mut session = begin(&host, directory.path());
+    session.writable().unwrap();
+    // Noted and not yet written when it was killed: nobody else's doing.
+    session.note(&Action::Set { setting: Setting::Run, value: "1".to_owned() }).unwrap();
+    kill_now(session, directory.path());
+    let (mut session, _, remains) = Session::begin(&host, directory.path()).unwrap();
+    assert_eq!(remains, Vec::new());
+    session.set(&busy()).unwrap();
+    assert_eq!(session.finish().unwrap(), Vec::new());
+    assert_eq!(host.value("run"), "0");
+    drop(session);
+    // So it is with one that a former version noted as it was.
+    let entry = r#"{"written":["1"],"undo":{"set":{"setting":"run","value":"2"}}}"#;
+    let journal = format!(r#"{{"boot":"this-boot","writer":1,"entries":[{entry}]}}"#);
+    for file in [SESSION, POLICY] {
+        host.put("run", "1");
+        fs::write(directory.path().join(file), &journal).unwrap();
+        let (mut session, ..) = Session::begin(&host, directory.path()).unwrap();
+        let wanted = crate::policy::wanted(&session, Settings::new()).unwrap();
+        assert_eq!(wanted.get(&Setting::Run).map(String::as_str), (file == POLICY).then_some("0"));
+        assert_eq!(session.restore_policy().unwrap().1, Vec::new());
+        assert_eq!(host.value("run"), "0");
+    }
+    assert!(!host.written().contains(&"run=2".to_owned()));
 }
 
 #[test]

@@ -1,13 +1,13 @@
 //! Which values the kernel takes for a setting.
 //!
-//! As the `*_store` functions of mm/ksm.c decide (6.18, tried on the running kernel). Two differences: a boolean may be
-//! written in many ways (`kstrtobool`) and is 0 or 1 here; and `advisor_max_cpu` beyond 32 bits is taken and silently
-//! cut, which is refused here. What depends on the moment is not judged: EBUSY while pages are merged, EINVAL for
+//! As the `*_store` functions of mm/ksm.c decide (6.18, tried on the running kernel). Three differences: a boolean may be
+//! written in many ways (`kstrtobool`) and is 0 or 1 here; `advisor_max_cpu` beyond 32 bits is taken and silently cut,
+//! which is refused here; and so is a `run` of 2, which is no pace: it unmerges the whole host, room or none. What depends on the moment is not judged: EBUSY while pages are merged, EINVAL for
 //! `pages_to_scan` while the advisor is on.
 
 use crate::ksm::Setting;
 
-/// Whether the kernel takes a value, written as it would be; otherwise what it takes.
+/// Whether a policy may write a value, as the kernel prints it back; otherwise what the setting takes.
 pub fn check(setting: Setting, value: &str) -> Result<(), String> {
     let within = |least: u64, most: u64| {
         // As the kernel prints it back, since that is compared: no sign, no leading zero.
@@ -30,6 +30,11 @@ pub fn check(setting: Setting, value: &str) -> Result<(), String> {
         Setting::AdvisorMinPagesToScan | Setting::AdvisorMaxPagesToScan => within(0, u64::MAX),
         Setting::UseZeroPages | Setting::SmartScan | Setting::MergeAcrossNodes => within(0, 1),
         Setting::MaxPageSharing => within(2, i32::MAX as u64),
-        Setting::Run => within(0, 2),
+        Setting::Run if value == "2" => {
+            Err("run takes 0, 1; 2 would unmerge the whole host at once, whether there is \
+                                             memory for it or not: `pagefold unmerge --all` looks first"
+                .to_owned())
+        }
+        Setting::Run => within(0, 1),
     }
 }

@@ -224,8 +224,10 @@ fn values_the_kernel_takes() {
     check("max_page_sharing", "1", false);
     check("max_page_sharing", "2", true);
     check("max_page_sharing", "2147483648", false);
-    check("run", "2", true);
+    check("run", "1", true);
     check("run", "3", false);
+    check("run", "2", false);
+    assert!(super::check(Setting::Run, "2").unwrap_err().contains("pagefold unmerge --all"));
     for file in ["use_zero_pages", "smart_scan", "merge_across_nodes"] {
         check(file, "1", true);
         check(file, "2", false);

@@ -1,0 +1,168 @@
+//! Advice over a host in memory: it comes back to what it was given about, and to nothing else.
+
+use super::*;
+use crate::fake::{State, Trouble};
+use pagefold_model::Pid;
+use std::mem;
+use std::sync::Mutex;
+
+const PROCESS: ProcessId = ProcessId { pid: Pid(7), start_time: 1 };
+
+fn advise(advice: Advice, ranges: &[(u64, u64)]) -> Action {
+    let ranges = ranges.iter().map(|&(start, end)| AddressRange { start, end }).collect();
+    Action::Advise { process: PROCESS, advice, ranges }
+}
+
+/// A host with a process of two mappings, of which the first is enrolled in part.
+fn host() -> Fake {
+    let host = Fake::new();
+    host.put("pages_to_scan", "777");
+    host.map(7, (0x10000, 0x20000), "", true);
+    host.map(7, (0x20000, 0x24000), "", false);
+    host.map(7, (0x40000, 0x44000), "[heap]", true);
+    host
+}
+
+/// A session that was killed after it had withdrawn ranges of both mappings.
+fn killed(host: &Fake, directory: &Path) {
+    let mut session = begin(host, directory);
+    let withdraw = advise(Advice::Unmergeable, &[(0x12000, 0x14000), (0x1e000, 0x22000), (0x40000, 0x44000)]);
+    session.apply(&withdraw, Stays::ForNow).unwrap();
+    kill_now(session, directory);
+}
+
+/// The regions of a process that are enrolled.
+fn enrolled(host: &Fake) -> Vec<(u64, u64)> {
+    let regions = host.regions(PROCESS.pid).unwrap().into_iter();
+    regions.filter(|&(.., enrolled)| enrolled).map(|(range, ..)| (range.start, range.end)).collect()
+}
+
+/// Every step of a session is a question to the host, an action or a write of the journal. Killed after any of them, it
+/// leaves a journal from which the next session puts everything back.
+#[test]
+fn killed_after_any_step_everything_comes_back() {
+    let (fake, directory) = (host(), tempfile::tempdir().unwrap());
+    let before = fake.state();
+    let journal = directory.path().join(SESSION);
+    // What there was at each question or action: the actions are the only thing that changes the host, so that right
+    // after one there is what the next question finds, with the journal that this one found.
+    let moments: Mutex<Vec<(State, Option<Vec<u8>>)>> = Mutex::default();
+    let look = |_: &str| {
+        moments.lock().unwrap().push((fake.state(), fs::read(&journal).ok()));
+        None
+    };
+    let host = Faulty::new(&fake, look);
+    let mut session = begin(&host, directory.path());
+    session.set(&busy()).unwrap();
+    let withdraw = advise(Advice::Unmergeable, &[(0x12000, 0x14000), (0x1e000, 0x22000)]);
+    session.apply(&withdraw, Stays::ForNow).unwrap();
+    session.apply(&advise(Advice::Mergeable, &[(0x21000, 0x23000)]), Stays::ForNow).unwrap();
+    session.apply(&Action::MergeAny { process: PROCESS, on: true }, Stays::ForNow).unwrap();
+    session.set(&advised()).unwrap();
+    assert!(session.set(&settings(&[(Setting::MaxPageSharing, "1")])).is_err());
+    session.set(&busy()).unwrap();
+    assert_eq!(session.stops().len(), 3);
+    assert_eq!(session.finish().unwrap(), Vec::new());
+    assert_eq!(session.stops().len(), 6);
+    drop(session);
+    let mut moments = mem::take(&mut *moments.lock().unwrap());
+    moments.push((fake.state(), None));
+    let mut changed = 0;
+    let mut last = None;
+    for (step, (state, journal)) in moments.into_iter().enumerate() {
+        for left in [&last, &journal] {
+            let (host, directory) = (Fake::of(&state), tempfile::tempdir().unwrap());
+            if let Some(left) = left {
+                fs::write(directory.path().join(SESSION), left).unwrap();
+            }
+            let (session, _, remains) = Session::begin(&host, directory.path()).unwrap();
+            assert_eq!(remains, Vec::new(), "step {step}");
+            drop(session);
+            assert_same(&host.state(), &before, step);
+            assert!(!directory.path().join(SESSION).exists(), "step {step}");
+            changed += usize::from(state != before);
+        }
+        last = journal;
+    }
+    assert!(changed > 50, "{changed}");
+}
+
+/// The same settings and memory; a process that was never asked says nothing, which is as if it said no.
+fn assert_same(now: &State, before: &State, step: usize) {
+    let mut files = now.0.clone();
+    if files.get("proc/7/ksm_stat").is_some_and(|stat| stat == "ksm_merge_any: no\n") {
+        files.remove("proc/7/ksm_stat");
+    }
+    assert_eq!((&files, &now.1), (&before.0, &before.1), "step {step}");
+}
+
+#[test]
+fn what_was_mapped_anew_is_left_alone() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    killed(&host, directory.path());
+    // Something larger in place of the first mapping, nothing in place of the heap.
+    host.map(7, (0x8000, 0x24000), "", false);
+    host.unmap(7, (0x40000, 0x44000));
+    let (_, _, remains) = Session::begin(&host, directory.path()).unwrap();
+    assert_eq!(enrolled(&host), []);
+    assert_eq!(remains.len(), 1, "{remains:?}");
+    assert_eq!(remains[0].undo, advise(Advice::Mergeable, &[(0x12000, 0x14000), (0x1e000, 0x20000)]));
+    assert!(!remains[0].kept);
+    begin(&host, directory.path());
+}
+
+#[test]
+fn what_is_smaller_than_the_range_is_another_mapping() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    killed(&host, directory.path());
+    host.unmap(7, (0x10000, 0x24000));
+    host.map(7, (0x13000, 0x14000), "", false);
+    host.map(7, (0x1e000, 0x20000), "", false);
+    let (_, _, remains) = Session::begin(&host, directory.path()).unwrap();
+    assert_eq!(remains.len(), 1, "{remains:?}");
+    assert_eq!(remains[0].undo, advise(Advice::Mergeable, &[(0x12000, 0x14000)]));
+    // One that lies within what was there cannot be told from what is left of it.
+    assert_eq!(enrolled(&host), [(0x1e000, 0x20000), (0x40000, 0x44000)]);
+}
+
+#[test]
+fn the_heap_grows_and_is_the_same() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    killed(&host, directory.path());
+    host.map(7, (0x44000, 0x60000), "[heap]", false);
+    let (_, _, remains) = Session::begin(&host, directory.path()).unwrap();
+    assert_eq!(remains, Vec::new());
+    assert_eq!(enrolled(&host), [(0x10000, 0x20000), (0x40000, 0x44000)]);
+}
+
+#[test]
+fn what_is_missed_is_tried_again() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    let before = host.state();
+    let mut session = begin(&host, directory.path());
+    session.apply(&advise(Advice::Unmergeable, &[(0x12000, 0x14000), (0x1e000, 0x20000)]), Stays::ForNow).unwrap();
+    host.trouble(Some(Trouble::Misses(AddressRange { start: 0x13000, end: 0x1f000 })));
+    let remains = session.finish().unwrap();
+    assert_eq!(remains.len(), 1, "{remains:?}");
+    assert_eq!(remains[0].undo, advise(Advice::Mergeable, &[(0x13000, 0x14000), (0x1e000, 0x1f000)]));
+    assert!(remains[0].kept);
+    drop(session);
+    host.trouble(None);
+    let (_, undone, remains) = Session::begin(&host, directory.path()).unwrap();
+    assert_eq!((undone.len(), remains), (1, Vec::new()));
+    assert_eq!(host.state(), before);
+}
+
+#[test]
+fn what_was_done_before_it_was_busy_comes_back() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    let before = host.state();
+    let mut session = begin(&host, directory.path());
+    host.trouble(Some(Trouble::BusyAfter(1)));
+    let withdraw = advise(Advice::Unmergeable, &[(0x12000, 0x14000)]);
+    assert!(matches!(session.apply(&withdraw, Stays::ForNow), Err(Error::Refused(Refusal::Busy(_)))));
+    assert_ne!(host.state(), before);
+    host.trouble(None);
+    assert_eq!(session.finish().unwrap(), Vec::new());
+    assert_eq!(host.state(), before);
+}
