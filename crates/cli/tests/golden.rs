@@ -140,7 +140,7 @@ fn json_is_of_the_schema_that_is_published() {
             &["doctor", "--json", &pid],
             &["merge", "--dry-run", "--json"],
             &["merge", "--dry-run", "--json", "--min-profit", "4KiB", "--across-domains"],
-            &["merge", "--dry-run", "--json", "--min-profit", "4KiB", "--whole"],
+            &["merge", "--dry-run", "--json", "--min-profit", "4KiB", "--whole", "--across-domains"],
             &["unmerge", "--dry-run", "--all", "--json"],
             &["policy", "show", "--json"],
         ] {
