@@ -251,7 +251,8 @@ impl Comparison {
         let mut text = format!(
             "Reachable: {of_all:.0} MiB ({origin}), net {:.0} MiB. n: trials, of which the \
              median is told; what was measured once is that one trial. Times are read from KSM's counters; \
-             at the end, ksmd frozen, they were {calibration} of what the page tables say, and \"saved\" is the latter. Net: \
+             at the end, ksmd frozen, they were {calibration} of what the page tables say, and \"saved\" is the latter; \
+             \"never\" is what was not reached by these counters before the end. Net: \
              less 64 bytes for each page that ksmd keeps track of. CPU: ksmd and pagefold, its census and checks included; \
              \"CPU s / GiB\" is all that `pagefold merge` took to its end, for the others what they took to 99 %.",
             self.reachable_net() / MIB
@@ -262,7 +263,8 @@ impl Comparison {
                  flat-out merging had saved after as many scanned pages, with a page taking ksmd as long as it did in \
                  those seconds and batches lying as far apart. ksmtuned, as if memory were short from its first step \
                  on, takes a step every 60 s; the advisor at the end of each full scan, as if ksmd had used no CPU \
-                 before (the kernel's first step counts all since boot, which slows it). CPU of these is that of \
+                 before (the kernel's first step counts all since boot, which slows it; where a scan ended within those \
+                 seconds, it goes on from what the kernel made of that). CPU of these is that of \
                  flat-out merging after as many pages, and more by what they took more in those seconds.",
                 self.window
             ));

@@ -27,7 +27,7 @@ use rustix::process::{Pid, Signal};
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -266,9 +266,9 @@ fn run(code: Code, mode: Mode, round: usize, conditions: &Conditions, samples: &
     let mut program = deck.start(&group, whole.is_some(), guided.as_ref())?;
     let mut beside = guided.map(|_| Beside::new(program.id(), state.path()));
     let (mut memory, mut faults) = (Vec::new(), 0);
-    let status = loop {
+    let mut watch = || loop {
         if let Some(status) = program.try_wait()? {
-            break status;
+            break Ok(status);
         }
         let (bytes, so_far) = group.read()?;
         memory.push(bytes as f64);
@@ -285,23 +285,21 @@ fn run(code: Code, mode: Mode, round: usize, conditions: &Conditions, samples: &
             begin.elapsed().as_secs_f64(),
             beside.as_ref().map_or(0.0, |beside| beside.cpu)
         ));
-        if let Err(interrupted) = pause_for(TICK) {
-            // mpirun ends its ranks when it is asked to end.
-            let _ = rustix::process::kill_process(Pid::from_child(&program), Signal::TERM);
-            let _ = program.wait();
-            if let Some(beside) = &mut beside {
-                beside.end()?;
-            }
-            return Err(interrupted);
-        }
+        pause_for(TICK)?;
     };
+    let status: Result<ExitStatus> = watch();
     let seconds = begin.elapsed().as_secs_f64();
-    let complaints = fs::read_to_string(deck.complaints())?;
+    if status.is_err() {
+        // mpirun ends its ranks when it is asked to end.
+        let _ = rustix::process::kill_process(Pid::from_child(&program), Signal::TERM);
+        let _ = program.wait();
+    }
+    // In any case: until then pagefold needs its folder, and may set KSM.
+    let put_back = beside.as_mut().map_or(Ok(()), Beside::end);
+    let (status, complaints) = (status?, fs::read_to_string(deck.complaints())?);
     ensure!(status.success(), "{} failed: {status}: {complaints}", code.name);
-    if let Some(beside) = &mut beside {
-        beside.end()?;
-        // Read again: it may have said something at its end.
-        let complaints = fs::read_to_string(deck.complaints())?;
+    put_back?;
+    if mode == Mode::Guided {
         let own: Vec<&str> = complaints.lines().filter(|line| line.starts_with("pagefold: ")).collect();
         ensure!(own.is_empty(), "guided merging of {} did not go through: {own:?}", code.name);
         let after = ksm_settings();
