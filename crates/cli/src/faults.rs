@@ -235,10 +235,10 @@ fn an_account_has_the_true_figures_or_says_that_they_are_not() {
 #[test]
 fn the_doctor_names_every_process_whose_memory_it_did_not_see() {
     let recording = recording();
-    let truth = examine::facts(&recording, &[]);
+    let truth = examine::facts(&recording, &[], &Default::default());
     assert!(DoctorReport::of_host("faulty".to_owned(), &truth).not_seen.is_empty());
     each_fault(
-        |host| examine::facts(host, &[]),
+        |host| examine::facts(host, &[], &Default::default()),
         |path, fault, facts| {
             let report = DoctorReport::of_host("faulty".to_owned(), &facts);
             assert!(!doctor::text::render(&report, true, plain()).is_empty());

@@ -215,6 +215,25 @@ fn no_such_process_is_2() {
 }
 
 #[test]
+fn who_trusts_whom_and_who_is_left_alone_is_the_configuration_s() {
+    let folder = tempfile::tempdir().unwrap();
+    let two = |host: &mut Host| {
+        host.process(101, "daemon", 1, 0, "mg");
+        host.file("proc/101/status", "Uid:\t7\t7\t7\t7\nVmPin:\t       0 kB\nSeccomp:\t0\nThreads:\t1\n");
+    };
+    let verdicts = |text: &str| {
+        let file = folder.path().join("pagefold.toml");
+        fs::write(&file, text).unwrap();
+        let (report, _) = check(two, &["--config", file.to_str().unwrap()], 0);
+        ["ksm-domains", "ksm-keys"].map(|rule| verdict(&report, rule).to_owned())
+    };
+    assert_eq!(verdicts(""), ["warn", "ok"]);
+    assert_eq!(verdicts("domains = \"host\""), ["ok", "ok"]);
+    assert_eq!(verdicts("[[domain]]\nname = \"us\"\nusers = [7, 1000]"), ["ok", "ok"]);
+    assert_eq!(verdicts("[exclude]\nextend = [\"daemon\"]"), ["warn", "warn"]);
+}
+
+#[test]
 fn what_was_not_seen_is_3_and_named() {
     let (report, text) = check(|host| host.absent("proc/1/smaps", "denied"), &[], 3);
     assert_eq!(report["not_seen"][0]["comm"], "init");
@@ -277,7 +296,7 @@ fn an_unknown_writer_is_caught_in_the_act() {
         *asked += u32::from(path == "sys/kernel/mm/ksm/pages_to_scan");
         (path == "sys/kernel/mm/ksm/pages_to_scan" && *asked > 1).then(|| Fault::Replaced(b"64\n".to_vec()))
     });
-    let facts = examine::facts(&faulty, &[]);
+    let facts = examine::facts(&faulty, &[], &Default::default());
     assert_eq!(facts.rewritten, ["pages_to_scan: 5000, then 64"]);
     let tuners = examine_host(&facts).into_iter().find(|finding| finding.rule == "ksm-tuners").unwrap();
     assert_eq!(tuners.verdict, Verdict::Warn, "{tuners:#?}");
@@ -315,7 +334,7 @@ fn several_processes_have_a_section_each() {
 
 /// Everything the rules find on a host, for the host and for a process, by rule: the best verdict of each.
 fn verdicts(host: &dyn pagefold_host::Host, pid: u32) -> BTreeMap<&'static str, Verdict> {
-    let facts = examine::facts(host, &[Pid(pid)]);
+    let facts = examine::facts(host, &[Pid(pid)], &Default::default());
     let process = facts.processes.iter().find(|facts| facts.process.id.pid == Pid(pid));
     let findings = process.into_iter().flat_map(|process| examine_process(&facts, process)).chain(examine_host(&facts));
     let mut best = BTreeMap::new();

@@ -12,23 +12,34 @@
 
 use crate::{Host, Process as Handle, observe, parse};
 use pagefold_model::doctor::{HostFacts, Ksmd, ProcessFacts, Tuner, USER_HZ, tuner};
-use pagefold_model::domain::DomainRule;
+use pagefold_model::domain::Domains;
+use pagefold_model::exclusion::Exclusions;
 use pagefold_model::ksm::Ksm;
 use pagefold_model::memory::Memory;
 use pagefold_model::process::Process;
+use pagefold_model::region::Region;
 use pagefold_model::{Absent, Pid, ProcessId, Reading};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 
+/// Who trusts whom, and who is left alone.
+#[derive(Clone, Debug, Default)]
+pub struct Trust {
+    /// How processes are sorted into trust domains.
+    pub domains: Domains,
+    /// Who should not be enrolled.
+    pub exclusions: Exclusions,
+}
+
 /// All facts of a host, and of every process that is listed or named in `wanted`. One of `wanted` that is not among the
 /// processes afterwards does not exist.
-pub fn facts(host: &dyn Host, wanted: &[Pid]) -> HostFacts {
+pub fn facts(host: &dyn Host, wanted: &[Pid], trust: &Trust) -> HostFacts {
     let ksm = observe::ksm(host);
     let listed = host.pids();
     let mut pids: Vec<Pid> = listed.iter().flatten().chain(wanted).copied().collect();
     pids.sort();
     pids.dedup();
-    let mut seen: Vec<Seen> = pids.into_par_iter().filter_map(|pid| see(host, pid)).collect();
+    let mut seen: Vec<Seen> = pids.into_par_iter().filter_map(|pid| see(host, pid, trust)).collect();
     inherit(&mut seen);
 
     let ksmd = ksmd(host, &seen);
@@ -41,7 +52,7 @@ pub fn facts(host: &dyn Host, wanted: &[Pid]) -> HostFacts {
         (Ok(_), Err(Absent::NotOnThisKernel), _) => Some(Absent::Denied),
         (Ok(_), Err(why), _) => Some(why.clone()),
     };
-    processes.extend(hidden.clone().map(|why| unseen(Pid(0), &why)));
+    processes.extend(hidden.clone().map(|why| unseen(Pid(0), &why, trust)));
     HostFacts {
         page_size: host.page_size(),
         kernel: observe::kernel(host),
@@ -68,25 +79,24 @@ struct Seen {
 }
 
 /// A process; `None` if there is none of that number.
-fn see(host: &dyn Host, pid: Pid) -> Option<Seen> {
+fn see(host: &dyn Host, pid: Pid, trust: &Trust) -> Option<Seen> {
     let look = |handle: &dyn Handle| -> Reading<Seen> {
         let process = observe::process(handle)?;
         let parent = parse::stat(&handle.read("stat")?)?.ppid;
         // Kernel threads and the dead have no memory of their own: their smaps would be empty.
         let regions =
             if process.kernel_thread || process.is_zombie() { Ok(Vec::new()) } else { observe::regions(handle) };
-        let domain = DomainRule::User.domain(&process);
-        let facts = ProcessFacts { process, regions, domain, parent_merge_any: Err(Absent::Vanished) };
+        let facts = process_facts(process, regions, Err(Absent::Vanished), trust);
         Ok(Seen { facts, parent })
     };
     let handle = match host.open(pid) {
         Ok(handle) => handle,
         Err(Absent::Vanished | Absent::NotOnThisKernel) => return None,
-        Err(why) => return Some(Seen { facts: unseen(pid, &why), parent: Pid(0) }),
+        Err(why) => return Some(Seen { facts: unseen(pid, &why, trust), parent: Pid(0) }),
     };
     match look(&*handle) {
         Err(Absent::Vanished) => None,
-        Err(why) => Some(Seen { facts: unseen(pid, &why), parent: Pid(0) }),
+        Err(why) => Some(Seen { facts: unseen(pid, &why, trust), parent: Pid(0) }),
         // It ended while it was looked at: what was read of it so far is of no use.
         Ok(seen) if seen.facts.regions == Err(Absent::Vanished) => None,
         Ok(seen) => Some(seen),
@@ -94,10 +104,19 @@ fn see(host: &dyn Host, pid: Pid) -> Option<Seen> {
 }
 
 /// A process of which nothing can be told but that it may be there.
-fn unseen(pid: Pid, why: &Absent) -> ProcessFacts {
+fn unseen(pid: Pid, why: &Absent, trust: &Trust) -> ProcessFacts {
     let process = Process::absent(ProcessId { pid, start_time: 0 }, why);
-    let domain = DomainRule::User.domain(&process);
-    ProcessFacts { process, regions: Err(why.clone()), domain, parent_merge_any: Err(why.clone()) }
+    process_facts(process, Err(why.clone()), Err(why.clone()), trust)
+}
+
+fn process_facts(
+    process: Process,
+    regions: Reading<Vec<Region>>,
+    parent_merge_any: Reading<bool>,
+    trust: &Trust,
+) -> ProcessFacts {
+    let (domain, excluded) = (trust.domains.domain(&process), trust.exclusions.reason(&process));
+    ProcessFacts { process, regions, domain, excluded, parent_merge_any }
 }
 
 /// Tell each process the flag of its parent. One that has no parent, or whose parent ended meanwhile, keeps `Vanished`.

@@ -1,10 +1,11 @@
 //! `pagefold doctor`: KSM is on, why is nothing merging, and what is wrong with how this host merges?
 
 use crate::arguments::Global;
+use crate::config::Config;
 use crate::{Outcome, output, source};
 use anyhow::bail;
 use clap::Args;
-use pagefold_host::examine;
+use pagefold_host::examine::{self, Trust};
 use pagefold_model::Pid;
 use pagefold_report::doctor::{DoctorReport, VerdictName, text};
 use pagefold_report::wire;
@@ -42,7 +43,8 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let mut pids: Vec<Pid> = options.pid.iter().copied().map(Pid).collect();
     pids.sort();
     pids.dedup();
-    let facts = examine::facts(&*host, &pids);
+    let Config { domains, exclusions, .. } = Config::load(global)?;
+    let facts = examine::facts(&*host, &pids, &Trust { domains, exclusions });
     let mut processes = Vec::new();
     for pid in &pids {
         match facts.processes.iter().find(|process| process.process.id.pid == *pid && pid.0 > 0) {

@@ -76,7 +76,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     source::seen(!census.subjects.is_empty(), &census_options.selection, &census.unseen, global)?;
     tap.show_only(shown(&*host, &census));
     // What the doctor and the account read beside; the tap keeps it.
-    let facts = examine::facts(&tap, &[]);
+    let facts = examine::facts(&tap, &[], &Default::default());
     for process in &facts.processes {
         let handle = tap.open(process.process.id.pid);
         // Absence is kept too.

@@ -94,6 +94,8 @@ pub struct ProcessFacts {
     pub regions: Reading<Vec<Region>>,
     /// The trust domain it belongs to.
     pub domain: Domain,
+    /// Why it is to be left alone, if it is: see [`crate::exclusion`].
+    pub excluded: Option<String>,
     /// `ksm_merge_any` of its parent (`/proc/PPID/ksm_stat`): what it should have inherited.
     pub parent_merge_any: Reading<bool>,
 }

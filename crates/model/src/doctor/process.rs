@@ -6,7 +6,7 @@
 use super::cost::settled;
 use super::enrolment::{PRCTL_EXEC, SECCOMP, START_ENROLLED, blocked_by_reason, lost_flag};
 use super::fleet::{Fleet, blocked, bytes_of, is_share, total};
-use super::security::{KEYS, is_confidential};
+use super::security::KEYS;
 use super::settings::{ksm, pace, placed_zeros};
 use super::{Finding, HostFacts, Missing, Outcome, ProcessFacts, Rule, Scope, Verdict, is_set, need, set};
 use crate::identity::{Monitor, Vm};
@@ -474,7 +474,7 @@ fn profit(rule: &Rule, host: &HostFacts, facts: &ProcessFacts) -> Outcome {
 /// A warning: no harm by itself, and easily avoided.
 fn keys(rule: &Rule, _: &HostFacts, facts: &ProcessFacts) -> Outcome {
     need("command line", &facts.process.arguments)?;
-    if !is_confidential(facts) {
+    if facts.excluded.is_none() {
         return Ok(rule.ok("not known to hold keys", facts.name()));
     }
     if !is_enrolled(facts)? {

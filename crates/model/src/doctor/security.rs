@@ -6,7 +6,6 @@
 use super::enrolment::some_of;
 use super::fleet::{Fleet, total};
 use super::{HostFacts, HostRule, Outcome, ProcessFacts, Rule};
-use crate::exclusion::Exclusions;
 use crate::units::Bytes;
 use std::collections::BTreeMap;
 
@@ -60,14 +59,9 @@ fn domains(rule: &Rule, _: &HostFacts, fleet: &Fleet) -> Outcome {
     })
 }
 
-/// Whether a process holds keys, or runs a guest whose memory is encrypted.
-pub(super) fn is_confidential(facts: &ProcessFacts) -> bool {
-    Exclusions::default().reason(&facts.process).is_some()
-}
-
 /// A warning: no harm by itself, and easily avoided.
 fn keys(rule: &Rule, _: &HostFacts, fleet: &Fleet) -> Outcome {
-    let names: Vec<_> = fleet.enrolled().filter(|p| is_confidential(p)).map(ProcessFacts::name).collect();
+    let names: Vec<_> = fleet.enrolled().filter(|p| p.excluded.is_some()).map(ProcessFacts::name).collect();
     if names.is_empty() {
         fleet.all_seen("enrolment", ProcessFacts::enrolled)?;
         fleet.all_seen("command lines", |p| p.process.arguments.clone())?;

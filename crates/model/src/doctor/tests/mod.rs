@@ -3,6 +3,7 @@
 mod properties;
 
 use super::*;
+use crate::exclusion::Exclusions;
 use crate::identity::{Backend, Identity, Monitor, Vm};
 use crate::ksm::ProcessKsm;
 use crate::memory::PressureLine;
@@ -54,8 +55,14 @@ fn healthy_process(pid: u32) -> ProcessFacts {
         },
         regions: Ok(vec![region(GIB, VmFlags::MERGEABLE)]),
         domain: Domain::User(1000),
+        excluded: None,
         parent_merge_any: Ok(false),
     }
+}
+
+/// Find out whether it is to be left alone.
+fn exclude(facts: &mut ProcessFacts) {
+    facts.excluded = Exclusions::default().reason(&facts.process);
 }
 
 fn healthy_ksm() -> Ksm {
@@ -172,6 +179,7 @@ fn old_kernel(process: &mut ProcessFacts) {
 fn check(rule: &str, expected: Verdict, change: impl FnOnce(&mut HostFacts)) {
     let mut facts = healthy();
     change(&mut facts);
+    facts.processes.iter_mut().for_each(exclude);
     let findings = examine_host(&facts);
     let found: Vec<_> = findings.iter().filter(|finding| finding.rule == rule).collect();
     assert_eq!(found.len(), 1, "{rule}");
@@ -183,6 +191,7 @@ fn check(rule: &str, expected: Verdict, change: impl FnOnce(&mut HostFacts)) {
 fn check_process(rule: &str, expected: Verdict, change: impl FnOnce(&mut HostFacts, &mut ProcessFacts)) {
     let (mut host, mut process) = (healthy(), healthy_process(100));
     change(&mut host, &mut process);
+    exclude(&mut process);
     host.processes[0] = process.clone();
     let findings = examine_process(&host, &process);
     let found: Vec<_> = findings.iter().filter(|finding| finding.rule == rule).cloned().collect();

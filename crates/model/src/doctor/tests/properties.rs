@@ -89,6 +89,7 @@ prop_compose! {
         facts.process.identity.vm = is_vm.then(|| Vm { mem_merge, vfio, ..qemu() });
         facts.domain = Domain::User(domain);
         facts.parent_merge_any = b[2].clone();
+        exclude(&mut facts);
         facts
     }
 }
