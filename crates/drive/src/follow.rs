@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 /// The pause before the first round: a program that starts fills its memory first.
 const FIRST: Duration = Duration::from_secs(2);
 
-/// The pause after a round, in times of the CPU time it took: pagefold's own share stays below a fiftieth of one CPU.
-const REST: u32 = 50;
+/// The pause after a round, in times of the CPU time it took: pagefold's own share stays below a twentieth of one CPU.
+const REST: u32 = 20;
 
 /// The longest pause. What lives shorter is not worth merging.
 const LONGEST: Duration = Duration::from_secs(60);
