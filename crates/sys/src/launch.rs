@@ -8,11 +8,12 @@
 //! [`accompany`] makes the one process that may stay behind: detached, so that the program neither waits for it nor
 //! gets its signals. Limits: glibc and musl on Linux, whose loaders honour `.init_array`.
 
+use rustix::fs::FileType;
 use std::ffi::{CStr, CString, c_int};
 use std::fs::File;
-use std::io::{self, PipeReader, Read};
+use std::io::{self, IsTerminal, PipeReader, Read};
 use std::mem::MaybeUninit;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
@@ -105,7 +106,8 @@ pub fn forget_children() {
 }
 
 /// Leave a process behind that outlives exec: not a child of the program to come, in a session of its own, in `/`, with
-/// standard error and no other descriptor of this process. There `work` is called once this process has become another
+/// standard error if that is a terminal or a file, and no other descriptor of this process: whoever reads a pipe to its
+/// end, as a shell's `$(...)` does, waits for the program and for nobody else. There `work` is called once this process has become another
 /// program, and the process ends when it returns. Dropping the returned handle, as a failed exec does by ending this
 /// process, looks to it as an exec does.
 ///
@@ -143,14 +145,15 @@ pub struct Accompanied {
     _until_exec: io::PipeWriter,
 }
 
-/// Let go of what the original had, but for standard error, and wait for its exec.
+/// Let go of what the original had, but for standard error where it may stay, and wait for its exec.
 fn prepare(mut exec: PipeReader) -> io::Result<()> {
     std::env::set_current_dir("/")?;
     // The runtime made sure that the first three descriptors are open, so this is another.
     let waiting = exec.as_raw_fd() as u32;
     let null = File::options().read(true).write(true).open("/dev/null")?;
-    for descriptor in 0..2 {
-        // SAFETY: both are open, and nothing in this copy owns standard input or output as an object.
+    let last = if has_no_reader(io::stderr().as_fd()) { 1 } else { 2 };
+    for descriptor in 0..=last {
+        // SAFETY: all are open, and nothing in this copy owns a standard descriptor as an object.
         if unsafe { libc::dup2(null.as_raw_fd(), descriptor) } == -1 {
             return Err(io::Error::last_os_error());
         }
@@ -166,6 +169,12 @@ fn prepare(mut exec: PipeReader) -> io::Result<()> {
     Ok(())
 }
 
+/// Whether it is a terminal or a file: nothing of which somebody waits for the end.
+fn has_no_reader(descriptor: BorrowedFd<'_>) -> bool {
+    let is_file = |status: rustix::fs::Stat| FileType::from_raw_mode(status.st_mode).is_file();
+    descriptor.is_terminal() || rustix::fs::fstat(descriptor).is_ok_and(is_file)
+}
+
 fn fork() -> io::Result<c_int> {
     // SAFETY: the process has one thread, so the copy's locks and memory are as consistent as the original's.
     match unsafe { libc::fork() } {
@@ -176,4 +185,24 @@ fn fork() -> io::Result<c_int> {
 
 fn threads() -> io::Result<usize> {
     Ok(std::fs::read_dir("/proc/self/task")?.count())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn what_somebody_reads_to_its_end_is_let_go() {
+        let (_reader, pipe) = io::pipe().unwrap();
+        let (socket, _other) = UnixStream::pair().unwrap();
+        assert!(!has_no_reader(pipe.as_fd()));
+        assert!(!has_no_reader(socket.as_fd()));
+        assert!(has_no_reader(File::open(std::env::current_exe().unwrap()).unwrap().as_fd()));
+        // A new terminal, of which this is the far end.
+        let Ok(terminal) = File::options().read(true).write(true).open("/dev/ptmx") else {
+            return println!("skipped: needs /dev/ptmx");
+        };
+        assert!(has_no_reader(terminal.as_fd()));
+    }
 }

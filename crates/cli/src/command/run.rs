@@ -147,7 +147,11 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     }
     // Held until exec, which closes them.
     let _companion = match &ready {
-        Some(Ready::Companion) => Some(accompany(|this| companion::enrol_all(&LiveHost::new(), this))?),
+        Some(Ready::Companion) => {
+            let exclusions = crate::config::Config::load(global)?.exclusions;
+            let excluded = |process: &Process| exclusions.reason(process);
+            Some(accompany(|this| companion::enrol_all(&LiveHost::new(), this, &excluded))?)
+        }
         _ => None,
     };
     let _driver = policy.map(|drive| accompany(move |this| drive.run(this))).transpose()?;

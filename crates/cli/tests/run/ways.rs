@@ -5,6 +5,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -180,29 +181,87 @@ fn setuid_programs_are_named_to_those_for_whom_they_are() {
     assert!(programs::run().args(["--way", "preload", "--"]).arg(&setuid).status().unwrap().success());
 }
 
-#[test]
-fn a_companion_enrols_a_tree_and_ends_with_it() {
+/// Whether a tree can be enrolled from outside; says that the test is skipped otherwise.
+fn injects() -> bool {
     if !ksm() || !present("gcc") {
-        return;
+        return false;
     }
     let how = run().args(["--way", "inject", "--dry-run", "--", "true"]).output().unwrap();
     if !how.status.success() {
-        return println!("skipped: {}", text(&how.stderr).trim());
+        println!("skipped: {}", text(&how.stderr).trim());
+    }
+    how.status.success()
+}
+
+/// Wait until nobody has a file open for standard error.
+fn wait_until_left(file: &Path) {
+    let started = Instant::now();
+    let holds = |entry: std::io::Result<fs::DirEntry>| {
+        fs::read_link(entry.unwrap().path().join("fd/2")).is_ok_and(|holder| holder == file)
+    };
+    while fs::read_dir("/proc").unwrap().any(holds) {
+        assert!(started.elapsed() < Duration::from_secs(60), "somebody stays behind for a minute");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_companion_enrols_a_tree_and_ends_with_it() {
+    if !injects() {
+        return;
     }
     let folder = tempfile::tempdir().unwrap();
+    let errors = folder.path().canonicalize().unwrap().join("errors");
     for flags in [&[][..], &["-static"]] {
         let program = compile("gcc", "tree.c", flags, folder.path());
         let mut command = run();
-        command.args(["--way", "inject", "--"]).arg(&program).args(["20", "3"]).stderr(Stdio::piped());
-        let mut tree = Tree::start(&mut command, 3);
+        command.args(["--way", "inject", "--"]).arg(&program).args(["20", "3"]);
+        let tree = Tree::start(command.stderr(fs::File::create(&errors).unwrap()), 3);
         tree.wait("enrolled from outside", |pid| merge_any(pid) && mostly(pid));
-        let mut errors = tree.child.stderr.take().unwrap();
+        drop(command);
         drop(tree);
-        // The companion is the last to hold it.
-        let mut said = String::new();
-        errors.read_to_string(&mut said).unwrap();
-        assert_eq!(said, "");
+        wait_until_left(&errors);
+        assert_eq!(fs::read_to_string(&errors).unwrap(), "");
     }
+}
+
+#[test]
+fn a_companion_leaves_alone_what_the_configuration_excludes() {
+    if !injects() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name| folder.path().canonicalize().unwrap().join(name);
+    let (errors, config) = (path("errors"), path("pagefold.toml"));
+    fs::write(&config, "[exclude]\nextend = [\"tree\"]\n").unwrap();
+    let program = compile("gcc", "tree.c", &[], folder.path());
+    let mut command = run();
+    command.arg("--config").arg(&config).args(["--way", "inject", "--"]).arg(&program).args(["20", "1"]);
+    let tree = Tree::start(command.stderr(fs::File::create(&errors).unwrap()), 1);
+    drop(command);
+    let said = |pid| format!("pagefold: process {pid} is not enrolled in KSM: ");
+    tree.wait("told or enrolled", |pid| fs::read_to_string(&errors).unwrap().contains(&said(pid)) || merge_any(pid));
+    assert!(!merge_any(tree.pids[0]));
+    drop(tree);
+    wait_until_left(&errors);
+    assert_eq!(fs::read_to_string(&errors).unwrap().lines().count(), 1);
+}
+
+/// Who reads what a program says waits until the program has closed it, and not for the companion.
+#[test]
+fn a_companion_holds_no_pipe_of_the_program() {
+    if !injects() {
+        return;
+    }
+    let mut command = run();
+    command.args(["--way", "inject", "--", "sh", "-c", "exec sleep 30 2> /dev/null"]).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let mut said = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    let status = child.try_wait().unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!((status, said.as_str()), (None, ""));
 }
 
 #[test]

@@ -8,9 +8,11 @@
 
 use pagefold_host::act::{Action, Refusal};
 use pagefold_host::{Host, observe};
+use pagefold_model::process::Process;
 use pagefold_model::region::VmFlags;
 use pagefold_model::{Pid, ProcessId, Reading};
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write;
 use std::time::Duration;
 
 /// The first pause between two looks at the tree; doubled until it is [`LONGEST_PAUSE`].
@@ -64,18 +66,30 @@ impl Tree {
     }
 }
 
-/// Enrol every process of a tree that is not enrolled, from outside, until all have ended. Tells on standard error whom
-/// it could not, once each.
-pub fn enrol_all(host: &dyn Host, first: ProcessId) {
+/// Enrol every process of a tree that is not enrolled, from outside, until all have ended, but for those that
+/// `excluded` tells a reason for. Tells on standard error whom it left or could not enrol, once each.
+///
+/// Who is excluded is asked anew at each look, since a process becomes another program by exec. Limits: what an
+/// enrolled process starts is enrolled from its start, because the kernel hands it on over fork and exec.
+pub fn enrol_all(host: &dyn Host, first: ProcessId, excluded: &dyn Fn(&Process) -> Option<String>) {
     let mut tree = Tree::of(first);
-    let mut refused = BTreeSet::new();
+    let (mut refused, mut left) = (BTreeSet::new(), BTreeSet::new());
     let mut pause = FIRST_PAUSE;
+    let tell = |process: ProcessId, why: &str| {
+        // Nobody may be left to read it.
+        let _ = writeln!(std::io::stderr(), "pagefold: process {} is not enrolled in KSM: {why}", process.pid);
+    };
     while tree.observe(host).is_ok() && !tree.has_ended() {
         for process in tree.members().filter(|process| !refused.contains(process)).collect::<Vec<_>>() {
-            match enrol(host, process) {
-                Ok(()) | Err(Refusal::Vanished | Refusal::Busy(_)) => {}
+            match enrol_unless(host, process, excluded) {
+                Ok(None) | Err(Refusal::Vanished | Refusal::Busy(_)) => {}
+                Ok(Some(why)) => {
+                    if left.insert(process) {
+                        tell(process, &why);
+                    }
+                }
                 Err(why) => {
-                    eprintln!("pagefold: process {} is not enrolled in KSM: {why}", process.pid);
+                    tell(process, &why.to_string());
                     refused.insert(process);
                 }
             }
@@ -83,6 +97,26 @@ pub fn enrol_all(host: &dyn Host, first: ProcessId) {
         std::thread::sleep(pause);
         pause = (pause * 2).min(LONGEST_PAUSE);
     }
+}
+
+/// Enrol a process from outside, where it is not and there is no reason against it. Tells the reason.
+fn enrol_unless(
+    host: &dyn Host,
+    process: ProcessId,
+    excluded: &dyn Fn(&Process) -> Option<String>,
+) -> Result<Option<String>, Refusal> {
+    if is_enrolled(host, process)? {
+        return Ok(None);
+    }
+    let seen = observe::process(&*host.open(process.pid)?)?;
+    if seen.id != process {
+        return Err(Refusal::Vanished);
+    }
+    let why = excluded(&seen);
+    if why.is_none() {
+        enrol(host, process)?;
+    }
+    Ok(why)
 }
 
 /// Enrol a process from outside, where it is not, and see that it took.
