@@ -194,6 +194,21 @@ pub fn parked(state: &State, base: u64, home: Home) -> Registers {
     registers
 }
 
+/// Whether a thread whose tracer died may be on its way through its frame.
+pub fn heals(registers: &Registers, home: Home) -> bool {
+    (home.stub - 4..=home.stub + 8).contains(&registers.words[PC])
+}
+
+/// Whether bytes begin like a frame of [`State::frame`]. One of the kernel's has another alternate stack, and says of
+/// what signal it is.
+pub fn is_frame(bytes: &[u8], _home: Home) -> bool {
+    let word = |at: usize| bytes.get(at..at + 8).map(|word| u64::from_ne_bytes(word.try_into().expect("eight bytes")));
+    let vectors = u64::from(FPSIMD_MAGIC) | u64::from(FPSIMD_BYTES) << 32;
+    [(0, 0), (UCONTEXT + 24, SS_FLAGS_NONE), (RESERVED_ALIGNED, vectors)]
+        .iter()
+        .all(|&(at, value)| word(at) == Some(value))
+}
+
 /// Whether a thread that stopped is at the entry of the stub's own call.
 pub fn is_at_entry(registers: &Registers, home: Home) -> bool {
     i64::from(registers.call) == SIGRETURN && registers.words[PC] == home.stub + 8

@@ -289,7 +289,7 @@ fn park<'a>(target: &'a Target, tid: i32, thread: Thread, stopped: Instant) -> R
     };
     state.forgive_interruption(ptrace::monotonic(), read);
     let bytes = state.frame_bytes().next_multiple_of(64) + ROOM;
-    let (base, before) = target.room_on_stack(tid, state.stack_pointer(), bytes)?;
+    let (base, before) = target.room_on_stack(tid, &state, bytes)?;
     let frame = state.frame(base, mask, home);
     target.memory.write_all_at(&frame, base).map_err(failed("writing to its stack"))?;
     fault::point("frame written");

@@ -6,7 +6,8 @@
 //! stopped, far below.
 //!
 //! Mirrors `do_procmap_query` and `task_current_syscall` (fs/proc/task_mmu.c, lib/syscall.c, 6.18). Limits: a main thread
-//! that returns from its call and within that stop goes down by more than [`MARGIN`] meets the frame.
+//! that returns from its call and within that stop goes down by more than [`MARGIN`] meets the frame. What a killed tracer left there is used again in processes of one thread; in others it stays in the
+//! way, of which there is room for a dozen and more.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -14,7 +15,7 @@ use std::os::unix::fs::FileExt;
 
 use nix::errno::Errno;
 
-use super::target::{Target, mapping, text};
+use super::target::{Target, mapping, number, text};
 use super::{Error, arch, failed};
 
 /// How far below a main thread that is not stopped.
@@ -105,7 +106,8 @@ impl Target {
     /// That is where nobody has been yet: the lowest part that holds zeros only. Where the stack has been in use down to
     /// its end, it is below the stack pointer of a thread that runs there, where the kernel would put a signal's frame.
     /// It grows for this as for that.
-    pub(super) fn room_on_stack(&self, tid: i32, stack_pointer: u64, bytes: usize) -> Result<(u64, Vec<u8>), Error> {
+    pub(super) fn room_on_stack(&self, tid: i32, state: &arch::State, bytes: usize) -> Result<(u64, Vec<u8>), Error> {
+        let stack_pointer = state.stack_pointer();
         let stack = self.stack()?;
         let on_stack = stack.contains(stack_pointer);
         let top = match on_stack {
@@ -121,6 +123,7 @@ impl Target {
             let found = read(base).map_err(failed("reading its stack"))?;
             match found.iter().rposition(|&byte| byte != 0) {
                 None => return Ok((base, found)),
+                Some(_) if self.is_left_over(&found, state) => return Ok((base, vec![0; bytes])),
                 Some(used) => base = (base + used as u64 + 1).next_multiple_of(64),
             }
         }
@@ -130,6 +133,14 @@ impl Target {
         let below = top.saturating_sub(len) & !63;
         let found = read(below).map_err(|_| Error::Unsupported("its main stack is full".to_owned()))?;
         Ok((below, found))
+    }
+
+    /// Whether that is the frame of a tracer that was killed, and nobody needs it any more: the only thread is here and
+    /// not on its way through it.
+    fn is_left_over(&self, found: &[u8], state: &arch::State) -> bool {
+        arch::is_frame(found, self.home)
+            && !arch::heals(&state.registers, self.home)
+            && text(&self.directory, "status").is_ok_and(|status| number(&status, "Threads") == Some(1))
     }
 
     /// Whether another thread than the main one may be stopped for so many bytes, as things are.

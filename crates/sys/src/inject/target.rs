@@ -39,7 +39,7 @@ pub struct Target {
     pub(super) maps: File,
     /// Where the main stack ends.
     pub(super) stack_end: Option<u64>,
-    home: Home,
+    pub(super) home: Home,
 }
 
 /// A line of `/proc/PID/maps`.
@@ -66,7 +66,7 @@ fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
     status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
 }
 
-fn number<T: std::str::FromStr>(status: &str, name: &str) -> Option<T> {
+pub(super) fn number<T: std::str::FromStr>(status: &str, name: &str) -> Option<T> {
     field(status, name)?.parse().ok()
 }
 

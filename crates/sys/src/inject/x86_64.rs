@@ -275,6 +275,20 @@ pub fn parked(state: &State, base: u64, home: Home) -> Registers {
     registers
 }
 
+/// Whether a thread whose tracer died may be on its way through its frame.
+pub fn heals(registers: &Registers, home: Home) -> bool {
+    let code = home.stub..=home.stub + STUB.len() as u64;
+    code.contains(&registers.rip) || (landing_code(home.landing)..=home.landing).contains(&registers.rip)
+}
+
+/// Whether bytes begin like a frame of [`State::frame`] with that home. One of the kernel's has another alternate stack.
+pub fn is_frame(bytes: &[u8], home: Home) -> bool {
+    let word = |at: usize| bytes.get(at..at + 8).map(|word| u64::from_le_bytes(word.try_into().expect("eight bytes")));
+    [(0, 0), (8, home.stub), (8 + UCONTEXT, UC_FLAGS), (8 + UCONTEXT + 24, SS_FLAGS_NONE)]
+        .iter()
+        .all(|&(at, value)| word(at) == Some(value))
+}
+
 /// Whether a thread that stopped is at the entry of the stub's own call.
 pub fn is_at_entry(registers: &Registers, home: Home) -> bool {
     registers.orig_rax as i64 == SIGRETURN && registers.rip == home.stub + STUB.len() as u64
@@ -348,6 +362,21 @@ mod tests {
         assert_eq!(stop(&mut state, 900_000), ERESTARTNOHAND);
         assert_eq!(state.registers.orig_rax, 281);
         assert_eq!(stop(&mut interrupted(0, 0), 1000), -i64::from(libc::EINTR));
+    }
+
+    #[test]
+    fn a_frame_is_known_again_and_what_is_on_its_way_through_it() {
+        let home = Home { stub: 0x1000, landing: 0x2002 };
+        let mut state = interrupted(u64::MAX, 0);
+        state.vectors = vec![0; 1024];
+        let frame = state.frame(0x7000, 0, home);
+        assert!(is_frame(&frame, home));
+        assert!(!is_frame(&frame, Home { stub: 0x1001, ..home }) && !is_frame(&frame[64..], home));
+        assert!(!is_frame(&[0; 4], home));
+        for (ip, expected) in [(0xfff, false), (0x1000, true), (0x1009, true), (0x2002, true), (0x3000, false)] {
+            state.registers.rip = ip;
+            assert_eq!(heals(&state.registers, home), expected, "{ip:x}");
+        }
     }
 
     #[test]
