@@ -78,7 +78,11 @@ impl Victim {
         assert_eq!(&ready, b"READY\n");
         // It says so right before it enters the state.
         thread::sleep(Duration::from_millis(10));
-        Self { child, output: Some(output) }
+        let victim = Self { child, output: Some(output) };
+        if WAITING.contains(&state) {
+            eventually("it waits", || victim.status("State").starts_with('S'));
+        }
+        victim
     }
 
     fn pid(&self) -> u32 {
@@ -158,10 +162,12 @@ fn eventually(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
+/// In these the main thread sleeps.
+const WAITING: &[&str] = &["sleep", "futex", "pipe", "epoll", "epoll_again", "epoll_beside", "ppoll"];
+
 const STATES: &[&str] = &[
     "spin",
     "recurse",
-    "sleep",
     "futex",
     "pipe",
     "epoll",
@@ -387,12 +393,14 @@ fn a_sleep_takes_the_time_that_is_left() {
         return;
     }
     let victim = Victim::start("sleep");
-    done(victim.pid(), &["mergeable", "--cycles", "20"]);
+    // Begun anew at each stop it would never end, nor would this.
+    let begun = Instant::now();
+    while advise(victim.pid(), &["mergeable", "--cycles", "20"], "").status.success() {
+        assert!(begun.elapsed() < Duration::from_secs(30), "it sleeps for ever");
+    }
+    // It has ended, and checks itself that it did not sleep too little.
     let said = victim.finish();
-    let slept: f64 = said.lines().find_map(|line| line.strip_prefix("slept ")).expect("a time").parse().unwrap();
-    // Begun anew after forty stops it would not have ended before the last of them. The target itself checks that it is
-    // not too little.
-    assert!(slept < 1.4, "it slept {slept} s instead of 0.7");
+    assert!(said.contains("slept "), "{said}");
 }
 
 #[test]
@@ -417,7 +425,7 @@ fn what_the_kernel_writes_to_the_stack_of_another_thread_is_not_undone() {
         return;
     }
     let victim = Victim::start("array");
-    done(victim.pid(), &["mergeable", "--cycles", &cycles(200).to_string()]);
+    done(victim.pid(), &["mergeable", "--cycles", &cycles(60).to_string()]);
     victim.finish();
 }
 
@@ -427,7 +435,7 @@ fn a_filter_holds_while_its_thread_runs_code_of_its_own() {
         return;
     }
     let victim = Victim::start("forbidden");
-    done(victim.pid(), &["mergeable", "--cycles", &cycles(300).to_string()]);
+    done(victim.pid(), &["mergeable", "--cycles", &cycles(60).to_string()]);
     victim.finish();
 }
 

@@ -155,7 +155,20 @@ impl State {
     }
 
     /// The first argument of a call that was interrupted, which its answer has replaced, is not to be had here.
-    pub fn forgive_interruption(&mut self, _now: Duration, _read: impl Fn(u64) -> Option<[u8; 16]>) {}
+    pub fn forgive_interruption(&mut self, _now: Duration, _read: impl Fn(u64) -> Option<[u8; 16]>) -> bool {
+        false
+    }
+
+    /// Whether bytes are a whole frame of [`State::frame`] and nothing else. One of the kernel's has another alternate
+    /// stack, and says of what signal it is.
+    pub fn is_frame(&self, bytes: &[u8], _home: Home) -> bool {
+        let end = RESERVED_ALIGNED + FPSIMD_BYTES as usize;
+        let word = |at: usize| bytes.get(at..at + 8).map(|at| u64::from_ne_bytes(at.try_into().expect("eight bytes")));
+        let vectors = u64::from(FPSIMD_MAGIC) | u64::from(FPSIMD_BYTES) << 32;
+        let parts = [(0, 0), (UCONTEXT + 24, SS_FLAGS_NONE), (RESERVED_ALIGNED, vectors)];
+        parts.iter().all(|&(at, value)| word(at) == Some(value))
+            && bytes.get(end..).is_some_and(|rest| rest.iter().all(|&byte| byte == 0))
+    }
 
     /// How many bytes [`State::frame`] has at most.
     pub fn frame_bytes(&self) -> usize {
@@ -197,16 +210,6 @@ pub fn parked(state: &State, base: u64, home: Home) -> Registers {
 /// Whether a thread whose tracer died may be on its way through its frame.
 pub fn heals(registers: &Registers, home: Home) -> bool {
     (home.stub - 4..=home.stub + 8).contains(&registers.words[PC])
-}
-
-/// Whether bytes begin like a frame of [`State::frame`]. One of the kernel's has another alternate stack, and says of
-/// what signal it is.
-pub fn is_frame(bytes: &[u8], _home: Home) -> bool {
-    let word = |at: usize| bytes.get(at..at + 8).map(|word| u64::from_ne_bytes(word.try_into().expect("eight bytes")));
-    let vectors = u64::from(FPSIMD_MAGIC) | u64::from(FPSIMD_BYTES) << 32;
-    [(0, 0), (UCONTEXT + 24, SS_FLAGS_NONE), (RESERVED_ALIGNED, vectors)]
-        .iter()
-        .all(|&(at, value)| word(at) == Some(value))
 }
 
 /// Whether a thread that stopped is at the entry of the stub's own call.

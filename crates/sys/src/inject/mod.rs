@@ -241,7 +241,7 @@ fn visit<T>(
     let stopped = Instant::now();
     fault::point("stopped");
     let parked = park(target, tid, thread, stopped).map_err(|why| {
-        // As it was: nothing has been written but unused stack.
+        // As it was: nothing has been written but unused stack, or that its call is to be restarted.
         let _ = thread.detach();
         match why {
             Error::Unsupported(_) | Error::Gone => Miss::Process(why),
@@ -269,6 +269,14 @@ struct Parked<'a> {
 fn park<'a>(target: &'a Target, tid: i32, thread: Thread, stopped: Instant) -> Result<Parked<'a>, Error> {
     let home = target.verified_home()?;
     let mut state = arch::State::save(thread)?;
+    let read = |at: u64| {
+        let mut bytes = [0; 16];
+        target.memory.read_exact_at(&mut bytes, at).ok().map(|()| bytes)
+    };
+    // At once: it may be let go soon, refused.
+    if state.forgive_interruption(ptrace::monotonic(), read) {
+        arch::set_registers(thread, &state.registers).map_err(failed("writing registers"))?;
+    }
     // Not before it is stopped: until then it runs code of its own. In any case: another thread may put a filter on it
     // at any time (SECCOMP_FILTER_FLAG_TSYNC).
     let suspended = thread.suspend_seccomp();
@@ -283,11 +291,6 @@ fn park<'a>(target: &'a Target, tid: i32, thread: Thread, stopped: Instant) -> R
     if let Some(abort) = state.user_ip().and_then(|ip| target.rseq_abort(thread.rseq()?, ip)) {
         state.set_ip(abort);
     }
-    let read = |at: u64| {
-        let mut bytes = [0; 16];
-        target.memory.read_exact_at(&mut bytes, at).ok().map(|()| bytes)
-    };
-    state.forgive_interruption(ptrace::monotonic(), read);
     let bytes = state.frame_bytes().next_multiple_of(64) + ROOM;
     let (base, before) = target.room_on_stack(tid, &state, bytes)?;
     let frame = state.frame(base, mask, home);

@@ -6,8 +6,9 @@
 //! stopped, far below.
 //!
 //! Mirrors `do_procmap_query` and `task_current_syscall` (fs/proc/task_mmu.c, lib/syscall.c, 6.18). Limits: a main thread
-//! that returns from its call and within that stop goes down by more than [`MARGIN`] meets the frame. What a killed tracer left there is used again in processes of one thread; in others it stays in the
-//! way, of which there is room for a dozen and more.
+//! that returns from its call and within that stop goes down by more than [`MARGIN`] meets the frame. Where a killed
+//! tracer left its frame, that place is used again in processes of one thread; in others, and with arguments left beside
+//! it, it stays in the way. There is room for a dozen such and more.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -123,7 +124,7 @@ impl Target {
             let found = read(base).map_err(failed("reading its stack"))?;
             match found.iter().rposition(|&byte| byte != 0) {
                 None => return Ok((base, found)),
-                Some(_) if self.is_left_over(&found, state) => return Ok((base, vec![0; bytes])),
+                Some(_) if self.is_left_over(&found, state) => return Ok((base, found)),
                 Some(used) => base = (base + used as u64 + 1).next_multiple_of(64),
             }
         }
@@ -138,7 +139,7 @@ impl Target {
     /// Whether that is the frame of a tracer that was killed, and nobody needs it any more: the only thread is here and
     /// not on its way through it.
     fn is_left_over(&self, found: &[u8], state: &arch::State) -> bool {
-        arch::is_frame(found, self.home)
+        state.is_frame(found, self.home)
             && !arch::heals(&state.registers, self.home)
             && text(&self.directory, "status").is_ok_and(|status| number(&status, "Threads") == Some(1))
     }

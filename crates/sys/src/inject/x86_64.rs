@@ -144,20 +144,20 @@ impl State {
 
     /// A call that answers EINTR because of the stop is to be restarted instead, or answers that its time is over: begun
     /// anew at each of many stops it would never see its timeout. `now` is the monotonic clock, `read` reads the
-    /// target's memory.
+    /// target's memory. Whether it was so.
     ///
     /// When it was first interrupted is kept in the upper half of the call's number. The kernel ignores that half, hands
     /// it on when it restarts the call, and forgets it when the call is over (`syscall_get_nr`,
     /// `arch_do_signal_or_restart`), so that a new call of the same kind is known to be new, and the program never sees
     /// a register that is not as it was.
-    pub fn forgive_interruption(&mut self, now: Duration, read: impl Fn(u64) -> Option<[u8; 16]>) {
+    pub fn forgive_interruption(&mut self, now: Duration, read: impl Fn(u64) -> Option<[u8; 16]>) -> bool {
         let called = self.registers.orig_rax & u64::from(u32::MAX);
         let interrupted = self.registers.rax as i64 == -i64::from(libc::EINTR);
         if !interrupted || !INTERRUPTED_BY_STOP.contains(&called) {
-            return;
+            return false;
         }
         self.registers.rax = ERESTARTNOHAND as u64;
-        let Some((limit, answer)) = self.time_limit(called, read) else { return };
+        let Some((limit, answer)) = self.time_limit(called, read) else { return true };
         let now = now.as_millis() as u64 & CLOCK_MASK;
         let begun = self.registers.orig_rax >> 32;
         let since = now.wrapping_sub(begun) & CLOCK_MASK;
@@ -166,6 +166,7 @@ impl State {
         } else if since > limit {
             self.registers.rax = answer as u64;
         }
+        true
     }
 
     /// How many milliseconds a call of [`INTERRUPTED_BY_STOP`] waits at most, if not for ever, and what it then answers.
@@ -228,6 +229,21 @@ impl State {
         bytes
     }
 
+    /// Whether bytes are a whole frame of [`State::frame`] with that home and nothing else: known by its head, which one
+    /// of the kernel's does not have (another alternate stack), and by its end, from where a stack would grow into it.
+    pub fn is_frame(&self, bytes: &[u8], home: Home) -> bool {
+        let end = (8 + FRAME).next_multiple_of(64) + self.vectors.len();
+        let word = |at: usize| bytes.get(at..at + 8).map(|at| u64::from_le_bytes(at.try_into().expect("eight bytes")));
+        let parts = [
+            (0, 0),
+            (8, home.stub),
+            (8 + UCONTEXT, UC_FLAGS),
+            (8 + UCONTEXT + 24, SS_FLAGS_NONE),
+            (end, u64::from(MAGIC2)),
+        ];
+        parts.iter().all(|&(at, value)| word(at) == Some(value)) && bytes[end + 8..].iter().all(|&byte| byte == 0)
+    }
+
     /// The XSAVE area as `sigreturn` wants it.
     fn put_vectors(&self, area: &mut [u8]) {
         area[..self.vectors.len()].copy_from_slice(&self.vectors);
@@ -279,14 +295,6 @@ pub fn parked(state: &State, base: u64, home: Home) -> Registers {
 pub fn heals(registers: &Registers, home: Home) -> bool {
     let code = home.stub..=home.stub + STUB.len() as u64;
     code.contains(&registers.rip) || (landing_code(home.landing)..=home.landing).contains(&registers.rip)
-}
-
-/// Whether bytes begin like a frame of [`State::frame`] with that home. One of the kernel's has another alternate stack.
-pub fn is_frame(bytes: &[u8], home: Home) -> bool {
-    let word = |at: usize| bytes.get(at..at + 8).map(|word| u64::from_le_bytes(word.try_into().expect("eight bytes")));
-    [(0, 0), (8, home.stub), (8 + UCONTEXT, UC_FLAGS), (8 + UCONTEXT + 24, SS_FLAGS_NONE)]
-        .iter()
-        .all(|&(at, value)| word(at) == Some(value))
 }
 
 /// Whether a thread that stopped is at the entry of the stub's own call.
@@ -370,9 +378,11 @@ mod tests {
         let mut state = interrupted(u64::MAX, 0);
         state.vectors = vec![0; 1024];
         let frame = state.frame(0x7000, 0, home);
-        assert!(is_frame(&frame, home));
-        assert!(!is_frame(&frame, Home { stub: 0x1001, ..home }) && !is_frame(&frame[64..], home));
-        assert!(!is_frame(&[0; 4], home));
+        assert!(state.is_frame(&frame, home));
+        assert!(!state.is_frame(&frame, Home { stub: 0x1001, ..home }) && !state.is_frame(&frame[64..], home));
+        assert!(state.is_frame(&[frame.as_slice(), &[0; 9]].concat(), home));
+        assert!(!state.is_frame(&[frame.as_slice(), &[0, 1]].concat(), home));
+        assert!(!state.is_frame(&frame[..frame.len() / 2], home) && !state.is_frame(&[0; 4], home));
         for (ip, expected) in [(0xfff, false), (0x1000, true), (0x1009, true), (0x2002, true), (0x3000, false)] {
             state.registers.rip = ip;
             assert_eq!(heals(&state.registers, home), expected, "{ip:x}");
