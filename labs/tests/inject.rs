@@ -16,6 +16,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -77,7 +78,11 @@ impl Victim {
         assert_eq!(&ready, b"READY\n");
         // It says so right before it enters the state.
         thread::sleep(Duration::from_millis(10));
-        Self { child, output: Some(output) }
+        let victim = Self { child, output: Some(output) };
+        if WAITING.contains(&state) {
+            eventually("it waits", || victim.status("State").starts_with('S'));
+        }
+        victim
     }
 
     fn pid(&self) -> u32 {
@@ -157,18 +162,23 @@ fn eventually(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
+/// In these the main thread sleeps.
+const WAITING: &[&str] = &["sleep", "futex", "pipe", "epoll", "epoll_again", "epoll_beside", "ppoll"];
+
 const STATES: &[&str] = &[
     "spin",
     "recurse",
-    "sleep",
     "futex",
     "pipe",
     "epoll",
+    "epoll_beside",
     "ppoll",
     "threads",
     "coroutine",
     "vfork",
     "filtered",
+    "forbidden",
+    "array",
     "signals",
     "storm",
 ];
@@ -208,7 +218,14 @@ fn a_static_program_is_enrolled() {
 #[cfg(feature = "fault-points")]
 mod killed {
     use super::*;
-    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::collections::BTreeSet;
+    use std::sync::Mutex;
+
+    /// The names of all the points that a visit passes.
+    fn names() -> impl Iterator<Item = &'static str> {
+        let source = include_str!("../../crates/sys/src/inject/mod.rs");
+        source.split("fault::point(\"").skip(1).map(|rest| rest.split('"').next().expect("a string"))
+    }
 
     /// How many points an undisturbed run reaches.
     fn points(pid: u32, action: &str) -> u32 {
@@ -221,8 +238,8 @@ mod killed {
 
     /// End the injector at one point, and see that the target does not notice.
     ///
-    /// Whether it got there: on a busy machine a thread more may be tried in one run than in another.
-    fn at(state: &str, action: &str, point: u32, stopped: bool) -> bool {
+    /// The name of the point, if it got there: on a busy machine a thread more may be tried in one run than in another.
+    fn at(state: &str, action: &str, point: u32, stopped: bool) -> Option<String> {
         let victim = Victim::start(state);
         if stopped {
             victim.signal(Signal::SIGSTOP);
@@ -242,31 +259,41 @@ mod killed {
         }
         eventually(&format!("{state} has its mask back at {place}"), || victim.status("SigBlk") == mask);
         victim.finish();
-        ended.is_none()
+        let name = place.trim().strip_prefix(&format!("fault point {point}: ")).map(str::to_owned);
+        assert_eq!(ended.is_none(), name.is_some(), "{place}");
+        name
     }
 
     fn at_every_point(state: &'static str, action: &'static str, stopped: bool) {
         let victim = Victim::start(state);
         let points = points(victim.pid(), action);
         drop(victim);
-        assert!(points >= 15, "{points} points only");
-        // Sleepers side by side: each takes its time.
-        let (next, killed) = (AtomicU32::new(1), AtomicU32::new(0));
-        thread::scope(|scope| {
-            for _ in 0..4 {
-                scope.spawn(|| {
-                    loop {
-                        let point = next.fetch_add(1, Ordering::Relaxed);
-                        if point > points {
-                            break;
+        let reached = Mutex::new(BTreeSet::new());
+        // Where a thread more was tried, later points were not reached: then once more.
+        for _ in 0..3 {
+            // Sleepers side by side: each takes its time.
+            let next = AtomicU32::new(1);
+            thread::scope(|scope| {
+                for _ in 0..4 {
+                    scope.spawn(|| {
+                        loop {
+                            let point = next.fetch_add(1, Ordering::Relaxed);
+                            if point > points {
+                                break;
+                            }
+                            let name = at(state, action, point, stopped);
+                            reached.lock().expect("no panic").extend(name);
                         }
-                        killed.fetch_add(u32::from(at(state, action, point, stopped)), Ordering::Relaxed);
-                    }
-                });
+                    });
+                }
+            });
+            if names().all(|name| reached.lock().expect("no panic").contains(name)) {
+                return;
             }
-        });
-        let killed = killed.into_inner();
-        assert!(killed >= 15, "killed at {killed} of {points} points only");
+        }
+        let reached = reached.into_inner().expect("no panic");
+        let never: Vec<_> = names().filter(|&name| !reached.contains(name)).collect();
+        panic!("never killed when {never:?}");
     }
 
     macro_rules! killed_in {
@@ -281,6 +308,27 @@ mod killed {
     }
 
     killed_in! { spin recurse sleep futex pipe epoll_again ppoll threads coroutine vfork sandboxed signals storm }
+
+    #[test]
+    fn as_often_as_there_is_room_and_more() {
+        if !possible() {
+            return;
+        }
+        let victim = Victim::start("coroutine_alone");
+        let parked = |point: &u32| {
+            let output = advise(victim.pid(), &["mergeable"], &point.to_string());
+            text(&output.stderr).contains(": signals blocked")
+        };
+        let point = (1..40).find(parked).expect("it is parked").to_string();
+        for _ in 0..40 {
+            // Nothing is enrolled yet by then.
+            assert_eq!(advise(victim.pid(), &["mergeable"], &point).status.code(), None);
+            eventually("it is let go", || victim.status("TracerPid") == "0");
+        }
+        done(victim.pid(), &["mergeable"]);
+        done(victim.pid(), &["unmergeable"]);
+        victim.finish();
+    }
 
     #[test]
     fn stopped() {
@@ -345,12 +393,82 @@ fn a_sleep_takes_the_time_that_is_left() {
         return;
     }
     let victim = Victim::start("sleep");
-    done(victim.pid(), &["mergeable", "--cycles", "20"]);
+    // Begun anew at each stop it would never end, nor would this.
+    let begun = Instant::now();
+    while advise(victim.pid(), &["mergeable", "--cycles", "20"], "").status.success() {
+        assert!(begun.elapsed() < Duration::from_secs(30), "it sleeps for ever");
+    }
+    // It has ended, and checks itself that it did not sleep too little.
     let said = victim.finish();
-    let slept: f64 = said.lines().find_map(|line| line.strip_prefix("slept ")).expect("a time").parse().unwrap();
-    // Begun anew after forty stops it would not have ended before the last of them. The target itself checks that it is
-    // not too little.
-    assert!(slept < 1.4, "it slept {slept} s instead of 0.7");
+    assert!(said.contains("slept "), "{said}");
+}
+
+#[test]
+fn a_timeout_comes_in_time_however_often_its_wait_is_stopped() {
+    if !possible() {
+        return;
+    }
+    let victim = Victim::start("ticks");
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(1) {
+        done(victim.pid(), &["mergeable", "--cycles", "50"]);
+    }
+    let said = victim.finish();
+    let ticks: u32 = said.lines().find_map(|line| line.strip_prefix("ticks ")).expect("a count").parse().unwrap();
+    // Undisturbed there would be twenty. Begun anew at each stop it would never end.
+    assert!(ticks >= 5, "{ticks} timeouts only");
+}
+
+#[test]
+fn what_the_kernel_writes_to_the_stack_of_another_thread_is_not_undone() {
+    if !possible() {
+        return;
+    }
+    let victim = Victim::start("array");
+    done(victim.pid(), &["mergeable", "--cycles", &cycles(60).to_string()]);
+    victim.finish();
+}
+
+#[test]
+fn a_filter_holds_while_its_thread_runs_code_of_its_own() {
+    if !possible() {
+        return;
+    }
+    let victim = Victim::start("forbidden");
+    done(victim.pid(), &["mergeable", "--cycles", &cycles(60).to_string()]);
+    victim.finish();
+}
+
+#[test]
+fn a_filter_that_comes_while_a_thread_is_traced_does_not_judge_what_is_injected() {
+    if !possible() {
+        return;
+    }
+    for _ in 0..10 {
+        let victim = Victim::start("filtered_by_another");
+        eventually("the filter comes", || {
+            done(victim.pid(), &["mergeable", "--cycles", "3"]);
+            victim.status("Seccomp") == "2"
+        });
+        done(victim.pid(), &["mergeable"]);
+        victim.finish();
+    }
+}
+
+#[test]
+fn a_process_with_all_the_regions_it_may_have_is_told_so() {
+    let limit = fs::read_to_string("/proc/sys/vm/max_map_count").expect("a limit");
+    if !possible() {
+        return;
+    }
+    if limit.trim().parse::<u64>().expect("a number") > 1 << 17 {
+        println!("skipped: vm.max_map_count is {}", limit.trim());
+        return;
+    }
+    let victim = Victim::start("regions");
+    let said = done(victim.pid(), &["mergeable", "--comb", "16"]);
+    assert!(said.contains("vm.max_map_count"), "{said}");
+    victim.finish();
 }
 
 #[test]
@@ -394,15 +512,18 @@ fn two_at_once_take_turns() {
         return;
     }
     let victim = Victim::start("threads");
+    let successes = AtomicU32::new(0);
     thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
                 let output = advise(victim.pid(), &["mergeable", "--cycles", "40"], "");
                 let said = text(&output.stderr);
                 assert!(output.status.success() || said.contains("busy") || said.contains("traces it"), "{said}");
+                successes.fetch_add(u32::from(output.status.success()), Ordering::Relaxed);
             });
         }
     });
+    assert_ne!(successes.into_inner(), 0, "both failed");
     victim.finish();
 }
 
@@ -418,14 +539,15 @@ fn strict_seccomp_is_refused() {
 }
 
 #[test]
-fn kernel_threads_and_processes_without_a_leader_are_refused() {
+fn kernel_threads_are_refused_and_processes_without_a_leader_live_on() {
     if !possible() {
         return;
     }
     let said = refused(2, &["whole"]);
     assert!(said.contains("kernel"), "{said}");
     let victim = Victim::start("zombie");
-    advise(victim.pid(), &["whole"], "");
+    let output = advise(victim.pid(), &["whole"], "");
+    assert!(matches!(output.status.code(), Some(0 | 2)), "{}", text(&output.stderr));
     victim.finish();
 }
 
@@ -435,7 +557,9 @@ fn a_32_bit_program_is_refused() {
     if !possible() {
         return;
     }
-    let code = [0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7];
+    // Behind it, never run, 64-bit code that ends signal handlers: for want of that it would be refused, too.
+    let restorer = [0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05, 0xc3];
+    let code = [&[0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7], restorer.as_slice()].concat();
     let (base, head) = (0x0804_8000_u32, 0x54_u32);
     let mut elf = b"\x7fELF\x01\x01\x01".to_vec();
     elf.resize(16, 0);
@@ -457,7 +581,7 @@ fn a_32_bit_program_is_refused() {
     let victim = Victim { child, output: None };
     thread::sleep(Duration::from_millis(50));
     let said = refused(victim.pid(), &["whole"]);
-    assert!(said.contains("32-bit") || said.contains("signal handlers"), "{said}");
+    assert!(said.contains("32-bit"), "{said}");
     assert!(victim.status("State").starts_with('S'));
 }
 
@@ -539,13 +663,17 @@ fn huge_pages_are_put_back_together() {
         huge.map(|kib| kib.parse::<u64>().expect("a number") << 10).sum::<u64>()
     };
     let before = count();
+    if before >= huge {
+        println!("skipped: huge pages come by themselves here (transparent_hugepage/enabled)");
+        return;
+    }
     let said = done(victim.pid(), &["collapse", &format!("{start:x}-{:x}", start + huge)]);
     if said.contains("no huge page was to be had") {
         println!("skipped: this machine's memory is too fragmented for a huge page");
         return;
     }
     assert!(!said.contains("missed"), "{said}");
-    assert!(before >= huge || count() > before, "{before} bytes before, {} after", count());
+    assert!(count() > before, "{before} bytes before, {} after", count());
     assert!(said.contains("stops 0 "), "{said}");
     let said = done(victim.pid(), &["collapse", &format!("{huge:x}-{:x}", 2 * huge)]);
     assert!(said.contains("missed"), "{said}");

@@ -87,7 +87,7 @@ pub struct Effect {
     pub missed: Vec<(AddressRange, String)>,
 }
 
-/// Why an action was not carried out. Nothing was changed then.
+/// Why an action was not carried out. Nothing was changed then, except perhaps by `Busy` and `Failed`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// The host is a recording.

@@ -24,6 +24,7 @@
 #include <sys/prctl.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/timerfd.h>
 #include <sys/wait.h>
 #include <linux/filter.h>
 #include <linux/futex.h>
@@ -184,6 +185,18 @@ static void read_pipe(void)
 	check(read(channel[0], &byte, 1) == 1, "read");
 }
 
+static void *also(void *argument)
+{
+	(void)argument;
+	if ((uintptr_t)argument % 2)
+		while (!finish)
+			deep(20);
+	else
+		while (!atomic_load(&word))
+			syscall(SYS_futex, &word, FUTEX_WAIT, 0, NULL, 0, 0);
+	return NULL;
+}
+
 static int forgiving;
 static void wait_epoll(void)
 {
@@ -201,12 +214,80 @@ static void wait_epoll(void)
 	check(count == 1, "epoll_pwait");
 }
 
+/* The main thread waits with much room below it, and another thread may be stopped instead. */
+static void wait_epoll_beside(void)
+{
+	pthread_t thread;
+	pthread_create(&thread, NULL, also, (void *)1);
+	wait_epoll();
+	pthread_join(thread, NULL);
+}
+
 /* The kernel ends this wait with EINTR when a thread is stopped and goes on, whoever stops it: a tracer that dies before
  * it could see to that leaves it so. */
 static void wait_epoll_again(void)
 {
 	forgiving = 1;
 	wait_epoll();
+}
+
+/* Timeouts of 50 ms, none too early. */
+static void ticks(void)
+{
+	struct epoll_event event = {.events = EPOLLIN}, got;
+	int epoll = epoll_create1(0);
+	check(epoll_ctl(epoll, EPOLL_CTL_ADD, channel[0], &event) == 0, "epoll_ctl");
+	int count, ticked = 0;
+	ready();
+	for (;;) {
+		double begun = now();
+		count = epoll_wait(epoll, &got, 1, 50);
+		if (count)
+			break;
+		check(now() - begun >= 0.05, "a timeout came too early");
+		ticked++;
+	}
+	check(count == 1, "epoll_wait");
+	printf("ticks %d\n", ticked);
+}
+
+/* Events are delivered to the lowest pages of the stack, into an array of zeros, while another thread computes. */
+static void array(void)
+{
+	enum { MANY = 512 * 1024 / sizeof(struct epoll_event), LOOKED_AT = 1024 };
+	struct epoll_event events[MANY];
+	struct epoll_event event = {.events = EPOLLIN, .data.u64 = 0x5eed5eed5eed5eed};
+	struct itimerspec often = {{.tv_nsec = 1000000}, {.tv_nsec = 1000000}};
+	pthread_t thread;
+	memset(events, 0, sizeof events);
+	int epoll = epoll_create1(0), timer = timerfd_create(CLOCK_MONOTONIC, 0);
+	check(epoll_ctl(epoll, EPOLL_CTL_ADD, timer, &event) == 0, "epoll_ctl");
+	check(timerfd_settime(timer, 0, &often, NULL) == 0, "timerfd_settime");
+	pthread_create(&thread, NULL, also, (void *)1);
+	ready();
+	while (!finish) {
+		uint64_t expired;
+		events[0] = (struct epoll_event){0};
+		check(epoll_wait(epoll, events, MANY, -1) == 1, "epoll_wait");
+		check(events[0].events == EPOLLIN && events[0].data.u64 == event.data.u64, "an event");
+		for (int i = 1; i < LOOKED_AT; i++)
+			check(events[i].events == 0 && events[i].data.u64 == 0, "the array");
+		check(read(timer, &expired, sizeof expired) == sizeof expired, "read");
+	}
+	pthread_join(thread, NULL);
+}
+
+/* As many regions as it may have: none can be split. */
+static void regions(void)
+{
+	size_t page = sysconf(_SC_PAGESIZE), most = 1 << 18;
+	char *memory = mmap(NULL, most * page, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	check(memory != MAP_FAILED, "mmap");
+	size_t at = 1;
+	while (at < most && mprotect(memory + at * page, page, PROT_NONE) == 0)
+		at += 2;
+	check(at < most && errno == ENOMEM, "the limit of regions");
+	wait_on_futex();
 }
 
 static void wait_ppoll(void)
@@ -217,18 +298,6 @@ static void wait_ppoll(void)
 	sigfillset(&mask);
 	ready();
 	check(ppoll(&poll, 1, &time, &mask) == 1, "ppoll");
-}
-
-static void *also(void *argument)
-{
-	(void)argument;
-	if ((uintptr_t)argument % 2)
-		while (!finish)
-			deep(20);
-	else
-		while (!atomic_load(&word))
-			syscall(SYS_futex, &word, FUTEX_WAIT, 0, NULL, 0, 0);
-	return NULL;
 }
 
 static void many_threads(void)
@@ -271,6 +340,19 @@ static void coroutine(void)
 		used++;
 	/* Nothing but our own frames, at its upper end. */
 	check(used > SMALL / 4, "the small stack was written far down");
+}
+
+/* The same without any other thread: the signal to finish is its own. */
+static void coroutine_alone(void)
+{
+	struct sigaction action = {.sa_handler = on_finish, .sa_flags = SA_RESTART};
+	sigset_t set;
+	sigemptyset(&set);
+	sigaddset(&set, SIGUSR1);
+	sigaction(SIGUSR1, &action, NULL);
+	sigprocmask(SIG_UNBLOCK, &set, NULL);
+	coroutine();
+	sigprocmask(SIG_BLOCK, &set, NULL);
 }
 
 /* The main thread has ended; another one lives on. */
@@ -325,6 +407,55 @@ static void filtered(void)
 	struct sock_fprog program = {.len = 6, .filter = code};
 	check(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0, "no_new_privs");
 	check(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0, "the filter");
+	wait_on_futex();
+}
+
+/* A filter that answers one call with an error, in a thread that tries again and again. */
+static void forbidden(void)
+{
+	struct sock_filter code[] = {
+		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_getppid, 1, 0),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+	};
+	struct sock_fprog program = {.len = 4, .filter = code};
+	check(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0, "no_new_privs");
+	check(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0, "the filter");
+	ready();
+	while (!finish)
+		check(syscall(SYS_getppid) == -1 && errno == EPERM, "a forbidden call was made");
+}
+
+/* Once the main thread is traced, another one puts a filter on all threads that kills for process_madvise. */
+static void *ambush(void *argument)
+{
+	struct sock_filter code[] = {
+		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 440, 1, 0),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS),
+	};
+	struct sock_fprog program = {.len = 4, .filter = code};
+	char status[4096];
+	snprintf(status, sizeof status, "/proc/self/task/%d/status", getpid());
+	int file = open(status, O_RDONLY);
+	const char *traced;
+	do {
+		ssize_t len = pread(file, status, sizeof status - 1, 0);
+		check(len > 0, "status");
+		status[len] = 0;
+		traced = strstr(status, "TracerPid:\t");
+	} while (traced && traced[11] == '0');
+	check(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0, "no_new_privs");
+	check(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program) == 0, "the filter");
+	return argument;
+}
+
+static void filtered_by_another(void)
+{
+	pthread_t thread;
+	pthread_create(&thread, NULL, ambush, NULL);
 	wait_on_futex();
 }
 
@@ -448,8 +579,10 @@ static const struct {
 } states[] = {
 	{"spin", spin}, {"recurse", recurse}, {"sleep", sleep_fully}, {"futex", wait_on_futex}, {"pipe", read_pipe},
 	{"epoll", wait_epoll}, {"epoll_again", wait_epoll_again},
-	{"ppoll", wait_ppoll}, {"threads", many_threads}, {"coroutine", coroutine},
+	{"epoll_beside", wait_epoll_beside},
+	{"ticks", ticks}, {"array", array}, {"regions", regions}, {"ppoll", wait_ppoll}, {"threads", many_threads}, {"coroutine", coroutine}, {"coroutine_alone", coroutine_alone},
 	{"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered}, {"sandboxed", sandboxed}, {"strict", strict},
+	{"forbidden", forbidden}, {"filtered_by_another", filtered_by_another},
 	{"signals", signals}, {"storm", storm}, {"execs", execs},
 };
 
@@ -473,7 +606,7 @@ int main(int count, char **arguments)
 	sigaddset(&set, SIGUSR2);
 	sigprocmask(SIG_BLOCK, &set, NULL);
 	pthread_t thread;
-	int alone = !strcmp(arguments[1], "strict") || !strcmp(arguments[1], "execs");
+	int alone = !strcmp(arguments[1], "strict") || !strcmp(arguments[1], "coroutine_alone") || !strcmp(arguments[1], "execs");
 	if (!alone) {
 		sigset_t all, before;
 		sigfillset(&all);

@@ -2,8 +2,8 @@
 //!
 //! The ranges were found some time ago. They are held against `smaps` right before, and what is no longer as it has to
 //! be is left out and named. The rest goes in as few stops of one thread as keep each near a millisecond: up to 256
-//! ranges by one `process_madvise(2)` on the target's own memory where the kernel takes that (6.13), otherwise and
-//! where that stops short one by one by `madvise(2)`. Mirrors mm/madvise.c and mm/ksm.c (6.18). Limits: withdrawing a
+//! ranges by one `process_madvise(2)` on the target's own memory where the kernel takes that (any advice from 6.13, by
+//! `PIDFD_SELF_THREAD` from 6.15), otherwise and where that stops short one by one by `madvise(2)`. Mirrors mm/madvise.c and mm/ksm.c (6.18). Limits: withdrawing a
 //! whole process (`PR_SET_MEMORY_MERGE` off) is one call, and stops the thread for as long as unmerging it takes.
 
 use super::{miss, refusal};
@@ -82,7 +82,7 @@ pub fn advise(process: &LiveProcess<'_>, advice: Advice, ranges: &[AddressRange]
                 }
             }
             // What was done stays done, and is told.
-            Err(error) if work.done > 0 && error != inject::Error::Gone => {
+            Err(error) if work.begun > 0 && error != inject::Error::Gone => {
                 let why = refusal(error).to_string();
                 work.ranges.drain(..).for_each(|range| work.missed.push((range, why.clone())));
             }
@@ -167,14 +167,14 @@ struct Work {
     bytes: u64,
     /// At most so many ranges in a call.
     count: usize,
-    /// How many calls were made.
-    done: usize,
+    /// How many calls were begun: one that was not seen to end may have changed something.
+    begun: usize,
 }
 
 impl Work {
     fn new(advice: Advice, ranges: VecDeque<AddressRange>, batched: bool) -> Self {
         let bytes = if advice == Advice::Mergeable { LARGEST } else { FIRST_UNMERGE };
-        Self { advice, ranges, missed: Vec::new(), batched, bytes, count: FIRST_RANGES, done: 0 }
+        Self { advice, ranges, missed: Vec::new(), batched, bytes, count: FIRST_RANGES, begun: 0 }
     }
 
     /// Do as much as fits in one stop.
@@ -187,7 +187,6 @@ impl Work {
             } else {
                 self.one(inside).map(|_| ())?
             }
-            self.done += 1;
             let took = began.elapsed();
             if took < CALL / 2 {
                 self.bytes = (self.bytes * 2).min(most);
@@ -237,6 +236,7 @@ impl Work {
             batch.iter().flat_map(|range| [range.start, range.bytes().0]).flat_map(u64::to_ne_bytes).collect();
         let place = inside.place(&vectors)?;
         let arguments = [PIDFD_SELF.cast_unsigned(), place, batch.len() as u64, code(self.advice), 0, 0];
+        self.begun += 1;
         let answer = inside.call(number::PROCESS_MADVISE, arguments)?;
         let whole: u64 = batch.iter().map(|range| range.bytes().0).sum();
         let done = answer.max(0).cast_unsigned();
@@ -255,17 +255,25 @@ impl Work {
         let Some(&range) = self.ranges.front() else { return Ok(true) };
         let range = AddressRange { start: range.start, end: range.end.min(range.start + self.bytes) };
         let bytes = range.bytes().0;
+        self.begun += 1;
         let answer = inside.call(number::MADVISE, [range.start, bytes, code(self.advice), 0, 0, 0])?;
         self.advance(bytes);
-        let why = match errno(answer) {
-            None => return Ok(true),
-            Some(Errno::NOMEM) => "not mapped any more, or the process has vm.max_map_count regions".to_owned(),
-            Some(Errno::AGAIN) => "the kernel has no memory for it".to_owned(),
-            Some(Errno::INVAL) => "this kernel has no KSM".to_owned(),
-            Some(errno) => format!("refused by the kernel: {errno}"),
-        };
-        self.missed.push((range, why));
-        Ok(false)
+        if let Some(errno) = errno(answer) {
+            self.missed.push((range, words(errno)));
+            return Ok(false);
+        }
+        Ok(true)
+    }
+}
+
+/// Why a range was not taken (mm/madvise.c: `madvise_walk_vmas` goes on behind a hole, and `madvise_vma_behavior` turns
+/// each want of memory, and of regions to split into, into EAGAIN).
+fn words(errno: Errno) -> String {
+    match errno {
+        Errno::NOMEM => "not mapped any more in places, the others were taken".to_owned(),
+        Errno::AGAIN => "the process has vm.max_map_count regions, or the kernel no memory for it".to_owned(),
+        Errno::INVAL => "this kernel has no KSM".to_owned(),
+        errno => format!("refused by the kernel: {errno}"),
     }
 }
 

@@ -2,10 +2,13 @@
 //!
 //! Mirrors arch/arm64/kernel/signal.c, arch/arm64/include/uapi/asm/sigcontext.h, ptrace.h and
 //! arch/arm64/kernel/vdso/sigreturn.S (6.18). The kernel winds an interrupted call back before a tracer sees the thread,
-//! so it begins anew when the thread goes on: a relative sleep that is interrupted here sleeps its full time again, and
-//! calls that end with EINTR when stopped (epoll_wait(2)) do so. Limits: threads with live SVE or SME state are refused.
+//! so it begins anew when the thread goes on: a relative sleep that is interrupted here sleeps its full time again, so
+//! that one longer than the time between two of many stops ends after the last of them only, and calls that end with
+//! EINTR when stopped (epoll_wait(2)) do so. Limits: threads with live SVE or SME state or with a guarded control stack
+//! are refused.
 
 use std::io;
+use std::time::Duration;
 
 use super::ptrace::Thread;
 use super::{Error, Home, failed};
@@ -16,6 +19,9 @@ const NT_ARM_SYSTEM_CALL: usize = 0x404;
 const NT_ARM_SVE: usize = 0x405;
 const NT_ARM_SSVE: usize = 0x40b;
 const NT_ARM_ZA: usize = 0x40c;
+const NT_ARM_GCS: usize = 0x410;
+/// PR_SHADOW_STACK_ENABLE (include/uapi/linux/prctl.h).
+const SHADOW_STACK_ENABLE: u8 = 1;
 
 /// Number of `rt_sigreturn`.
 pub const SIGRETURN: i64 = 139;
@@ -109,6 +115,12 @@ impl State {
             Some(libc::ENOEXEC) => Error::Unsupported("it is a 32-bit program".to_owned()),
             _ => failed("reading its registers")(error),
         })?;
+        // `struct user_gcs` (6.13): features_enabled at 0. `sigreturn` would look for a token on that stack that only the
+        // kernel can put there.
+        let mut control = [0; 24];
+        if thread.register_set(NT_ARM_GCS, &mut control).is_ok() && control[0] & SHADOW_STACK_ENABLE != 0 {
+            return Err(Error::Unsupported("it runs with a guarded control stack".to_owned()));
+        }
         let mut vectors = [0; 528];
         thread.register_set(NT_PRFPREG, &mut vectors).map_err(failed("reading its vector registers"))?;
         // `struct user_sve_header`: flags at 12, bit 0 says that the state is not merely that of the old vectors. A
@@ -142,8 +154,21 @@ impl State {
         self.registers.words[PC] = ip;
     }
 
-    /// The arguments of a call that was interrupted are not to be had here.
-    pub fn forgive_interruption(&mut self) {}
+    /// The first argument of a call that was interrupted, which its answer has replaced, is not to be had here.
+    pub fn forgive_interruption(&mut self, _now: Duration, _read: impl Fn(u64) -> Option<[u8; 16]>) -> bool {
+        false
+    }
+
+    /// Whether bytes are a whole frame of [`State::frame`] and nothing else. One of the kernel's has another alternate
+    /// stack, and says of what signal it is.
+    pub fn is_frame(&self, bytes: &[u8], _home: Home) -> bool {
+        let end = RESERVED_ALIGNED + FPSIMD_BYTES as usize;
+        let word = |at: usize| bytes.get(at..at + 8).map(|at| u64::from_ne_bytes(at.try_into().expect("eight bytes")));
+        let vectors = u64::from(FPSIMD_MAGIC) | u64::from(FPSIMD_BYTES) << 32;
+        let parts = [(0, 0), (UCONTEXT + 24, SS_FLAGS_NONE), (RESERVED_ALIGNED, vectors)];
+        parts.iter().all(|&(at, value)| word(at) == Some(value))
+            && bytes.get(end..).is_some_and(|rest| rest.iter().all(|&byte| byte == 0))
+    }
 
     /// How many bytes [`State::frame`] has at most.
     pub fn frame_bytes(&self) -> usize {
@@ -180,6 +205,11 @@ pub fn parked(state: &State, base: u64, home: Home) -> Registers {
     registers.words[SP] = base;
     registers.call = -1;
     registers
+}
+
+/// Whether a thread whose tracer died may be on its way through its frame.
+pub fn heals(registers: &Registers, home: Home) -> bool {
+    (home.stub - 4..=home.stub + 8).contains(&registers.words[PC])
 }
 
 /// Whether a thread that stopped is at the entry of the stub's own call.

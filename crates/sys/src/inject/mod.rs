@@ -20,16 +20,19 @@
 //! stack are put back as well. A tracer that died takes that last finesse with it: the call then begins anew.
 //!
 //! Mirrors kernel/ptrace.c, kernel/signal.c, kernel/entry/common.c, kernel/rseq.c (6.18); what depends on the processor
-//! is in one module each. Limits: processes with a seccomp filter need it suspended (CAP_SYS_ADMIN), which ends with the
-//! tracer: if that is killed in the microseconds between turning a call and the kernel's check of it, a filter that
-//! forbids the call judges it. A few calls (epoll_wait(2), sigwaitinfo(2): signal(7)) end with EINTR when their thread is
-//! stopped by whatever means; that is undone, but not by a tracer that is killed before the thread is parked. 32-bit programs, strict seccomp, shadow stacks, and programs that dispatch system calls
+//! is in one module each. Limits: a thread with a seccomp filter needs it suspended (CAP_SYS_ADMIN), which is so only
+//! while the thread is parked, and ends with the tracer: if that is killed in the microseconds between turning a call and
+//! the kernel's check of it, a filter that forbids the call judges it. Without that privilege the same goes for a filter
+//! that another thread puts on this one while it is parked. A few calls (epoll_wait(2), sigwaitinfo(2): signal(7)) end
+//! with EINTR when their thread is stopped by whatever means; that is undone, but not by a tracer that is killed before
+//! the thread is parked. 32-bit programs, strict seccomp, shadow stacks, and programs that dispatch system calls
 //! themselves are refused.
 
 #[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
 #[cfg_attr(target_arch = "aarch64", path = "aarch64.rs")]
 mod arch;
 mod ptrace;
+mod stack;
 mod target;
 
 use std::io;
@@ -124,11 +127,15 @@ impl Inside<'_> {
     /// # Errors
     /// `Gone` when the process ended, `Busy` when it was frozen; nothing more can be called then.
     pub fn call(&self, number: i64, arguments: [u64; 6]) -> Result<i64, Error> {
+        let deadline = Instant::now() + LONGEST;
         for _ in 0..RESTARTS {
+            in_time(deadline)?;
             self.run_to_syscall(PROMPT)?;
             fault::point("at the entry of the call that heals");
             let registers = arch::registers(self.thread).map_err(failed("reading registers"))?;
             if !arch::is_at_entry(&registers, self.home) {
+                // Whatever is at the stub now, it makes no call of its own choice here: seccomp is suspended.
+                arch::set_registers(self.thread, &self.parked).map_err(failed("writing registers"))?;
                 return Err(Error::Failed("the thread is not where it was parked".to_owned()));
             }
             arch::set_call(self.thread, &self.parked, self.base, self.home, number, arguments)
@@ -153,6 +160,8 @@ impl Inside<'_> {
         let deadline = Instant::now() + patience;
         self.thread.run_to_syscall(0).map_err(&resuming)?;
         loop {
+            // Stop signals may come without end.
+            in_time(deadline)?;
             match self.thread.wait(deadline).map_err(failed("waiting for it"))? {
                 Some(Stop::Syscall) => return Ok(()),
                 // A group stop: it goes back to it when it is let go.
@@ -166,9 +175,14 @@ impl Inside<'_> {
     }
 }
 
+fn in_time(deadline: Instant) -> Result<(), Error> {
+    if Instant::now() < deadline { Ok(()) } else { Err(Error::Busy("signals keep it from getting there".to_owned())) }
+}
+
 /// Wait until a thread that was interrupted traps within `get_signal`. Signals that come before that are delivered.
 fn wait_for_trap(thread: Thread, deadline: Instant) -> Result<(), Error> {
     loop {
+        in_time(deadline)?;
         match thread.wait(deadline).map_err(failed("waiting for it"))? {
             Some(Stop::Trap) => return Ok(()),
             Some(Stop::Signal(signal)) => thread.run(signal).map_err(failed("resuming it"))?,
@@ -200,9 +214,8 @@ fn visit<T>(
     work: &mut dyn FnMut(&Inside<'_>) -> Result<T, Error>,
 ) -> Result<(Result<T, Error>, Duration), Miss> {
     ptrace::become_tracer();
-    let suspend_seccomp = target.needs_seccomp_suspended(tid).map_err(Miss::Process)?;
-    let thread = Thread::seize(tid, suspend_seccomp).map_err(|error| {
-        let why = target.why_not_seized(tid, suspend_seccomp, &error);
+    let thread = Thread::seize(tid).map_err(|error| {
+        let why = target.why_not_seized(tid, &error);
         if why == Error::Gone { Miss::Thread(why) } else { Miss::Process(why) }
     })?;
     fault::point("seized");
@@ -215,11 +228,20 @@ fn visit<T>(
     }
     thread.interrupt().map_err(failed("interrupting it")).map_err(Miss::Thread)?;
     fault::point("interrupted");
-    wait_for_trap(thread, Instant::now() + patience).map_err(Miss::Thread)?;
+    let (mut deadline, last) = (Instant::now() + patience, Instant::now() + PROMPT);
+    loop {
+        match wait_for_trap(thread, deadline) {
+            // On its way, but without a processor. Let go now, a call that was interrupted already would end with EINTR.
+            Err(Error::Busy(_)) if Instant::now() < last && target.is_runnable(tid) => {
+                deadline = last.min(Instant::now() + patience);
+            }
+            waited => break waited.map_err(Miss::Thread)?,
+        }
+    }
     let stopped = Instant::now();
     fault::point("stopped");
-    let parked = park(target, thread, stopped).map_err(|why| {
-        // As it was: nothing has been written but unused stack.
+    let parked = park(target, tid, thread, stopped).map_err(|why| {
+        // As it was: nothing has been written but unused stack, or that its call is to be restarted.
         let _ = thread.detach();
         match why {
             Error::Unsupported(_) | Error::Gone => Miss::Process(why),
@@ -244,9 +266,22 @@ struct Parked<'a> {
     before: Vec<u8>,
 }
 
-fn park<'a>(target: &'a Target, thread: Thread, stopped: Instant) -> Result<Parked<'a>, Error> {
+fn park<'a>(target: &'a Target, tid: i32, thread: Thread, stopped: Instant) -> Result<Parked<'a>, Error> {
     let home = target.verified_home()?;
     let mut state = arch::State::save(thread)?;
+    let read = |at: u64| {
+        let mut bytes = [0; 16];
+        target.memory.read_exact_at(&mut bytes, at).ok().map(|()| bytes)
+    };
+    // At once: it may be let go soon, refused.
+    if state.forgive_interruption(ptrace::monotonic(), read) {
+        arch::set_registers(thread, &state.registers).map_err(failed("writing registers"))?;
+    }
+    // Not before it is stopped: until then it runs code of its own. In any case: another thread may put a filter on it
+    // at any time (SECCOMP_FILTER_FLAG_TSYNC).
+    let suspended = thread.suspend_seccomp();
+    fault::point("seccomp suspended");
+    target.check_seccomp(tid, suspended.is_ok())?;
     if thread.dispatches_syscalls() {
         return Err(Error::Unsupported(
             "it dispatches its system calls itself (as emulators of Windows do)".to_owned(),
@@ -256,9 +291,8 @@ fn park<'a>(target: &'a Target, thread: Thread, stopped: Instant) -> Result<Park
     if let Some(abort) = state.user_ip().and_then(|ip| target.rseq_abort(thread.rseq()?, ip)) {
         state.set_ip(abort);
     }
-    state.forgive_interruption();
     let bytes = state.frame_bytes().next_multiple_of(64) + ROOM;
-    let (base, before) = target.room_on_stack(state.stack_pointer(), bytes)?;
+    let (base, before) = target.room_on_stack(tid, &state, bytes)?;
     let frame = state.frame(base, mask, home);
     target.memory.write_all_at(&frame, base).map_err(failed("writing to its stack"))?;
     fault::point("frame written");

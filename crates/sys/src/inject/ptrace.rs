@@ -18,6 +18,7 @@ const OPTION_SUSPEND_SECCOMP: usize = 1 << 21;
 
 const CONT: u32 = 7;
 const DETACH: u32 = 17;
+const SETOPTIONS: u32 = 0x4200;
 const SYSCALL: u32 = 24;
 const SEIZE: u32 = 0x4206;
 const INTERRUPT: u32 = 0x4207;
@@ -76,6 +77,12 @@ fn doze(longest: Duration) {
     unsafe { libc::sigtimedwait(&raw const set, std::ptr::null_mut(), &raw const longest) };
 }
 
+/// The time since some moment in the past, the same for all processes (CLOCK_MONOTONIC).
+pub fn monotonic() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
+}
+
 /// `struct ptrace_rseq_configuration`.
 #[repr(C)]
 #[derive(Default)]
@@ -118,11 +125,17 @@ pub struct Thread(i32);
 
 impl Thread {
     /// Begin to trace a thread without stopping it.
-    pub fn seize(tid: i32, suspend_seccomp: bool) -> io::Result<Self> {
-        let seccomp = if suspend_seccomp { OPTION_SUSPEND_SECCOMP } else { 0 };
+    pub fn seize(tid: i32) -> io::Result<Self> {
         let thread = Self(tid);
-        thread.request(SEIZE, 0, OPTION_SYSGOOD | OPTION_EXEC | seccomp)?;
+        thread.request(SEIZE, 0, OPTION_SYSGOOD | OPTION_EXEC)?;
         Ok(thread)
+    }
+
+    /// From here until it is let go no seccomp filter judges what the thread calls, whether it has one now or gets one.
+    /// Refused without CAP_SYS_ADMIN, to a tracer that has a filter itself, and by kernels without
+    /// CONFIG_CHECKPOINT_RESTORE (`check_ptrace_options`).
+    pub fn suspend_seccomp(self) -> io::Result<()> {
+        self.request(SETOPTIONS, 0, OPTION_SYSGOOD | OPTION_EXEC | OPTION_SUSPEND_SECCOMP)
     }
 
     /// A request whose `data` is a number, or the address of what the caller keeps alive and of the right size.

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{Dir, FlockOperation, Mode, OFlags, flock, openat};
 use rustix::io::Errno;
 
-use super::{Error, Home, arch, failed};
+use super::{Error, Home, ROOM, arch, failed, stack};
 
 /// How long to wait for one thread of several before the next is tried, and in the second round.
 const SHORT: Duration = Duration::from_millis(20);
@@ -33,22 +33,25 @@ const OVERLAP: usize = 16;
 /// A process that is to be visited.
 #[derive(Debug)]
 pub struct Target {
-    directory: OwnedFd,
-    pid: i32,
+    pub(super) directory: OwnedFd,
+    pub(super) pid: i32,
     pub(super) memory: File,
-    home: Home,
+    pub(super) maps: File,
+    /// Where the main stack ends.
+    pub(super) stack_end: Option<u64>,
+    pub(super) home: Home,
 }
 
 /// A line of `/proc/PID/maps`.
-struct Mapping<'a> {
-    start: u64,
-    end: u64,
-    permissions: &'a str,
+pub(super) struct Mapping<'a> {
+    pub start: u64,
+    pub end: u64,
+    pub permissions: &'a str,
     inode: u64,
-    name: &'a str,
+    pub name: &'a str,
 }
 
-fn mapping(line: &str) -> Option<Mapping<'_>> {
+pub(super) fn mapping(line: &str) -> Option<Mapping<'_>> {
     let mut fields = line.splitn(6, ' ');
     let (start, end) = fields.next()?.split_once('-')?;
     let permissions = fields.next()?;
@@ -63,7 +66,7 @@ fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
     status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
 }
 
-fn number<T: std::str::FromStr>(status: &str, name: &str) -> Option<T> {
+pub(super) fn number<T: std::str::FromStr>(status: &str, name: &str) -> Option<T> {
     field(status, name)?.parse().ok()
 }
 
@@ -95,9 +98,11 @@ impl Target {
             Errno::PERM | Errno::ACCESS => Error::Denied("tracing it needs its owner or CAP_SYS_PTRACE".to_owned()),
             _ => Error::Failed(format!("opening its memory: {errno}")),
         })?;
-        let maps = text(&directory, "maps")?;
-        let home = find_home(&memory, &maps)?;
-        Ok(Self { directory, pid, memory, home })
+        let listing = text(&directory, "maps")?;
+        let home = find_home(&memory, &listing)?;
+        let maps = openat(&directory, "maps", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map(File::from);
+        let maps = maps.map_err(|_| Error::Gone)?;
+        Ok(Self { directory, pid, memory, maps, stack_end: stack::end(&listing), home })
     }
 
     /// Held while a thread of it is visited, so that no two of ours share its stack.
@@ -126,11 +131,16 @@ impl Target {
             }
         }
         // A thread whose call ends early by being stopped is spared if another can be had.
-        threads.sort_by_key(|&tid: &i32| (self.is_in_fragile_call(tid), tid != self.pid, tid));
+        let spared = |tid| self.is_in_fragile_call(tid) && (tid != self.pid || self.main_leaves_room(4 * ROOM as u64));
+        threads.sort_by_cached_key(|&tid: &i32| (spared(tid), tid != self.pid, tid));
         threads.retain(|tid| {
             let status = text(&self.directory, &format!("task/{tid}/status")).unwrap_or_default();
             field(&status, "State").is_some_and(|state| !state.starts_with(['Z', 'X']))
         });
+        // The main one is not left out: the others need more of its stack.
+        if let Some(main) = threads.iter().position(|&tid| tid == self.pid).filter(|&main| main >= TRIES) {
+            threads.swap(main, TRIES - 1);
+        }
         threads.truncate(TRIES);
         if threads.is_empty() {
             return Err(Error::Gone);
@@ -153,17 +163,27 @@ impl Target {
         stat.rsplit(')').next()?.split(' ').nth(37)?.parse().ok()
     }
 
+    /// Whether a thread runs, or waits for nothing but a processor.
+    pub(super) fn is_runnable(&self, tid: i32) -> bool {
+        let stat = text(&self.directory, &format!("task/{tid}/stat")).unwrap_or_default();
+        stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('R'))
+    }
+
     pub(super) fn has_thread(&self, tid: i32) -> bool {
         text(&self.directory, &format!("task/{tid}/stat")).is_ok()
     }
 
-    /// Whether seccomp has to be suspended for a thread.
-    pub(super) fn needs_seccomp_suspended(&self, tid: i32) -> Result<bool, Error> {
+    /// Refuse a stopped thread whose calls seccomp would judge.
+    pub(super) fn check_seccomp(&self, tid: i32, suspended: bool) -> Result<(), Error> {
         let status = text(&self.directory, &format!("task/{tid}/status"))?;
         match number(&status, "Seccomp") {
-            Some(0) | None => Ok(false),
             Some(1) => Err(Error::Unsupported("it runs under strict seccomp".to_owned())),
-            Some(_) => Ok(true),
+            Some(mode) if mode > 1 && !suspended => Err(Error::Denied(
+                "it runs under a seccomp filter, which only CAP_SYS_ADMIN may suspend, where pagefold itself runs under \
+                 none and the kernel has CONFIG_CHECKPOINT_RESTORE"
+                    .to_owned(),
+            )),
+            _ => Ok(()),
         }
     }
 
@@ -176,17 +196,12 @@ impl Target {
     }
 
     /// Why a thread could not be seized.
-    pub(super) fn why_not_seized(&self, tid: i32, suspend_seccomp: bool, error: &io::Error) -> Error {
+    pub(super) fn why_not_seized(&self, tid: i32, error: &io::Error) -> Error {
         let Ok(status) = text(&self.directory, &format!("task/{tid}/status")) else { return Error::Gone };
         let tracer = number(&status, "TracerPid").unwrap_or(0);
         match error.raw_os_error() {
             Some(libc::ESRCH) => Error::Gone,
             _ if tracer != 0 => Error::Traced(tracer),
-            Some(libc::EPERM | libc::EINVAL) if suspend_seccomp => Error::Denied(
-                "it runs under a seccomp filter, which only CAP_SYS_ADMIN may suspend, on a kernel with \
-                 CONFIG_CHECKPOINT_RESTORE"
-                    .to_owned(),
-            ),
             Some(libc::EPERM) => Error::Denied("tracing it needs its owner or CAP_SYS_PTRACE".to_owned()),
             _ => Error::Failed(format!("seizing thread {tid}: {error}")),
         }
@@ -218,41 +233,10 @@ impl Target {
         let (start, length, abort) = (read(sequence + 8)?, read(sequence + 16)?, read(sequence + 24)?);
         (ip.wrapping_sub(start) < length).then_some(abort)
     }
-
-    /// Where on the main stack so many bytes can be written without anybody noticing, 64-byte aligned, and what is
-    /// there.
-    ///
-    /// That is where nobody has been yet: the lowest part of `[stack]` that holds zeros only. Programs that run
-    /// elsewhere (Go, coroutines) have one, too, and their own small stacks are never touched. Where the stack has been
-    /// in use down to its end, it is below the stack pointer of a thread that runs there.
-    pub(super) fn room_on_stack(&self, stack_pointer: u64, bytes: usize) -> Result<(u64, Vec<u8>), Error> {
-        /// How far up to look.
-        const REACH: u64 = 64 << 10;
-        let maps = text(&self.directory, "maps")?;
-        let stack = maps.lines().rev().filter_map(mapping).find(|mapping| mapping.name == "[stack]");
-        let none = || Error::Unsupported("it has no room left on its main stack".to_owned());
-        let stack = stack.filter(|stack| stack.permissions.starts_with("rw")).ok_or_else(none)?;
-        let on_stack = (stack.start..stack.end).contains(&stack_pointer);
-        let top = if on_stack { stack_pointer - arch::RED_ZONE } else { stack.end };
-        let len = bytes as u64;
-        let mut before = vec![0; bytes];
-        let mut read = |base: u64| self.memory.read_exact_at(&mut before, base).map(|()| before.clone());
-        let mut base = stack.start.next_multiple_of(64);
-        while base + len <= top.min(stack.start + REACH) {
-            let found = read(base).map_err(failed("reading its stack"))?;
-            match found.iter().rposition(|&byte| byte != 0) {
-                None => return Ok((base, found)),
-                Some(used) => base = (base + used as u64 + 1).next_multiple_of(64),
-            }
-        }
-        let below = top.checked_sub(len).map(|base| base & !63);
-        let below = below.filter(|&base| on_stack && base >= stack.start).ok_or_else(none)?;
-        read(below).map(|found| (below, found)).map_err(failed("reading its stack"))
-    }
 }
 
 /// A file of the process. `Gone` when it is.
-fn text(directory: &OwnedFd, file: &str) -> Result<String, Error> {
+pub(super) fn text(directory: &OwnedFd, file: &str) -> Result<String, Error> {
     let mut bytes = Vec::new();
     let file = openat(directory, file, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map(File::from);
     match file.map_err(io::Error::from).and_then(|mut file| file.read_to_end(&mut bytes)) {

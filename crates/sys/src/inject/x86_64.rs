@@ -6,6 +6,7 @@
 
 use std::arch::x86_64::__cpuid_count;
 use std::io;
+use std::time::Duration;
 
 use super::ptrace::Thread;
 use super::{Error, Home, failed};
@@ -56,6 +57,11 @@ const ERESTART_RESTARTBLOCK: i64 = -516;
 /// "Interruption of system calls and library functions by stop signals"): semop, rt_sigtimedwait, io_getevents,
 /// semtimedop, epoll_wait, epoll_pwait, io_pgetevents, epoll_pwait2. None has done anything when it answers so.
 pub const INTERRUPTED_BY_STOP: [u64; 8] = [65, 128, 208, 220, 232, 281, 333, 441];
+
+/// Milliseconds of the clock that fit beside the number of a call, which stays positive.
+const CLOCK_MASK: u64 = (1 << 31) - 1;
+/// What was first interrupted longer ago than its time and so many milliseconds was not marked here.
+const STALE: u64 = 60_000;
 
 /// General registers, as NT_PRSTATUS has them.
 pub type Registers = libc::user_regs_struct;
@@ -136,13 +142,48 @@ impl State {
         self.registers.rip = ip;
     }
 
-    /// A call that answers EINTR because of the stop is to be restarted instead.
-    pub fn forgive_interruption(&mut self) {
-        let registers = &mut self.registers;
-        let interrupted = registers.rax as i64 == -i64::from(libc::EINTR);
-        if interrupted && INTERRUPTED_BY_STOP.contains(&registers.orig_rax) {
-            registers.rax = ERESTARTNOHAND as u64;
+    /// A call that answers EINTR because of the stop is to be restarted instead, or answers that its time is over: begun
+    /// anew at each of many stops it would never see its timeout. `now` is the monotonic clock, `read` reads the
+    /// target's memory. Whether it was so.
+    ///
+    /// When it was first interrupted is kept in the upper half of the call's number. The kernel ignores that half, hands
+    /// it on when it restarts the call, and forgets it when the call is over (`syscall_get_nr`,
+    /// `arch_do_signal_or_restart`), so that a new call of the same kind is known to be new, and the program never sees
+    /// a register that is not as it was.
+    pub fn forgive_interruption(&mut self, now: Duration, read: impl Fn(u64) -> Option<[u8; 16]>) -> bool {
+        let called = self.registers.orig_rax & u64::from(u32::MAX);
+        let interrupted = self.registers.rax as i64 == -i64::from(libc::EINTR);
+        if !interrupted || !INTERRUPTED_BY_STOP.contains(&called) {
+            return false;
         }
+        self.registers.rax = ERESTARTNOHAND as u64;
+        let Some((limit, answer)) = self.time_limit(called, read) else { return true };
+        let now = now.as_millis() as u64 & CLOCK_MASK;
+        let begun = self.registers.orig_rax >> 32;
+        let since = now.wrapping_sub(begun) & CLOCK_MASK;
+        if begun == 0 || since > limit.saturating_add(STALE) {
+            self.registers.orig_rax = called | now.max(1) << 32;
+        } else if since > limit {
+            self.registers.rax = answer as u64;
+        }
+        true
+    }
+
+    /// How many milliseconds a call of [`INTERRUPTED_BY_STOP`] waits at most, if not for ever, and what it then answers.
+    fn time_limit(&self, called: u64, read: impl Fn(u64) -> Option<[u8; 16]>) -> Option<(u64, i64)> {
+        let r = &self.registers;
+        let again = -i64::from(libc::EAGAIN);
+        let (timespec, answer) = match called {
+            232 | 281 => return u64::try_from(r.r10 as i32).ok().map(|limit| (limit, 0)),
+            128 => (r.rdx, again),
+            208 | 333 => (r.r8, 0),
+            220 => (r.r10, again),
+            441 => (r.r10, 0),
+            _ => return None,
+        };
+        let time = read(timespec).filter(|_| timespec != 0)?;
+        let word = |at: usize| u64::from_le_bytes(time[at..at + 8].try_into().expect("eight bytes"));
+        Some((word(0).saturating_mul(1000).saturating_add(word(8).div_ceil(1_000_000)), answer))
     }
 
     /// The registers with which it goes on from user mode: a call that the kernel would restart begins anew.
@@ -186,6 +227,21 @@ impl State {
         put(SIGMASK, mask);
         self.put_vectors(&mut bytes[vectors..]);
         bytes
+    }
+
+    /// Whether bytes are a whole frame of [`State::frame`] with that home and nothing else: known by its head, which one
+    /// of the kernel's does not have (another alternate stack), and by its end, from where a stack would grow into it.
+    pub fn is_frame(&self, bytes: &[u8], home: Home) -> bool {
+        let end = (8 + FRAME).next_multiple_of(64) + self.vectors.len();
+        let word = |at: usize| bytes.get(at..at + 8).map(|at| u64::from_le_bytes(at.try_into().expect("eight bytes")));
+        let parts = [
+            (0, 0),
+            (8, home.stub),
+            (8 + UCONTEXT, UC_FLAGS),
+            (8 + UCONTEXT + 24, SS_FLAGS_NONE),
+            (end, u64::from(MAGIC2)),
+        ];
+        parts.iter().all(|&(at, value)| word(at) == Some(value)) && bytes[end + 8..].iter().all(|&byte| byte == 0)
     }
 
     /// The XSAVE area as `sigreturn` wants it.
@@ -235,6 +291,12 @@ pub fn parked(state: &State, base: u64, home: Home) -> Registers {
     registers
 }
 
+/// Whether a thread whose tracer died may be on its way through its frame.
+pub fn heals(registers: &Registers, home: Home) -> bool {
+    let code = home.stub..=home.stub + STUB.len() as u64;
+    code.contains(&registers.rip) || (landing_code(home.landing)..=home.landing).contains(&registers.rip)
+}
+
 /// Whether a thread that stopped is at the entry of the stub's own call.
 pub fn is_at_entry(registers: &Registers, home: Home) -> bool {
     registers.orig_rax as i64 == SIGRETURN && registers.rip == home.stub + STUB.len() as u64
@@ -262,4 +324,80 @@ pub fn set_call(
 
 pub fn result(registers: &Registers) -> i64 {
     registers.rax as i64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn interrupted(call: u64, limit: u64) -> State {
+        // SAFETY: all zeros are valid for plain numbers.
+        let mut registers: Registers = unsafe { std::mem::zeroed() };
+        registers.orig_rax = call;
+        registers.rax = -i64::from(libc::EINTR) as u64;
+        registers.r10 = limit;
+        State { registers, vectors: Vec::new() }
+    }
+
+    fn stop(state: &mut State, millis: u64) -> i64 {
+        state.registers.rax = -i64::from(libc::EINTR) as u64;
+        state.forgive_interruption(Duration::from_millis(millis), |_| None);
+        state.registers.rax as i64
+    }
+
+    #[test]
+    fn a_wait_that_is_stopped_again_and_again_ends_in_time_and_not_before() {
+        let mut state = interrupted(232, 50);
+        for millis in (1000..=1050).step_by(10) {
+            assert_eq!(stop(&mut state, millis), ERESTARTNOHAND, "at {millis}");
+            assert_eq!((state.registers.orig_rax as u32, state.registers.r10), (232, 50));
+        }
+        assert_eq!(stop(&mut state, 1051), 0);
+        // The next call comes with a plain number.
+        state.registers.orig_rax = 232;
+        assert_eq!(stop(&mut state, 1052), ERESTARTNOHAND);
+        assert_eq!(stop(&mut state, 1100), ERESTARTNOHAND);
+        // What is in the upper half by somebody else's doing says nothing.
+        state.registers.orig_rax = 232 | 7 << 32;
+        assert_eq!(stop(&mut state, 1_000_000), ERESTARTNOHAND);
+        assert_eq!(stop(&mut state, 1_000_010), ERESTARTNOHAND);
+    }
+
+    #[test]
+    fn a_wait_without_a_limit_goes_on_and_other_calls_are_left_alone() {
+        let mut state = interrupted(281, u64::from(u32::MAX));
+        assert_eq!(stop(&mut state, 1000), ERESTARTNOHAND);
+        assert_eq!(stop(&mut state, 900_000), ERESTARTNOHAND);
+        assert_eq!(state.registers.orig_rax, 281);
+        assert_eq!(stop(&mut interrupted(0, 0), 1000), -i64::from(libc::EINTR));
+    }
+
+    #[test]
+    fn a_frame_is_known_again_and_what_is_on_its_way_through_it() {
+        let home = Home { stub: 0x1000, landing: 0x2002 };
+        let mut state = interrupted(u64::MAX, 0);
+        state.vectors = vec![0; 1024];
+        let frame = state.frame(0x7000, 0, home);
+        assert!(state.is_frame(&frame, home));
+        assert!(!state.is_frame(&frame, Home { stub: 0x1001, ..home }) && !state.is_frame(&frame[64..], home));
+        assert!(state.is_frame(&[frame.as_slice(), &[0; 9]].concat(), home));
+        assert!(!state.is_frame(&[frame.as_slice(), &[0, 1]].concat(), home));
+        assert!(!state.is_frame(&frame[..frame.len() / 2], home) && !state.is_frame(&[0; 4], home));
+        for (ip, expected) in [(0xfff, false), (0x1000, true), (0x1009, true), (0x2002, true), (0x3000, false)] {
+            state.registers.rip = ip;
+            assert_eq!(heals(&state.registers, home), expected, "{ip:x}");
+        }
+    }
+
+    #[test]
+    fn a_limit_may_lie_in_memory() {
+        let mut time = [0; 16];
+        time[0] = 2;
+        time[8..].copy_from_slice(&1_500_000_u64.to_le_bytes());
+        let mut state = interrupted(128, 0);
+        state.registers.rdx = 0x1000;
+        let read = |at: u64| (at == 0x1000).then_some(time);
+        assert_eq!(state.time_limit(128, read), Some((2002, -i64::from(libc::EAGAIN))));
+        assert_eq!(state.time_limit(441, read), None);
+    }
 }

@@ -1,0 +1,200 @@
+//! Room for a frame on the main stack, where nobody notices it.
+//!
+//! Programs that run elsewhere (Go, coroutines) have a main stack, too, and their own small stacks are never touched.
+//! While one thread is stopped the others run, so the room has to be where none of them can come, nor the kernel on
+//! behalf of one that waits in a call: below what the main thread uses, and where the main thread is not the one that is
+//! stopped, far below.
+//!
+//! Mirrors `do_procmap_query` and `task_current_syscall` (fs/proc/task_mmu.c, lib/syscall.c, 6.18). Limits: a main thread
+//! that returns from its call and within that stop goes down by more than [`MARGIN`] meets the frame. Where a killed
+//! tracer left its frame, that place is used again in processes of one thread; in others, and with arguments left beside
+//! it, it stays in the way. There is room for a dozen such and more.
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+
+use nix::errno::Errno;
+
+use super::target::{Target, mapping, number, text};
+use super::{Error, arch, failed};
+
+/// How far below a main thread that is not stopped.
+const MARGIN: u64 = 64 << 10;
+/// How far up from the end of the stack to look.
+const REACH: u64 = 64 << 10;
+
+/// `struct procmap_query` (include/uapi/linux/fs.h).
+#[repr(C)]
+#[derive(Default)]
+struct Query {
+    size: u64,
+    flags: u64,
+    address: u64,
+    start: u64,
+    end: u64,
+    permissions: u64,
+    page_size: u64,
+    offset: u64,
+    inode: u64,
+    device: [u32; 2],
+    name_size: u32,
+    build_id_size: u32,
+    name: u64,
+    build_id: u64,
+}
+
+const READABLE_AND_WRITABLE: u64 = 3;
+
+nix::ioctl_readwrite!(
+    /// `PROCMAP_QUERY`: the mapping that covers an address.
+    procmap_query,
+    b'f',
+    17,
+    Query
+);
+
+/// Where the main stack lies.
+#[derive(Clone, Copy)]
+struct Stack {
+    start: u64,
+    end: u64,
+}
+
+impl Stack {
+    fn contains(self, address: u64) -> bool {
+        (self.start..self.end).contains(&address)
+    }
+}
+
+/// The main stack in the text of `maps`.
+fn listed(maps: &str) -> Option<Stack> {
+    let stack = maps.lines().rev().filter_map(mapping).find(|mapping| mapping.name == "[stack]")?;
+    stack.permissions.starts_with("rw").then_some(Stack { start: stack.start, end: stack.end })
+}
+
+/// The end of the main stack in the text of `maps`, which stays where it is.
+pub(super) fn end(maps: &str) -> Option<u64> {
+    listed(maps).map(|stack| stack.end)
+}
+
+/// The mapping that ends there, without reading all of them while a thread is stopped. `maps` is an open
+/// `/proc/PID/maps`. Errors are the ioctl's: `ENOTTY` before 6.11, `ENOENT` where there is none.
+fn ending_at(maps: &File, end: u64) -> Result<Option<Stack>, Errno> {
+    let mut query = Query { size: size_of::<Query>() as u64, address: end - 1, ..Query::default() };
+    // SAFETY: the descriptor is open, and `query` is the structure that the kernel reads and fills, with its size in it
+    // and no buffers asked for.
+    unsafe { procmap_query(maps.as_raw_fd(), &raw mut query) }?;
+    let usable = query.permissions & READABLE_AND_WRITABLE == READABLE_AND_WRITABLE;
+    Ok(usable.then_some(Stack { start: query.start, end: query.end }))
+}
+
+impl Target {
+    fn stack(&self) -> Result<Stack, Error> {
+        let none = || Error::Unsupported("it has no main stack".to_owned());
+        let end = self.stack_end.ok_or_else(none)?;
+        match ending_at(&self.maps, end) {
+            Ok(stack) => stack.ok_or_else(none),
+            Err(Errno::ESRCH) => Err(Error::Gone),
+            Err(Errno::ENOENT) => Err(none()),
+            Err(_) => listed(&text(&self.directory, "maps")?).ok_or_else(none),
+        }
+    }
+
+    /// Where on the main stack so many bytes can be written without anybody noticing while `tid` is stopped, 64-byte
+    /// aligned, and what is there.
+    ///
+    /// That is where nobody has been yet: the lowest part that holds zeros only. Where the stack has been in use down to
+    /// its end, it is below the stack pointer of a thread that runs there, where the kernel would put a signal's frame.
+    /// It grows for this as for that.
+    pub(super) fn room_on_stack(&self, tid: i32, state: &arch::State, bytes: usize) -> Result<(u64, Vec<u8>), Error> {
+        let stack_pointer = state.stack_pointer();
+        let stack = self.stack()?;
+        let on_stack = stack.contains(stack_pointer);
+        let top = match on_stack {
+            true => stack_pointer - arch::RED_ZONE,
+            false if tid == self.pid => stack.end,
+            false => self.far_below_main(stack)?,
+        };
+        let len = bytes as u64;
+        let mut before = vec![0; bytes];
+        let mut read = |base: u64| self.memory.read_exact_at(&mut before, base).map(|()| before.clone());
+        let mut base = stack.start.next_multiple_of(64);
+        while base + len <= top.min(stack.start + REACH) {
+            let found = read(base).map_err(failed("reading its stack"))?;
+            match found.iter().rposition(|&byte| byte != 0) {
+                None => return Ok((base, found)),
+                Some(_) if self.is_left_over(&found, state) => return Ok((base, found)),
+                Some(used) => base = (base + used as u64 + 1).next_multiple_of(64),
+            }
+        }
+        if !on_stack {
+            return Err(Error::Busy("its main stack is in use down to its end".to_owned()));
+        }
+        let below = top.saturating_sub(len) & !63;
+        let found = read(below).map_err(|_| Error::Unsupported("its main stack is full".to_owned()))?;
+        Ok((below, found))
+    }
+
+    /// Whether that is the frame of a tracer that was killed, and nobody needs it any more: the only thread is here and
+    /// not on its way through it.
+    fn is_left_over(&self, found: &[u8], state: &arch::State) -> bool {
+        state.is_frame(found, self.home)
+            && !arch::heals(&state.registers, self.home)
+            && text(&self.directory, "status").is_ok_and(|status| number(&status, "Threads") == Some(1))
+    }
+
+    /// Whether another thread than the main one may be stopped for so many bytes, as things are.
+    pub(super) fn main_leaves_room(&self, bytes: u64) -> bool {
+        self.stack().is_ok_and(|stack| self.far_below_main(stack).is_ok_and(|top| stack.start + bytes <= top))
+    }
+
+    /// Up to where the stack is out of reach of the main thread, which is not stopped.
+    fn far_below_main(&self, stack: Stack) -> Result<u64, Error> {
+        let main = format!("task/{}", self.pid);
+        let stat = text(&self.directory, &format!("{main}/stat"))?;
+        if stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with(['Z', 'X'])) {
+            return Ok(stack.end);
+        }
+        let call = text(&self.directory, &format!("{main}/syscall"))?;
+        let pointer = waiting_at(&call).ok_or_else(|| Error::Busy("its main thread runs".to_owned()))?;
+        if !stack.contains(pointer) {
+            return Err(Error::Busy("its main thread is elsewhere than on its main stack".to_owned()));
+        }
+        Ok(pointer.saturating_sub(MARGIN))
+    }
+}
+
+/// The stack pointer of a thread that waits, from its `/proc/PID/task/TID/syscall`.
+fn waiting_at(call: &str) -> Option<u64> {
+    let pointer = call.split_ascii_whitespace().rev().nth(1)?;
+    u64::from_str_radix(pointer.strip_prefix("0x")?, 16).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stack_pointer_is_known_of_who_waits() {
+        let call = "232 0x4 0x7ffe0 0x10 0xffffffffffffffff 0x0 0x0 0x7fff12345678 0x7f0012345678\n";
+        assert_eq!(waiting_at(call), Some(0x7fff_1234_5678));
+        assert_eq!(waiting_at("-1 0x7fff12345678 0x7f0012345678\n"), Some(0x7fff_1234_5678));
+        assert_eq!(waiting_at("running\n"), None);
+        assert_eq!(waiting_at(""), None);
+    }
+
+    #[test]
+    fn the_kernel_and_its_listing_tell_the_same_of_this_stack() {
+        let listing = std::fs::read_to_string("/proc/self/maps").expect("maps");
+        let stack = listed(&listing).expect("a stack");
+        let maps = File::open("/proc/self/maps").expect("maps");
+        match ending_at(&maps, end(&listing).expect("an end")) {
+            Ok(found) => {
+                let found = found.expect("readable and writable");
+                assert_eq!((found.start, found.end), (stack.start, stack.end));
+            }
+            Err(errno) => assert_eq!(errno, Errno::ENOTTY),
+        }
+    }
+}
