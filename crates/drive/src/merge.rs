@@ -130,7 +130,6 @@ pub fn carry_out(
         progress,
         stop,
         timeline: Vec::new(),
-        stops: Vec::new(),
         missed: Vec::new(),
     };
     work.ksmd_before = work.ksmd_cpu();
@@ -152,7 +151,7 @@ pub fn carry_out(
     let (after, ended) = verify::found(host, &plan).map_err(unknown)?;
     let bystanders = verify::bystanders(host, &plan);
     let ksmd = work.ksmd_since();
-    let Work { timeline, stops, missed, watched, withdrawn, .. } = work;
+    let Work { timeline, missed, watched, withdrawn, .. } = work;
     let remains = if options.keep && !matches!(end, End::Yielded(_)) {
         session.set(&Settings::from([
             (Setting::PagesToScan, DEFAULT_PAGES_TO_SCAN.to_string()),
@@ -173,7 +172,7 @@ pub fn carry_out(
         own: own_cpu(),
         available: (available, observe::memory(host).and_then(|memory| memory.available)),
         huge: (huge, if huge.0 > 0 { verify::huge(host, &plan) } else { Ok(huge) }),
-        stops,
+        stops: session.stops().to_vec(),
         watched,
         withdrawn,
         ended,
@@ -208,7 +207,6 @@ struct Work<'w, 'h> {
     gauge: Gauge<'h>,
     pace: Pace,
     timeline: Vec<Sample>,
-    stops: Vec<Duration>,
     missed: Vec<Missed>,
 }
 
@@ -288,7 +286,6 @@ impl Work<'_, '_> {
         let missed = |range, why| Missed { pid: target.process.id.pid, comm: target.process.comm.clone(), range, why };
         match self.session.apply(&action, stays) {
             Ok(effect) => {
-                self.stops.extend(effect.stops);
                 self.missed.extend(effect.missed.into_iter().map(|(range, why)| missed(Some(range), why)));
             }
             Err(session::Error::Refused(why)) => self.missed.push(missed(None, why.to_string())),
