@@ -47,7 +47,7 @@ use pagefold_host::{Host, observe};
 use pagefold_model::census::Census;
 use pagefold_model::domain::Domains;
 use pagefold_model::savings::{Costs, Sharing};
-use pagefold_model::{Absent, PageSize, Pages};
+use pagefold_model::{Absent, PageSize, Pages, ProcessId, Reading};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -91,7 +91,9 @@ pub enum Second {
     #[default]
     All,
     /// Those that have anything to gain, duplicates and zeros, and of the others those few that [`pairs`] cannot tell
-    /// from them. Other pages are unique, whether they change or not.
+    /// from them. Other pages are unique, whether they change or not. Of a process none of whose threads ran since before
+    /// the first pass nothing is read again: what devices and kernel threads write for it is left to ksmd, which merges
+    /// only what it has found unchanged itself.
     Candidates,
 }
 
@@ -170,6 +172,7 @@ pub fn take(
     let sample = options.sample.map(|probability| scan::SampleRule::new(probability, options.seed));
     let scan = scan::Scan { host, survey: &survey, hasher: &hasher, nodes, progress, stop, sample };
     let first = Instant::now();
+    let ran_before = if options.second == Second::Candidates { cpu_times(host, &survey) } else { Vec::new() };
     let mut failures = index.unlisted().to_vec();
     failures.extend(threads.install(|| scan.first_pass(&mut index)));
     let pairs = threads.install(|| Pairs::of(&index));
@@ -178,7 +181,9 @@ pub fn take(
         wait(options.settle.saturating_sub(first.elapsed()), stop);
         if !stop.load(Ordering::Relaxed) {
             let candidates = (options.second == Second::Candidates).then_some(&pairs);
-            let again = threads.install(|| scan.second_pass(&index, candidates));
+            let ran_since = if candidates.is_some() { cpu_times(host, &survey) } else { Vec::new() };
+            let rested = |subject: usize| matches!((ran_before.get(subject), ran_since.get(subject)), (Some(Ok(a)), Some(Ok(b))) if a == b);
+            let again = threads.install(|| scan.second_pass(&index, candidates, &rested));
             failures.extend(again.failures);
             reread = again.pages;
             settled = !stop.load(Ordering::Relaxed);
@@ -211,6 +216,15 @@ pub fn take(
     census.sample = options.sample;
     census.implementation = hasher.implementation();
     Ok((census, index))
+}
+
+/// The CPU time that each process has used.
+fn cpu_times(host: &dyn Host, survey: &Survey) -> Vec<Reading<u64>> {
+    let time = |id: ProcessId| {
+        let handle = host.open(id.pid)?;
+        if handle.id() == id { observe::cpu_time(host, &*handle) } else { Err(Absent::Vanished) }
+    };
+    survey.subjects.iter().map(|subject| time(subject.process.id)).collect()
 }
 
 /// The bytes of a huge page of the PMD level; 512 base pages where the host does not tell, as on x86-64.

@@ -167,10 +167,12 @@ impl Scan<'_> {
         results.into_iter().filter_map(|(subject, outcome, ..)| Some((subject, outcome.err()?))).collect()
     }
 
-    /// Read again and mark what changed: everything, or with `pairs` only what has anything to gain.
-    pub fn second_pass(&self, index: &Index, pairs: Option<&Pairs>) -> Again {
-        let results: Vec<_> = index
-            .units(self.survey)
+    /// Read again and mark what changed: everything, or with `pairs` only what has anything to gain. Nothing is read of
+    /// subjects that `rested`.
+    pub fn second_pass(&self, index: &Index, pairs: Option<&Pairs>, rested: &(dyn Fn(usize) -> bool + Sync)) -> Again {
+        let mut units = index.units(self.survey);
+        units.retain(|unit| !rested(unit.subject));
+        let results: Vec<_> = units
             .into_par_iter()
             .with_max_len(1)
             .map(|unit| {

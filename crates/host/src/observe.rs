@@ -73,6 +73,18 @@ pub fn process(handle: &dyn Process) -> Reading<ProcessFacts> {
     })
 }
 
+/// The CPU time that all threads of a process have used, in nanoseconds (`schedstat`). `NotOnThisKernel` where the kernel
+/// does not keep it (CONFIG_SCHED_INFO). A figure that does not move tells that no thread ran.
+pub fn cpu_time(host: &dyn Host, handle: &dyn Process) -> Reading<u64> {
+    let mut sum = 0u64;
+    for thread in host.list(&format!("proc/{}/task", handle.id().pid))? {
+        let text = handle.read(&format!("task/{thread}/schedstat"))?;
+        let first = text.split(|byte| *byte == b' ').next().unwrap_or_default();
+        sum = sum.wrapping_add(parse::number::<u64>(first)?);
+    }
+    Ok(sum)
+}
+
 /// The regions of a process that has memory of its own, with what is resident in each: all of them or none, because
 /// those that are missing would read as memory that is not there.
 ///
