@@ -101,7 +101,7 @@ fn a_process_outside_the_pid_namespace_is_not_there() {
     let lab = Lab::layout(&["within=2000,copies=4"]).unwrap();
     let merge = |pid: u32| {
         let mut command = Command::new("unshare");
-        command.args(kinds).arg(PAGEFOLD).args(["merge", "--pid", &pid.to_string(), "--state"]);
+        command.args(kinds).arg(PAGEFOLD).args(["merge", "--cpu", "100", "--pid", &pid.to_string(), "--state"]);
         command.arg(folder.path().join("state")).output().unwrap()
     };
     refused(&ksm, &merge(lab.pid()), &[&format!("there is no process {}", lab.pid())]);

@@ -196,13 +196,13 @@ fn guest(host: &dyn Host, target: &Target, options: &Options, global: &Global) -
 /// Begin to change the host, or say why not.
 fn begin<'a>(host: &'a dyn Host, options: &Options, global: &Global) -> anyhow::Result<Session<'a>> {
     refuse_tuner(host, options.force)?;
+    let session = recover::begin(host, global)?;
+    session.writable().map_err(explained)?;
     host.frame_flags(&[]).map_err(|why| {
         anyhow!("page frames cannot be seen ({why}), which tell what was reached: root with CAP_SYS_ADMIN is needed")
     })?;
     if let (Err(why), true) = (ksmd::Ksmd::find(host).and_then(|ksmd| ksmd.cpu()), options.cpu < 1.0) {
         bail!("the CPU time of ksmd cannot be read here ({why}), so --cpu cannot be held: --cpu 100 sets no bound");
     }
-    let session = recover::begin(host, global)?;
-    session.writable().map_err(explained)?;
     Ok(session)
 }
