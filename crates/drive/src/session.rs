@@ -493,7 +493,8 @@ impl<'a> Session<'a> {
         match self.effect(&action.undo) {
             Ok(effect) => {
                 let mut missed: BTreeMap<String, Vec<_>> = BTreeMap::new();
-                for (range, why) in effect.missed {
+                // What was unmapped meanwhile has nothing that could come back.
+                for (range, why) in effect.missed.into_iter().filter(|(_, why)| !why.starts_with(act::NOT_MAPPED)) {
                     let cut = same.iter().filter_map(|&(part, within)| Some((part.overlap(range)?, within)));
                     missed.entry(why).or_default().extend(cut);
                 }

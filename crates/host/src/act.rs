@@ -58,6 +58,9 @@ pub enum Action {
     },
 }
 
+/// How the reason begins for which a range, or a part of it, was missed because nothing is mapped there.
+pub const NOT_MAPPED: &str = "not mapped any more";
+
 /// Advice about a range (include/uapi/asm-generic/mman-common.h).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Advice {

@@ -8,7 +8,7 @@
 
 use super::{miss, refusal};
 use crate::process::LiveProcess;
-use pagefold_host::act::{Advice, Effect, Refusal};
+use pagefold_host::act::{Advice, Effect, NOT_MAPPED, Refusal};
 use pagefold_host::{Process, observe};
 use pagefold_model::AddressRange;
 use pagefold_model::region::{Region, VmFlags};
@@ -130,7 +130,7 @@ fn revalidate(
 ) -> (VecDeque<AddressRange>, Vec<(AddressRange, String)>) {
     let mut wanted: VecDeque<AddressRange> = VecDeque::new();
     let mut missed = Vec::new();
-    let unmapped = || "not mapped any more".to_owned();
+    let unmapped = || NOT_MAPPED.to_owned();
     for &range in ranges {
         let mut at = range.start;
         let first = regions.partition_point(|region| region.range.end <= range.start);
@@ -270,7 +270,7 @@ impl Work {
 /// each want of memory, and of regions to split into, into EAGAIN).
 fn words(errno: Errno) -> String {
     match errno {
-        Errno::NOMEM => "not mapped any more in places, the others were taken".to_owned(),
+        Errno::NOMEM => format!("{NOT_MAPPED} in places, the others were taken"),
         Errno::AGAIN => "the process has vm.max_map_count regions, or the kernel no memory for it".to_owned(),
         Errno::INVAL => "this kernel has no KSM".to_owned(),
         errno => format!("refused by the kernel: {errno}"),
