@@ -35,8 +35,10 @@ SELECT count(*) FROM account WHERE padding <> zeroblob(50000);
 ";
 
 fn merging(pid: u32) -> u64 {
-    let text = fs::read_to_string(format!("/proc/{pid}/ksm_merging_pages")).expect("it runs");
-    text.trim().parse().expect("a number")
+    // Page tables, not `ksm_merging_pages`, which says what ksmd saw last.
+    let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).expect("it runs");
+    let line = text.lines().find_map(|line| line.strip_prefix("KSM:")).expect("a kernel from 6.6 on");
+    line.trim().trim_end_matches(" kB").trim().parse::<u64>().expect("a number") / 4
 }
 
 fn advise(pid: u32, what: &str) {

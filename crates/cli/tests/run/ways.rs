@@ -225,28 +225,6 @@ fn a_companion_enrols_a_tree_and_ends_with_it() {
     }
 }
 
-#[test]
-fn a_companion_leaves_alone_what_the_configuration_excludes() {
-    if !injects() {
-        return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let path = |name| folder.path().canonicalize().unwrap().join(name);
-    let (errors, config) = (path("errors"), path("pagefold.toml"));
-    fs::write(&config, "[exclude]\nextend = [\"tree\"]\n").unwrap();
-    let program = compile("gcc", "tree.c", &[], folder.path());
-    let mut command = run();
-    command.arg("--config").arg(&config).args(["--way", "inject", "--"]).arg(&program).args(["20", "1"]);
-    let tree = Tree::start(command.stderr(fs::File::create(&errors).unwrap()), 1);
-    drop(command);
-    let said = |pid| format!("pagefold: process {pid} is not enrolled in KSM: ");
-    tree.wait("told or enrolled", |pid| fs::read_to_string(&errors).unwrap().contains(&said(pid)) || merge_any(pid));
-    assert!(!merge_any(tree.pids[0]));
-    drop(tree);
-    wait_until_left(&errors);
-    assert_eq!(fs::read_to_string(&errors).unwrap().lines().count(), 1);
-}
-
 /// Who reads what a program says waits until the program has closed it, and not for the companion.
 #[test]
 fn a_companion_holds_no_pipe_of_the_program() {
