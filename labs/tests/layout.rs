@@ -90,7 +90,7 @@ fn is_zero(page: &[u8]) -> bool {
 
 const EVERY_KIND: &str = "zero=10,unique=11,within=12,copies=3,shared-content=book:13,text=14,pattern=15,elf=16,\
                           volatile=17,shared-memory=18,file=19,file-written=20,untouched=21,read-zero=22,\
-                          fork-shared=23";
+                          fork-shared=23,hot-zero=24";
 
 fn huge_pages_in_base_pages() -> Result<u64, String> {
     let path = "/sys/kernel/mm/transparent_hugepage";
