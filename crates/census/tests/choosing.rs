@@ -248,7 +248,6 @@ fn a_plan_leaves_alone_who_is_excluded_and_counts_what_is_left() {
         max_map_count: 65530,
         regions: BTreeMap::new(),
         cpu: 0.5,
-        narrow: true,
         speed: Speed::default(),
     };
     let plan = |constraints: &Constraints, excluded: &dyn Fn(u32) -> bool| -> Plan {

@@ -105,11 +105,14 @@ impl Follow<'_> {
         if plan.targets.is_empty() {
             return Ok(None);
         }
-        let session = match Session::begin(self.host, self.directory) {
-            Ok((session, ..)) => session,
+        let (session, left) = match Session::begin(self.host, self.directory) {
+            Ok((session, _, left)) => (session, left),
             Err(session::Error::Busy(_)) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
-        Ok(Some(carry_out(session, plan, &self.how, started, &merge::Progress::default(), stop)?))
+        let mut outcome = carry_out(session, plan, &self.how, started, &merge::Progress::default(), stop)?;
+        // Also of what a killed run had left.
+        outcome.remains.extend(left.iter().map(ToString::to_string));
+        Ok(Some(outcome))
     }
 }

@@ -28,12 +28,8 @@ impl<'a> Ksmd<'a> {
 
     /// The CPU time that it has used: to the nanosecond where the kernel keeps `schedstat`, else in ticks.
     pub fn cpu(&self) -> Reading<Duration> {
-        let exact = self.thread.read("schedstat").and_then(|bytes| {
-            let text = String::from_utf8_lossy(&bytes).into_owned();
-            let first = text.split_whitespace().next().and_then(|word| word.parse().ok());
-            first.map(Duration::from_nanos).ok_or(Absent::Malformed(format!("schedstat: {text:?}")))
-        });
-        exact.or_else(|_| {
+        let exact = self.thread.read("schedstat").and_then(|bytes| parse::schedstat(&bytes));
+        exact.map(Duration::from_nanos).or_else(|_| {
             let stat = parse::stat(&self.thread.read("stat")?)?;
             Ok(Duration::from_secs_f64(stat.utime.saturating_add(stat.stime) as f64 / USER_HZ))
         })

@@ -2,7 +2,8 @@
 //!
 //! 1. What the programs enrolled themselves and does not pay is withdrawn for the time being, so that ksmd does not
 //!    walk it.
-//! 2. The ranges of the plan are enrolled, and ksmd goes as fast as its bound allows until nothing more comes.
+//! 2. The ranges of the plan are enrolled, those of third and further copies once the first two have merged, and ksmd goes
+//!    as fast as its bound allows until nothing more comes.
 //! 3. Meanwhile merged pages of targets that run are watched, and what does not stay merged for long enough to pay is
 //!    withdrawn: see [`watch`](crate::watch).
 //! 4. ksmd is stopped, page tables are read, and its settings come back. Merged pages stay merged: their ranges stay
@@ -152,16 +153,19 @@ pub fn carry_out(
     let bystanders = verify::bystanders(host, &plan);
     let ksmd = work.ksmd_since();
     let Work { timeline, missed, watched, withdrawn, .. } = work;
-    let remains = if options.keep && !matches!(end, End::Yielded(_)) {
-        session.set(&Settings::from([
+    if options.keep && !matches!(end, End::Yielded(_)) {
+        let slowly = session.set(&Settings::from([
             (Setting::PagesToScan, DEFAULT_PAGES_TO_SCAN.to_string()),
             (Setting::SleepMillisecs, GUIDED_SLEEP_MILLISECS.to_string()),
             (Setting::Run, "1".to_owned()),
-        ]))?;
-        session.keep("guided")?
-    } else {
-        session.finish()?
-    };
+        ]));
+        match slowly {
+            Err(error @ session::Error::Contested { .. }) => end = End::Yielded(error.to_string()),
+            set => set?,
+        }
+    }
+    let keep = options.keep && !matches!(end, End::Yielded(_));
+    let remains = if keep { session.keep("guided")? } else { session.finish()? };
     let outcome = Outcome {
         end,
         before,
@@ -253,12 +257,7 @@ impl Work<'_, '_> {
                 break;
             }
             let process = target.process.id;
-            let ranges: Vec<AddressRange> = target
-                .ranges
-                .iter()
-                .filter(|range| !range.enrolled && range.late == late)
-                .map(|range| range.range)
-                .collect();
+            let ranges = target.to_enrol(late);
             let actions = match (&target.guest, self.plan.whole) {
                 (Some(guest), true) => guest
                     .backends

@@ -3,12 +3,12 @@
 use pagefold_census::plan;
 use pagefold_census::{DEFAULT_MAX_MAP_COUNT, Second, Selection};
 use pagefold_host::{Host, observe};
-use pagefold_model::Bytes;
 use pagefold_model::census::Census;
 use pagefold_model::domain::Domains;
 use pagefold_model::plan::{Constraints, Plan, Speed};
 use pagefold_model::process::Process;
-use std::collections::BTreeMap;
+use pagefold_model::{Bytes, ProcessId};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
@@ -61,11 +61,21 @@ pub fn prepare(
         whole: request.whole,
         min_profit: request.min_profit,
         max_map_count,
-        regions: BTreeMap::new(),
+        regions: regions(host, &census),
         cpu: request.share,
-        narrow: true,
         speed: Speed::default(),
     };
     let plan = plan(&census, &index, &constraints, excluded);
     Ok((census, plan))
+}
+
+/// How many regions each process with anything to enrol has now: the census keeps to what there was when it began, and
+/// names only those that hold something.
+fn regions(host: &dyn Host, census: &Census) -> BTreeMap<ProcessId, u64> {
+    let subjects: BTreeSet<usize> = census.ranges.iter().map(|range| range.subject).collect();
+    let count = |id: ProcessId| {
+        let handle = host.open(id.pid).ok().filter(|handle| handle.id() == id)?;
+        Some((id, handle.read("maps").ok()?.iter().filter(|&&byte| byte == b'\n').count() as u64))
+    };
+    subjects.into_iter().filter_map(|subject| count(census.subjects[subject].process.id)).collect()
 }

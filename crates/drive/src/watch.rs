@@ -10,7 +10,7 @@
 //! see nothing, so that rates are underestimates where ksmd is faster than the looks.
 
 use crate::verify;
-use pagefold_host::Host;
+use pagefold_host::{Host, Process};
 use pagefold_model::lasting::Seen;
 use pagefold_model::plan::Plan;
 use pagefold_model::{AddressRange, Pages, Pfn, Reading};
@@ -109,19 +109,10 @@ impl<'h> Watch<'h> {
                 && let Ok(handle) = verify::open(self.host, &plan.targets[target])
             {
                 for (piece, number) in pieces.iter().zip(first..) {
-                    let mut position = 0;
-                    for stripe in &piece.stripes {
-                        for (mapping, at) in handle.mappings(*stripe).unwrap_or_default().into_iter().zip(position..) {
-                            // Swapped out is not written.
-                            if mapping.swapped {
-                                continue;
-                            }
-                            now[number][at] = false;
-                            let shared = mapping.present && !mapping.file && !mapping.exclusive;
-                            frames.extend(mapping.frame.filter(|_| shared).map(|frame| (frame, number, at)));
-                        }
-                        position += (stripe.bytes().0 / page) as usize;
-                    }
+                    piece.look(&*handle, page, &mut |at, frame| {
+                        now[number][at] = false;
+                        frames.extend(frame.map(|frame| (frame, number, at)));
+                    });
                 }
             }
             first += pieces.len();
@@ -173,5 +164,19 @@ impl Piece {
         };
         let watched: u64 = stripes.iter().map(|stripe| stripe.bytes().0 / page).sum();
         Self { target, range, seen: Seen::default(), stripes, merged: vec![false; watched as usize] }
+    }
+
+    /// Look at the watched pages that are not swapped out, which is not to be written: `note` gets the position of each and
+    /// its frame, if others map that too.
+    fn look(&self, handle: &dyn Process, page: u64, note: &mut dyn FnMut(usize, Option<Pfn>)) {
+        let mut position = 0;
+        for stripe in &self.stripes {
+            let mappings = handle.mappings(*stripe).unwrap_or_default();
+            for (mapping, at) in mappings.iter().zip(position..).filter(|(mapping, _)| !mapping.swapped) {
+                let shared = mapping.present && !mapping.file && !mapping.exclusive;
+                note(at, mapping.frame.filter(|_| shared));
+            }
+            position += (stripe.bytes().0 / page) as usize;
+        }
     }
 }

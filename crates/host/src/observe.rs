@@ -78,9 +78,7 @@ pub fn process(handle: &dyn Process) -> Reading<ProcessFacts> {
 pub fn cpu_time(host: &dyn Host, handle: &dyn Process) -> Reading<u64> {
     let mut sum = 0u64;
     for thread in host.list(&format!("proc/{}/task", handle.id().pid))? {
-        let text = handle.read(&format!("task/{thread}/schedstat"))?;
-        let first = text.split(|byte| *byte == b' ').next().unwrap_or_default();
-        sum = sum.wrapping_add(parse::number::<u64>(first)?);
+        sum = sum.wrapping_add(parse::schedstat(&handle.read(&format!("task/{thread}/schedstat"))?)?);
     }
     Ok(sum)
 }

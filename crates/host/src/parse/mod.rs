@@ -23,7 +23,7 @@ pub use ksm::{ksm, process_ksm};
 pub use memory::{cache, meminfo, pressure, vmstat};
 pub use process::{PF_KTHREAD, Stat, Status, arguments, cgroup, job_environment, stat, status};
 pub use smaps::{rollup, smaps};
-pub use text::{bracketed, number, number_list};
+pub use text::{bracketed, number, number_list, schedstat};
 
 #[cfg(doc)]
 use pagefold_model::Absent;

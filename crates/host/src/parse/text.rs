@@ -42,6 +42,11 @@ pub fn number<T: FromStr>(bytes: &[u8]) -> Reading<T> {
         .ok_or_else(|| malformed("not a number in range", bytes))
 }
 
+/// `/proc/PID/schedstat`: the nanoseconds that a thread ran (fs/proc/base.c, `proc_pid_schedstat`).
+pub fn schedstat(bytes: &[u8]) -> Reading<u64> {
+    number(bytes.split(|&byte| byte == b' ').next().unwrap_or_default())
+}
+
 /// A signed count, also where an older kernel printed it as unsigned after it had fallen below zero.
 pub(super) fn signed(bytes: &[u8]) -> Reading<i64> {
     number::<i64>(bytes).or_else(|_| number::<u64>(bytes).map(u64::cast_signed))

@@ -24,8 +24,6 @@ pub struct Constraints {
     pub regions: BTreeMap<ProcessId, u64>,
     /// The share of one CPU that ksmd may take, above 0.
     pub cpu: f64,
-    /// Whether idle ranges that programs enrolled themselves are withdrawn.
-    pub narrow: bool,
     /// How fast ksmd is.
     pub speed: Speed,
 }
@@ -106,7 +104,7 @@ pub fn plan(census: &Census, constraints: &Constraints, excluded: &dyn Fn(&Proce
             domain: subject.domain.clone(),
             guest: None,
             huge: subject.regions.iter().map(|region| region.region.anon_huge).sum(),
-            narrowed: if constraints.narrow && !constraints.whole { idle(census, position) } else { Vec::new() },
+            narrowed: if !constraints.whole { idle(census, position) } else { Vec::new() },
             ranges,
         });
     }

@@ -49,20 +49,6 @@ impl Plan {
         let early = ranges().filter(|range| !range.late).map(|range| range.merging).sum();
         ranges().any(|range| range.late).then_some(early)
     }
-
-    /// What is still to be enrolled, by process, where there is anything: ascending ranges, those that touch joined.
-    pub fn to_enrol(&self) -> impl Iterator<Item = (ProcessId, Vec<AddressRange>)> + '_ {
-        self.targets.iter().filter_map(|target| {
-            let mut ranges: Vec<AddressRange> = Vec::new();
-            for planned in target.ranges.iter().filter(|planned| !planned.enrolled) {
-                match ranges.last_mut() {
-                    Some(last) if last.end == planned.range.start => last.end = planned.range.end,
-                    _ => ranges.push(planned.range),
-                }
-            }
-            (!ranges.is_empty()).then_some((target.process.id, ranges))
-        })
-    }
 }
 
 /// A process in a plan.
@@ -118,6 +104,18 @@ pub struct PlannedRange {
 }
 
 impl Target {
+    /// What is still to be enrolled, first or late: ascending ranges, those that touch joined.
+    pub fn to_enrol(&self, late: bool) -> Vec<AddressRange> {
+        let mut ranges: Vec<AddressRange> = Vec::new();
+        for planned in self.ranges.iter().filter(|planned| !planned.enrolled && planned.late == late) {
+            match ranges.last_mut() {
+                Some(last) if last.end == planned.range.start => last.end = planned.range.end,
+                _ => ranges.push(planned.range),
+            }
+        }
+        ranges
+    }
+
     /// Whether the program has enrolled any of a part of the plan itself.
     pub fn enrolled_itself(&self, part: AddressRange) -> bool {
         self.ranges.iter().any(|range| range.enrolled && range.range.overlap(part).is_some())

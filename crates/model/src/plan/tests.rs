@@ -29,7 +29,6 @@ fn constraints() -> Constraints {
         max_map_count: 65530,
         regions: BTreeMap::new(),
         cpu: 0.25,
-        narrow: true,
         speed: Speed::default(),
     }
 }
@@ -116,8 +115,10 @@ fn touching_ranges_are_enrolled_as_one() {
     let ranges = [(0, pages(1, 4)), (0, pages(4, 9)), (0, pages(10, 12))];
     let mut plan = plan(&census(&ranges, &[&["a"]]), &constraints(), &|_| None);
     plan.targets[0].ranges[2].enrolled = true;
-    let id = plan.targets[0].process.id;
-    assert_eq!(plan.to_enrol().collect::<Vec<_>>(), [(id, vec![pages(1, 9)])]);
+    assert_eq!(plan.targets[0].to_enrol(false), [pages(1, 9)]);
+    plan.targets[0].ranges[1].late = true;
+    assert_eq!(plan.targets[0].to_enrol(false), [pages(1, 4)]);
+    assert_eq!(plan.targets[0].to_enrol(true), [pages(4, 9)]);
     assert_eq!(plan.ranges(), 3);
 }
 

@@ -282,7 +282,7 @@ impl PlanReport {
             left_alone: left_alone.collect(),
             savings: Savings::of(&plan.predicted.reach, page_size),
             merging_pages: plan.predicted.merging.0,
-            ranges: plan.targets.iter().map(|target| target.ranges.len() as u64).sum(),
+            ranges: plan.ranges() as u64,
             regions_added: plan.predicted.regions_added,
             ksmd_seconds: plan.predicted.ksmd.as_secs_f64(),
             wall_seconds: plan.predicted.wall.as_secs_f64(),
