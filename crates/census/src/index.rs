@@ -5,6 +5,7 @@ use crate::Error;
 use crate::survey::{Subject, Survey, way};
 use pagefold_host::{Host, Run, Way};
 use pagefold_model::{Absent, Fingerprint, PageClass, Pfn, Reading};
+use pagefold_sys::advise::prefer_huge_pages;
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -235,6 +236,9 @@ impl Index {
         let no_memory = |_| Error::NoMemory(pages);
         index.entries.try_reserve_exact(pages).map_err(no_memory)?;
         index.marks.try_reserve_exact(pages).map_err(no_memory)?;
+        // Best effort, like all such advice.
+        let _ = prefer_huge_pages(index.entries.spare_capacity_mut());
+        let _ = prefer_huge_pages(index.marks.spare_capacity_mut());
         // In parallel, because writing to new memory is what costs.
         index.entries.par_extend((0..pages).into_par_iter().map(|_| Entry::EMPTY));
         let zeroed = || AtomicU8::new(Mark::UNREAD.0);

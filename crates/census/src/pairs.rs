@@ -7,6 +7,7 @@
 
 use crate::index::{Entry, Index};
 use pagefold_model::{Fingerprint, PageClass};
+use pagefold_sys::advise::prefer_huge_pages;
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -71,7 +72,10 @@ impl Bitmap {
     /// Of at least so many bits, none of them set.
     fn new(bits: usize, spread: u64) -> Self {
         let bits = bits.next_power_of_two().max(64);
-        let words = (0..bits / 64).into_par_iter().map(|_| AtomicU64::new(0)).collect();
+        let mut words = Vec::with_capacity(bits / 64);
+        // Each access is to another place.
+        let _ = prefer_huge_pages(words.spare_capacity_mut());
+        words.par_extend((0..bits / 64).into_par_iter().map(|_| AtomicU64::new(0)));
         Self { words, shift: 64 - bits.trailing_zeros(), spread }
     }
 

@@ -54,7 +54,7 @@ pub fn plan(
     }
     let zeros: Pages = zeros.values().map(|&copies| sharing.freed_zero(copies, 0)).sum();
     plan.predicted.reach.freed = freed.into_iter().sum::<Pages>() + zeros;
-    if !constraints.whole {
+    if constraints.first_look && !constraints.whole {
         mark_late(&mut plan, census, index, &domains);
     }
     plan

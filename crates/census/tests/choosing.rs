@@ -249,6 +249,7 @@ fn a_plan_leaves_alone_who_is_excluded_and_counts_what_is_left() {
         regions: BTreeMap::new(),
         cpu: 0.5,
         speed: Speed::default(),
+        first_look: false,
     };
     let plan = |constraints: &Constraints, excluded: &dyn Fn(u32) -> bool| -> Plan {
         pagefold_census::plan(&census, &index, constraints, &|process| {
@@ -276,6 +277,28 @@ fn a_plan_leaves_alone_who_is_excluded_and_counts_what_is_left() {
     let whole = plan(&constraints, &|_| false);
     assert_eq!(whole.predicted.reach.freed, Pages(5));
     assert_eq!(whole.targets[0].ranges[0].range, AddressRange { start: BASE, end: BASE + 4 * PAGE });
+}
+
+#[test]
+fn third_and_further_copies_come_late_where_that_saves_a_look() {
+    let processes = [(); 4].map(|()| made(1, &[Still(7), Still(8), Still(9)]));
+    let (census, index, _) = census(&processes, &options(false, CHEAP));
+    for first_look in [true, false] {
+        let constraints = Constraints {
+            page_size: PageSize::new(PAGE).unwrap(),
+            whole: false,
+            min_profit: Bytes(0),
+            max_map_count: 65530,
+            regions: BTreeMap::new(),
+            cpu: 0.5,
+            speed: Speed::default(),
+            first_look,
+        };
+        let plan = pagefold_census::plan(&census, &index, &constraints, &|_| None);
+        let late: Vec<bool> = plan.targets.iter().flat_map(|target| &target.ranges).map(|range| range.late).collect();
+        assert_eq!(late, [false, false, first_look, first_look]);
+        assert_eq!(plan.merging_early(), first_look.then_some(Pages(6)));
+    }
 }
 
 #[test]

@@ -139,14 +139,17 @@ impl Fake {
         fake
     }
 
-    fn smaps(&self, pid: Pid) -> Option<Vec<u8>> {
-        let mut smaps = String::new();
+    /// `smaps`, or `maps`, which has the first line of each entry.
+    fn maps(&self, pid: Pid, entries: bool) -> Option<Vec<u8>> {
+        let mut maps = String::new();
         for (AddressRange { start, end }, name, enrolled) in self.regions(pid)? {
+            writeln!(maps, "{start:x}-{end:x} rw-p 00000000 00:00 0 {name}").unwrap();
             let flag = if enrolled { " mg" } else { "" };
-            let figures = "Rss: 0 kB\nAnonymous: 0 kB\n";
-            writeln!(smaps, "{start:x}-{end:x} rw-p 00000000 00:00 0 {name}\n{figures}VmFlags: rd wr{flag}").unwrap();
+            if entries {
+                writeln!(maps, "Rss: 0 kB\nAnonymous: 0 kB\nVmFlags: rd wr{flag}").unwrap();
+            }
         }
-        Some(smaps.into_bytes())
+        Some(maps.into_bytes())
     }
 
     fn advise(&self, pid: Pid, advice: Advice, ranges: &[AddressRange]) -> Result<Effect, Refusal> {
@@ -260,9 +263,10 @@ impl Process for FakeProcess<'_> {
     }
 
     fn read(&self, file: &str) -> Reading<Vec<u8>> {
-        match self.host.smaps(self.pid) {
-            Some(smaps) if file == "smaps" => Ok(smaps),
-            _ => self.host.read(&format!("proc/{}/{file}", self.pid)),
+        let maps = ["maps", "smaps"].contains(&file).then(|| self.host.maps(self.pid, file == "smaps")).flatten();
+        match maps {
+            Some(maps) => Ok(maps),
+            None => self.host.read(&format!("proc/{}/{file}", self.pid)),
         }
     }
 

@@ -2,8 +2,8 @@
 //!
 //! 1. What the programs enrolled themselves and does not pay is withdrawn for the time being, so that ksmd does not
 //!    walk it.
-//! 2. The ranges of the plan are enrolled, those of third and further copies once the first two have merged, and ksmd goes
-//!    as fast as its bound allows until nothing more comes.
+//! 2. The ranges of the plan are enrolled, and ksmd goes as fast as its bound allows until nothing more comes. On kernels
+//!    before 6.11, third and further copies are enrolled once the first two of each have merged.
 //! 3. Meanwhile merged pages of targets that run are watched, and what does not stay merged for long enough to pay is
 //!    withdrawn: see [`watch`](crate::watch).
 //! 4. ksmd is stopped, page tables are read, and its settings come back. Merged pages stay merged: their ranges stay
@@ -32,8 +32,11 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How often the counters are read.
+/// How often the counters are read when what is waited for is near: until it is seen, ksmd walks in vain.
 const LOOK: Duration = Duration::from_millis(5);
+
+/// How often before.
+const GLANCE: Duration = Duration::from_millis(20);
 
 /// The pause between looks in times of what a look takes: looking stays below a twentieth of one CPU.
 const LOOKING: u32 = 20;
@@ -307,7 +310,7 @@ impl Work<'_, '_> {
         let unknown = session::Error::Unknown;
         let host = self.session.host();
         self.run()?;
-        // Copies of what is in the stable tree merge at the first look: they wait until the first two of each are there.
+        // Late ones merge at the first look, if the first two of each are in the stable tree by then.
         let early = self.plan.merging_early().map(|pages| Pages(pages.0 - pages.0 / 32));
         let mut late = early.is_some();
         let mut settle = Settle::new(full_scans(host).map_err(unknown)?, early.or(expected));
@@ -326,7 +329,11 @@ impl Work<'_, '_> {
             if !settled && settle.look(scans, merged) {
                 if late {
                     late = false;
+                    // An address space is enrolled behind ksmd's cursor, and waits for the next scan (mm/ksm.c,
+                    // `__ksm_enter`). While ksmd rests, all of them wait for the same one.
+                    self.rest()?;
                     self.enrol(true)?;
+                    self.run()?;
                     settle = Settle::new(full_scans(host).map_err(unknown)?, expected);
                     continue;
                 }
@@ -334,8 +341,9 @@ impl Work<'_, '_> {
                 // While merged pages are only watched, ksmd would merge again what breaks, and hide it.
                 self.rest()?;
             }
+            let near = settle.expected().is_none_or(|expected| merged.0 >= expected.0 / 8 * 7);
             // Many targets take longer to count.
-            pause = LOOK.max(began_to_look.elapsed() * LOOKING);
+            pause = if near { LOOK } else { GLANCE }.max(began_to_look.elapsed() * LOOKING);
             // While looks still find something that does not last, more may come.
             let watched = began.elapsed() >= self.options.watch && self.found_fleeting.elapsed() >= 3 * AGAIN;
             if settled && (watched || self.watch.as_mut().is_none_or(|watch| !watch.ran(self.plan))) {

@@ -5,6 +5,7 @@ use pagefold_census::{DEFAULT_MAX_MAP_COUNT, Second, Selection};
 use pagefold_host::{Host, observe};
 use pagefold_model::census::Census;
 use pagefold_model::domain::Domains;
+use pagefold_model::ksm::merges_at_first_look;
 use pagefold_model::plan::{Constraints, Plan, Speed};
 use pagefold_model::process::Process;
 use pagefold_model::{Bytes, ProcessId};
@@ -64,6 +65,7 @@ pub fn prepare(
         regions: regions(host, &census),
         cpu: request.share,
         speed: Speed::default(),
+        first_look: observe::kernel(host).is_ok_and(|release| merges_at_first_look(&release)),
     };
     let plan = plan(&census, &index, &constraints, excluded);
     Ok((census, plan))

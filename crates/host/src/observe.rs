@@ -100,6 +100,18 @@ pub fn regions(handle: &dyn Process) -> Reading<Vec<Region>> {
     parse::smaps(&smaps)
 }
 
+/// Where the regions of a process that has memory of its own are, without figures and flags: a line for each, while
+/// [`regions`] takes as long as it takes the kernel to go over all its pages.
+///
+/// `Vanished` if there are none.
+pub fn layout(handle: &dyn Process) -> Reading<Vec<Region>> {
+    let maps = handle.read("maps")?;
+    if maps.is_empty() {
+        return Err(Absent::Vanished);
+    }
+    parse::maps(&maps)
+}
+
 /// The sums over the regions of a process.
 pub fn rollup(handle: &dyn Process) -> Reading<Rollup> {
     Ok(parse::rollup(&handle.read("smaps_rollup")?))

@@ -162,6 +162,32 @@ impl Setting {
     }
 }
 
+/// Whether ksmd merges a page whose content is in the stable tree when it looks at it for the first time, by the kernel's
+/// release (`6.8.0-45-generic`). What cannot be read is taken for a new kernel.
+///
+/// Until 6.10 the stable tree was searched before anything else. Since 6.11 a page must have kept its checksum since an
+/// earlier look first (mm/ksm.c, `cmp_and_merge_page`; "mm/ksm: don't waste time searching stable tree for fast changing
+/// page").
+pub fn merges_at_first_look(release: &str) -> bool {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map_while(|part| part.parse::<u32>().ok());
+    matches!((numbers.next(), numbers.next()), (Some(major), Some(minor)) if (major, minor) < (6, 11))
+}
+
 /// Values of settings, as written: numbers, or the word of `advisor_mode`. Iterates in the order in which the kernel
 /// takes them.
 pub type Settings = std::collections::BTreeMap<Setting, String>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_before_6_11_merge_at_first_look() {
+        for release in ["2.6.32-754.el6.x86_64", "5.14.0-427.el9", "6.1.0-26-amd64", "6.8.0-45-generic", "6.10.11"] {
+            assert!(merges_at_first_look(release), "{release}");
+        }
+        for release in ["6.11.0", "6.12-rc1", "6.18.44", "7.0.0-rc2+", "", "unknown", "6"] {
+            assert!(!merges_at_first_look(release), "{release}");
+        }
+    }
+}

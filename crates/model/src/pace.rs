@@ -60,10 +60,11 @@ impl Pace {
 
 /// Decides when ksmd has done what there was to do.
 ///
-/// A page merges on its second look at the earliest, because ksmd wants its checksum unchanged, and on its first where
-/// its content is in the stable tree (mm/ksm.c, `cmp_and_merge_page`). An address space that is enrolled now is looked
+/// A page merges on its second look at the earliest, because ksmd wants its checksum unchanged, and before 6.11 on its
+/// first where its content is in the stable tree (mm/ksm.c, `cmp_and_merge_page`). An address space that is enrolled now is looked
 /// at last in the scan under way. So nothing is settled before two whole scans after the one that was under way; from
-/// then on, as soon as a whole scan adds next to nothing, or when all that was expected has come.
+/// then on, as soon as a whole scan adds next to nothing; before, when all that was expected has come, or at the end of a
+/// scan all but a thousandth.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settle {
     expected: Option<Pages>,
@@ -81,6 +82,11 @@ impl Settle {
         Self { expected, first_scan: full_scans, scan: full_scans, saved: Pages::ZERO }
     }
 
+    /// What should be saved, if that is known.
+    pub fn expected(&self) -> Option<Pages> {
+        self.expected
+    }
+
     /// Whether it is settled, by the full scans and by what is saved now.
     pub fn look(&mut self, full_scans: u64, saved: Pages) -> bool {
         if self.expected.is_some_and(|expected| expected.0 > 0 && saved >= expected) {
@@ -88,6 +94,9 @@ impl Settle {
         }
         if full_scans == self.scan {
             return false;
+        }
+        if self.expected.is_some_and(|expected| expected.0 > 0 && saved.0 >= expected.0 - expected.0 / 1000) {
+            return true;
         }
         let gained = saved.saturating_sub(self.saved);
         (self.scan, self.saved) = (full_scans, saved);
@@ -149,6 +158,10 @@ mod tests {
         assert!(!settle.look(0, Pages(99)));
         assert!(settle.look(0, Pages(100)));
         assert!(!Settle::new(0, Some(Pages(0))).look(0, Pages(0)), "nothing expected proves nothing");
+        let mut settle = Settle::new(0, Some(Pages(10_000)));
+        assert!(!settle.look(0, Pages(9990)), "more may come in the same scan");
+        assert!(settle.look(1, Pages(9990)));
+        assert!(!Settle::new(0, Some(Pages(10_000))).look(1, Pages(9989)));
     }
 
     proptest! {

@@ -8,7 +8,7 @@ use pagefold_host::{Host, observe};
 use pagefold_model::region::Region;
 use pagefold_model::{Absent, AddressRange, ProcessId, Reading};
 
-/// What `smaps` calls the memory that brk(2) moves the end of. Its start stays for the life of the program.
+/// What `maps` calls the memory that brk(2) moves the end of. Its start stays for the life of the program.
 const HEAP: &str = "[heap]";
 
 /// The extents of a process, ascending.
@@ -22,7 +22,7 @@ impl Extents {
             return Err(Absent::Vanished);
         }
         let mut extents: Vec<Region> = Vec::new();
-        for region in observe::regions(&*handle)? {
+        for region in observe::layout(&*handle)? {
             match extents.last_mut() {
                 Some(last) if last.range.end == region.range.start && alike(last, &region) => {
                     last.range.end = region.range.end;

@@ -22,7 +22,7 @@ pub use cgroup::{limit as cgroup_limit, reclaimable as cgroup_reclaimable};
 pub use ksm::{ksm, process_ksm};
 pub use memory::{cache, meminfo, pressure, vmstat};
 pub use process::{PF_KTHREAD, Stat, Status, arguments, cgroup, job_environment, stat, status};
-pub use smaps::{rollup, smaps};
+pub use smaps::{maps, rollup, smaps};
 pub use text::{bracketed, number, number_list, schedstat};
 
 #[cfg(doc)]

@@ -37,6 +37,14 @@ pub fn smaps(bytes: &[u8]) -> Reading<Vec<Region>> {
     Ok(regions)
 }
 
+/// The regions of `/proc/PID/maps`, in the order given: where each is, with permissions, inode and name. Figures and flags
+/// are those of [`Region::empty`].
+///
+/// It is a line for each region, made without a look at page tables.
+pub fn maps(bytes: &[u8]) -> Reading<Vec<Region>> {
+    lines(bytes).map_while(Result::ok).map(header).collect()
+}
+
 /// An entry that is being read.
 struct Entry {
     region: Region,
@@ -46,26 +54,8 @@ struct Entry {
 }
 
 impl Entry {
-    /// From the line of addresses, permissions, offset, device, inode and name.
     fn begin(line: &[u8]) -> Reading<Self> {
-        let header = || -> Option<Region> {
-            let (start, rest) = split(line, b'-')?;
-            let (end, rest) = split(rest, b' ')?;
-            let (permissions, rest) = split(rest, b' ')?;
-            let (_offset, rest) = split(rest, b' ')?;
-            let (_device, rest) = split(rest, b' ')?;
-            let (inode, name) = split(rest, b' ').unwrap_or((rest, b""));
-            let range = AddressRange { start: hexadecimal(start)?, end: hexadecimal(end)? };
-            let name = &name[name.iter().take_while(|&&byte| byte == b' ').count()..];
-            (range.start < range.end).then_some(Region {
-                permissions: permissions.try_into().ok()?,
-                inode: decimal(inode)?,
-                name: String::from_utf8_lossy(name).into_owned(),
-                ..Region::empty(range)
-            })
-        };
-        let region = header().ok_or_else(|| malformed("not a line of smaps", line))?;
-        Ok(Self { region, has_rss: false, has_anonymous: false, has_flags: false })
+        Ok(Self { region: header(line)?, has_rss: false, has_anonymous: false, has_flags: false })
     }
 
     /// Take in a line `Key: value`.
@@ -95,6 +85,27 @@ impl Entry {
             None => Ok(self.region),
         }
     }
+}
+
+/// From the line of addresses, permissions, offset, device, inode and name.
+fn header(line: &[u8]) -> Reading<Region> {
+    let parts = || -> Option<Region> {
+        let (start, rest) = split(line, b'-')?;
+        let (end, rest) = split(rest, b' ')?;
+        let (permissions, rest) = split(rest, b' ')?;
+        let (_offset, rest) = split(rest, b' ')?;
+        let (_device, rest) = split(rest, b' ')?;
+        let (inode, name) = split(rest, b' ').unwrap_or((rest, b""));
+        let range = AddressRange { start: hexadecimal(start)?, end: hexadecimal(end)? };
+        let name = &name[name.iter().take_while(|&&byte| byte == b' ').count()..];
+        (range.start < range.end).then_some(Region {
+            permissions: permissions.try_into().ok()?,
+            inode: decimal(inode)?,
+            name: String::from_utf8_lossy(name).into_owned(),
+            ..Region::empty(range)
+        })
+    };
+    parts().ok_or_else(|| malformed("not a line of smaps", line))
 }
 
 /// What stands before and after the first `at`.
@@ -190,6 +201,19 @@ VmFlags: rd ex mr mw me dw sd ?? \n";
             Err(Absent::Malformed(text)) => text,
             other => panic!("{other:?} in place of malformed"),
         }
+    }
+
+    #[test]
+    fn maps_tells_where_regions_are_and_nothing_more() {
+        let text = b"1000-3000 rw-p 00000000 00:00 0 [heap]\n\
+            7f0000000000-7f0000001000 r--s 00002000 08:01 77                     /lib/a b\nffff";
+        let regions = maps(text).unwrap();
+        let ranges: Vec<_> = regions.iter().map(|region| (region.range.start, region.range.end)).collect();
+        assert_eq!(ranges, [(0x1000, 0x3000), (0x7f00_0000_0000, 0x7f00_0000_1000)], "the last line is cut off");
+        assert_eq!((regions[0].name.as_str(), regions[1].name.as_str(), regions[1].inode), ("[heap]", "/lib/a b", 77));
+        assert_eq!(regions[1].permissions, *b"r--s");
+        assert_eq!(regions[0].flags, VmFlags::default());
+        assert!(matches!(maps(b"Rss: 4 kB\n"), Err(Absent::Malformed(_))));
     }
 
     #[test]

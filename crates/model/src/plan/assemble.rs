@@ -26,12 +26,14 @@ pub struct Constraints {
     pub cpu: f64,
     /// How fast ksmd is.
     pub speed: Speed,
+    /// Whether ksmd merges a page at its first look ([`merges_at_first_look`](crate::ksm::merges_at_first_look)).
+    pub first_look: bool,
 }
 
 /// What ksmd takes for a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Speed {
-    /// The first scan: a checksum, and a search in the stable tree.
+    /// The first scan: a checksum, and before 6.11 a search in the stable tree.
     pub first: Duration,
     /// The second scan of a page without a copy: into the unstable tree.
     pub unique: Duration,

@@ -98,8 +98,8 @@ pub struct PlannedRange {
     /// Whether the program has enrolled it already.
     pub enrolled: bool,
     /// Whether it is enrolled only once the others have merged: most of what merges in it are third and further copies,
-    /// which merge at ksmd's first look when the first two of each are in the stable tree already (mm/ksm.c,
-    /// `cmp_and_merge_page`), instead of at its second.
+    /// which merge at ksmd's first look when the first two of each are in the stable tree already, instead of at its
+    /// second. Not since 6.11 ([`merges_at_first_look`](crate::ksm::merges_at_first_look)).
     pub late: bool,
 }
 

@@ -30,6 +30,7 @@ fn constraints() -> Constraints {
         regions: BTreeMap::new(),
         cpu: 0.25,
         speed: Speed::default(),
+        first_look: false,
     }
 }
 
