@@ -1,7 +1,9 @@
 //! Programs that write what was merged: simulations on four ranks over all CPUs, run to their end under each way to merge.
 //!
 //! What counts is how long they take, by the ratio to the run without merging in the same round, and how much memory
-//! their control group had in the mean over the run: savings that do not last are none. The decks are in `labs/mpi`, each
+//! their control group had less, in the mean over the run and in its last quarter. The latter are the savings that last:
+//! while a program sets itself up it holds zeros that it is about to overwrite, and what merges of them is soon gone. The
+//! decks are in `labs/mpi`, each
 //! a script that prepares, runs, and prints the physical result, which must be the same under each.
 //!
 //! Guided is what the product offers for such programs: `pagefold run --policy guided` before the job, whose process
@@ -57,11 +59,18 @@ pub const CODES: &[Code] = &[
     Code { name: "openfoam", title: "OpenFOAM: a dam of water breaks (VOF), 4 ranks", held_out: false, tolerance: 0.0 },
     Code {
         name: "espresso",
-        title: "Quantum ESPRESSO: silicon, ground state (SCF), 4 pools",
+        title: "Quantum ESPRESSO: silane, ground state (SCF), 4 pools",
         held_out: true,
         tolerance: 0.0,
     },
 ];
+
+/// Those that are named, or all.
+pub fn chosen(names: &[String]) -> Result<Vec<Code>> {
+    let unknown = names.iter().find(|name| CODES.iter().all(|code| code.name != **name));
+    ensure!(unknown.is_none(), "there is no simulation {unknown:?}; the ones in labs/mpi are meep, openfoam, espresso");
+    Ok(CODES.iter().copied().filter(|code| names.is_empty() || names.iter().any(|name| name == code.name)).collect())
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
@@ -91,6 +100,8 @@ struct Run {
     seconds: f64,
     /// Mean over the run, in bytes.
     memory: f64,
+    /// Mean over its last quarter.
+    at_work: f64,
     faults: u64,
     ksmd: f64,
     pagefold: f64,
@@ -156,6 +167,7 @@ fn judge(code: Code, runs: &[Run], cpu: u32) -> Result<(Table, Vec<Bar>)> {
     };
     let slow_downs = |mode| pairs(mode).iter().map(|(run, off)| run.seconds / off.seconds).collect::<Vec<_>>();
     let savings = |mode| pairs(mode).iter().map(|(run, off)| 1.0 - run.memory / off.memory).collect::<Vec<_>>();
+    let lasting = |mode| pairs(mode).iter().map(|(run, off)| 1.0 - run.at_work / off.at_work).collect::<Vec<_>>();
     let mut table = Table::new(
         code.title,
         &[
@@ -165,6 +177,7 @@ fn judge(code: Code, runs: &[Run], cpu: u32) -> Result<(Table, Vec<Bar>)> {
             "95 % interval",
             "memory MiB",
             "saved in the mean",
+            "in the last quarter",
             "faults",
             "ksmd CPU s",
             "pagefold CPU s",
@@ -185,6 +198,7 @@ fn judge(code: Code, runs: &[Run], cpu: u32) -> Result<(Table, Vec<Bar>)> {
             },
             format!("{:.0}", median(&|run| run.memory) / MIB),
             if is_off { "-".to_owned() } else { Spread::of(savings(mode)).percent() },
+            if is_off { "-".to_owned() } else { Spread::of(lasting(mode)).percent() },
             format!("{:.0}", median(&|run| run.faults as f64)),
             format!("{:.2}", median(&|run| run.ksmd)),
             format!("{:.2}", median(&|run| run.pagefold)),
@@ -201,10 +215,10 @@ fn judge(code: Code, runs: &[Run], cpu: u32) -> Result<(Table, Vec<Bar>)> {
     if !code.held_out {
         return Ok((table, Vec::new()));
     }
-    let lasting = [Mode::Whole(2000), Mode::Whole(20_000)].map(|mode| Spread::of(savings(mode)).median);
-    let lasting = lasting.into_iter().fold(0.0, f64::max);
+    let most = [Mode::Whole(2000), Mode::Whole(20_000)].map(|mode| Spread::of(lasting(mode)).median);
+    let most = most.into_iter().fold(0.0, f64::max);
     let (slower, _) = geometric_mean(&slow_downs(Mode::Guided));
-    let saved = Spread::of(savings(Mode::Guided)).median;
+    let saved = Spread::of(lasting(Mode::Guided)).median;
     let bars = vec![
         Bar {
             claim: format!(
@@ -218,8 +232,8 @@ fn judge(code: Code, runs: &[Run], cpu: u32) -> Result<(Table, Vec<Bar>)> {
         },
         Bar {
             claim: format!("{}: at least {:.0} % of the savings that last", code.name, HOT_SAVINGS * 100.0),
-            measured: format!("{:.1} % of memory against {:.1} %", saved * 100.0, lasting * 100.0),
-            met: lasting > 0.0 && saved >= HOT_SAVINGS * lasting,
+            measured: format!("{:.1} % of memory against {:.1} %", saved * 100.0, most * 100.0),
+            met: most > 0.0 && saved >= HOT_SAVINGS * most,
         },
     ];
     Ok((table, bars))
@@ -306,10 +320,21 @@ fn run(code: Code, mode: Mode, round: usize, conditions: &Conditions, samples: &
         ensure!(after == settings, "pagefold left KSM with {after:?} instead of {settings:?}");
     }
     let ksmd = Counters::read(ksmd)?.ksmd - before.ksmd;
-    let memory = memory.iter().sum::<f64>() / memory.len().max(1) as f64;
+    let mean = |memory: &[f64]| memory.iter().sum::<f64>() / memory.len().max(1) as f64;
+    let (memory, at_work) = (mean(&memory), mean(&memory[memory.len() / 4 * 3..]));
     let result = deck.call("result")?;
     ensure!(!result.is_empty(), "{} printed no result", code.name);
-    Ok(Run { mode, round, seconds, memory, faults, ksmd, pagefold: beside.map_or(0.0, |beside| beside.cpu), result })
+    Ok(Run {
+        mode,
+        round,
+        seconds,
+        memory,
+        at_work,
+        faults,
+        ksmd,
+        pagefold: beside.map_or(0.0, |beside| beside.cpu),
+        result,
+    })
 }
 
 /// A script of `labs/mpi` in a folder of its own.

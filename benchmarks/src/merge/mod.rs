@@ -52,6 +52,9 @@ pub struct Arguments {
     /// Rounds of the simulations
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=50))]
     hot_rounds: u8,
+    /// Which simulations, by their folders in labs/mpi; all if none is named
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    codes: Vec<String>,
     /// Bound on CPU for pagefold and for flat-out merging, in percent of one
     #[arg(long, default_value_t = 100, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
     cpu: u32,
@@ -166,7 +169,7 @@ impl Kept<'_> {
             Section::Hot => {
                 let conditions =
                     hot::Conditions { pagefold: self.pagefold.clone(), cpu: self.arguments.hot_cpu, quick };
-                for &code in hot::CODES {
+                for code in hot::chosen(&self.arguments.codes)? {
                     all.push((code.name, hot::measure(code, rounds(self.arguments.hot_rounds), &conditions)?));
                     self.keep(section, &all)?;
                 }

@@ -27,6 +27,7 @@
 
 #![forbid(unsafe_code)]
 
+mod ages;
 pub mod choose;
 pub mod group;
 pub mod index;
@@ -37,6 +38,7 @@ pub mod scan;
 pub mod survey;
 pub mod tally;
 
+pub use ages::Ages;
 pub use index::Index;
 use pairs::Pairs;
 pub use plan::plan;
@@ -48,6 +50,7 @@ use pagefold_model::census::Census;
 use pagefold_model::domain::Domains;
 use pagefold_model::savings::{Costs, Sharing};
 use pagefold_model::{Absent, PageSize, Pages, ProcessId, Reading};
+use pagefold_sys::fingerprint::Hasher;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -157,6 +160,18 @@ pub fn take(
     progress: &Progress,
     stop: &AtomicBool,
 ) -> Result<(Census, Index), Error> {
+    let hasher = Hasher::random(host.page_size().as_len()).map_err(Error::Key)?;
+    take_under(&hasher, host, options, progress, stop)
+}
+
+/// Take a census whose fingerprints can be compared with those of others under the same key.
+pub fn take_under(
+    hasher: &Hasher,
+    host: &dyn Host,
+    options: &Options,
+    progress: &Progress,
+    stop: &AtomicBool,
+) -> Result<(Census, Index), Error> {
     let started = Instant::now();
     let threads = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build()?;
     let mut survey = threads.install(|| survey::survey(host, &options.selection, &options.domains))?;
@@ -165,12 +180,11 @@ pub fn take(
     let nodes = if sharing.across_nodes { None } else { observe::Nodes::observe(host).ok() };
     let nodes = nodes.filter(|nodes| nodes.count() > 1);
     let nodes_unknown = nodes.is_some() && host.frame_flags(&[]).is_err();
-    let hasher = pagefold_sys::fingerprint::Hasher::random(host.page_size().as_len()).map_err(Error::Key)?;
 
     let mut index = threads.install(|| Index::list(host, &survey, nodes.is_some()))?;
     progress.expect(index.pages() as u64 * if options.settle.is_zero() { 1 } else { 2 });
     let sample = options.sample.map(|probability| scan::SampleRule::new(probability, options.seed));
-    let scan = scan::Scan { host, survey: &survey, hasher: &hasher, nodes, progress, stop, sample };
+    let scan = scan::Scan { host, survey: &survey, hasher, nodes, progress, stop, sample };
     let first = Instant::now();
     let ran_before = if options.second == Second::Candidates { cpu_times(host, &survey) } else { Vec::new() };
     let mut failures = index.unlisted().to_vec();
@@ -206,7 +220,7 @@ pub fn take(
     };
     let plan = tally::Plan { terms, rows: options.rows, matrix: options.matrix };
     let mut census = threads.install(|| tally::tally(survey, &index, &groups, &plan));
-    census.contents = tally::contents(host, &index, &hasher, &groups, &census);
+    census.contents = tally::contents(host, &index, hasher, &groups, &census);
     census.seconds = started.elapsed().as_secs_f64();
     census.bytes_read = progress.bytes_read();
     census.settle = settled.then_some(options.settle);

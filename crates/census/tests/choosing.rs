@@ -1,6 +1,6 @@
 //! What a census chooses to enrol, on made-up hosts: never what must not be covered, always what it counts.
 
-use pagefold_census::{Index, Options, Progress, Second, take};
+use pagefold_census::{Ages, Index, Options, Progress, Second, take};
 use pagefold_host::act::{Action, Effect, Refusal};
 use pagefold_host::{FrameFlags, Host, Mapping, PageContent, PageView, Process, Run, Way};
 use pagefold_model::census::Census;
@@ -11,7 +11,7 @@ use pagefold_model::{Absent, AddressRange, Bytes, Counts, Fingerprint, PageSize,
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const BASE: u64 = 1 << 40;
 const PAGE: u64 = 4096;
@@ -236,12 +236,8 @@ fn ranges_leave_stray_duplicates_to_their_huge_pages_and_bridge_small_holes() {
     assert_eq!(ranges(17)[0].pages, Pages(4));
 }
 
-#[test]
-fn a_plan_leaves_alone_who_is_excluded_and_counts_what_is_left() {
-    let processes =
-        [made(1, &[Still(7); 4]), made(1, &[Still(7), Still(8), Still(8)]), made(1, &[Merged(9), Changing])];
-    let (census, index, _) = census(&processes, &options(false, CHEAP));
-    let mut constraints = Constraints {
+fn constraints() -> Constraints {
+    Constraints {
         page_size: PageSize::new(PAGE).unwrap(),
         whole: false,
         min_profit: Bytes(0),
@@ -250,7 +246,15 @@ fn a_plan_leaves_alone_who_is_excluded_and_counts_what_is_left() {
         cpu: 0.5,
         speed: Speed::default(),
         first_look: false,
-    };
+    }
+}
+
+#[test]
+fn a_plan_leaves_alone_who_is_excluded_and_counts_what_is_left() {
+    let processes =
+        [made(1, &[Still(7); 4]), made(1, &[Still(7), Still(8), Still(8)]), made(1, &[Merged(9), Changing])];
+    let (census, index, _) = census(&processes, &options(false, CHEAP));
+    let mut constraints = constraints();
     let plan = |constraints: &Constraints, excluded: &dyn Fn(u32) -> bool| -> Plan {
         pagefold_census::plan(&census, &index, constraints, &|process| {
             excluded(process.id.pid.0).then(|| "it holds keys".to_owned())
@@ -284,21 +288,36 @@ fn third_and_further_copies_come_late_where_that_saves_a_look() {
     let processes = [(); 4].map(|()| made(1, &[Still(7), Still(8), Still(9)]));
     let (census, index, _) = census(&processes, &options(false, CHEAP));
     for first_look in [true, false] {
-        let constraints = Constraints {
-            page_size: PageSize::new(PAGE).unwrap(),
-            whole: false,
-            min_profit: Bytes(0),
-            max_map_count: 65530,
-            regions: BTreeMap::new(),
-            cpu: 0.5,
-            speed: Speed::default(),
-            first_look,
-        };
+        let constraints = Constraints { first_look, ..constraints() };
         let plan = pagefold_census::plan(&census, &index, &constraints, &|_| None);
         let late: Vec<bool> = plan.targets.iter().flat_map(|target| &target.ranges).map(|range| range.late).collect();
         assert_eq!(late, [false, false, first_look, first_look]);
         assert_eq!(plan.merging_early(), first_look.then_some(Pages(6)));
     }
+}
+
+#[test]
+fn what_is_young_waits_for_a_later_census() {
+    let mut ages = Ages::new(PageSize::new(PAGE).unwrap()).unwrap();
+    let began = Instant::now();
+    let mut sift = |pages: &[Page], seconds: u64| {
+        let (census, index, _) = census(&[made(1, pages), made(1, pages)], &options(false, CHEAP));
+        let mut plan = pagefold_census::plan(&census, &index, &constraints(), &|_| None);
+        ages.sift(&mut plan, &census, &index, began + Duration::from_secs(seconds));
+        let ranges = plan.targets.iter().flat_map(|target| &target.ranges);
+        let pages = |address: u64| (address - BASE) / PAGE;
+        let kept = ranges.map(|range| (pages(range.range.start), pages(range.range.end))).collect::<Vec<_>>();
+        (kept, plan.predicted.merging)
+    };
+    // Two pieces of 1024 pages; the first holds zeros.
+    let contents = |second: u64| [vec![Still(0); 1024], (0..1024).map(|i| Still(second + i)).collect()].concat();
+    let none = (Vec::new(), Pages(0));
+    assert_eq!(sift(&contents(5000), 0), none, "seen for the first time");
+    assert_eq!(sift(&contents(5000), 4), none);
+    assert_eq!(sift(&contents(9000), 8), (vec![(0, 1024); 2], Pages(2048)), "what changed is young again");
+    assert_eq!(sift(&contents(9000), 12).1, Pages(2048));
+    assert_eq!(sift(&contents(9000), 14), (vec![(0, 2048); 2], Pages(4096)));
+    assert_eq!(sift(&[vec![Hole; 1024], contents(9000)].concat(), 15), none, "elsewhere it is another page");
 }
 
 #[test]

@@ -1,15 +1,17 @@
 //! Merging again and again, while programs run that keep making memory.
 //!
-//! Each round is a whole merge: census, plan, apply, verify, everything put back. What did not stay merged in one round
-//! is left out of the next ones. Between rounds ksmd is as it was, so that a page that breaks is copied once and not
+//! Each round is a whole merge: census, plan, apply, verify, everything put back. What has not been there for long enough
+//! to be expected to stay waits for a later round ([`Ages`]), so that the first round merges nothing of a program that
+//! has just begun; what did not stay merged in one round is left out of the next ones. Between rounds ksmd is as it was, so that a page that breaks is copied once and not
 //! merged again behind anybody's back. The pause after a round is a multiple of the CPU time that the round took, so
-//! that watching memory that does not change costs next to nothing.
+//! that watching memory that does not change costs next to nothing, and no shorter than it takes to ripen.
 
 use crate::merge::{self, carry_out};
 use crate::prepare::{Request, prepare};
 use crate::session::{self, Session};
-use pagefold_census::Selection;
+use pagefold_census::{Ages, Selection};
 use pagefold_host::Host;
+use pagefold_model::lasting::ripe_after;
 use pagefold_model::outcome::Outcome;
 use pagefold_model::process::Process;
 use pagefold_model::{AddressRange, Pid, ProcessId};
@@ -17,9 +19,6 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-
-/// The pause before the first round: a program that starts fills its memory first.
-const FIRST: Duration = Duration::from_secs(2);
 
 /// The pause after a round, in times of the CPU time it took: pagefold's own share stays below a twentieth of one CPU.
 const REST: u32 = 20;
@@ -65,7 +64,10 @@ impl Follow<'_> {
         stop: &AtomicBool,
     ) -> Result<(), Error> {
         let mut fleeting: BTreeMap<ProcessId, Vec<AddressRange>> = BTreeMap::new();
-        let mut pause = FIRST;
+        let mut ages = Ages::new(self.host.page_size())?;
+        let ripens = ripe_after(self.host.page_size().bytes());
+        // A program that starts fills its memory first.
+        let mut pause = ripens;
         loop {
             let rested = Instant::now();
             let mut pids = members();
@@ -77,13 +79,13 @@ impl Follow<'_> {
                 return Ok(());
             }
             let before = merge::own_cpu();
-            if let Some(outcome) = self.round(pids, &fleeting, stop)? {
+            if let Some(outcome) = self.round(pids, &fleeting, &mut ages, stop)? {
                 for (&target, ranges) in &outcome.withdrawn {
                     fleeting.entry(outcome.plan.targets[target].process.id).or_default().extend(ranges);
                 }
                 tell(&outcome);
             }
-            pause = (merge::own_cpu().saturating_sub(before) * REST).clamp(FIRST, LONGEST);
+            pause = (merge::own_cpu().saturating_sub(before) * REST).clamp(ripens, LONGEST);
         }
     }
 
@@ -92,13 +94,14 @@ impl Follow<'_> {
         &self,
         pids: Vec<Pid>,
         fleeting: &BTreeMap<ProcessId, Vec<AddressRange>>,
+        ages: &mut Ages,
         stop: &AtomicBool,
     ) -> Result<Option<Outcome>, Error> {
         let started = Instant::now();
         let selection = Selection { pids, ..Selection::default() };
         let request = Request { selection, ..self.request.clone() };
         let progress = pagefold_census::Progress::default();
-        let (_, mut plan) = prepare(self.host, &request, self.excluded, &progress, stop)?;
+        let (_, mut plan) = prepare(self.host, &request, self.excluded, Some(ages), &progress, stop)?;
         for (process, ranges) in fleeting {
             plan.leave_out(*process, ranges);
         }

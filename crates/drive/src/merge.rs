@@ -32,7 +32,8 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How often the counters are read when what is waited for is near: until it is seen, ksmd walks in vain.
+/// How often the counters are read when what is waited for is near and nothing bounds ksmd: until it is seen, ksmd walks
+/// in vain. With a bound as much longer as ksmd is slower.
 const LOOK: Duration = Duration::from_millis(5);
 
 /// How often before.
@@ -343,7 +344,8 @@ impl Work<'_, '_> {
             }
             let near = settle.expected().is_none_or(|expected| merged.0 >= expected.0 / 8 * 7);
             // Many targets take longer to count.
-            pause = if near { LOOK } else { GLANCE }.max(began_to_look.elapsed() * LOOKING);
+            let wanted = if near { LOOK } else { GLANCE }.div_f64(self.options.share.clamp(0.05, 1.0));
+            pause = wanted.max(began_to_look.elapsed() * LOOKING);
             // While looks still find something that does not last, more may come.
             let watched = began.elapsed() >= self.options.watch && self.found_fleeting.elapsed() >= 3 * AGAIN;
             if settled && (watched || self.watch.as_mut().is_none_or(|watch| !watch.ran(self.plan))) {

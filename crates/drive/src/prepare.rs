@@ -1,7 +1,7 @@
 //! From a host to a plan: the census that a plan needs, and the plan.
 
 use pagefold_census::plan;
-use pagefold_census::{DEFAULT_MAX_MAP_COUNT, Second, Selection};
+use pagefold_census::{Ages, DEFAULT_MAX_MAP_COUNT, Second, Selection};
 use pagefold_host::{Host, observe};
 use pagefold_model::census::Census;
 use pagefold_model::domain::Domains;
@@ -11,7 +11,7 @@ use pagefold_model::process::Process;
 use pagefold_model::{Bytes, ProcessId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicBool;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// What is to be planned.
 #[derive(Clone, Debug)]
@@ -34,13 +34,15 @@ pub struct Request {
     pub share: f64,
 }
 
-/// Take the census and make the plan. `excluded` tells why a process must not be enrolled, if it must not.
+/// Take the census and make the plan. `excluded` tells why a process must not be enrolled, if it must not. With `ages`,
+/// what is not yet old enough is left out.
 ///
 /// The plan takes pages of zeros to be mapped to the kernel's page of zeros, as a merge has it done.
 pub fn prepare(
     host: &dyn Host,
     request: &Request,
     excluded: &dyn Fn(&Process) -> Option<String>,
+    ages: Option<&mut Ages>,
     progress: &pagefold_census::Progress,
     stop: &AtomicBool,
 ) -> Result<(Census, Plan), pagefold_census::Error> {
@@ -56,7 +58,10 @@ pub fn prepare(
         use_zero_pages: true,
         ..Default::default()
     };
-    let (census, index) = pagefold_census::take(host, &options, progress, stop)?;
+    let (census, index) = match &ages {
+        Some(ages) => pagefold_census::take_under(ages.hasher(), host, &options, progress, stop)?,
+        None => pagefold_census::take(host, &options, progress, stop)?,
+    };
     let constraints = Constraints {
         page_size: host.page_size(),
         whole: request.whole,
@@ -67,7 +72,10 @@ pub fn prepare(
         speed: Speed::default(),
         first_look: observe::kernel(host).is_ok_and(|release| merges_at_first_look(&release)),
     };
-    let plan = plan(&census, &index, &constraints, excluded);
+    let mut plan = plan(&census, &index, &constraints, excluded);
+    if let Some(ages) = ages {
+        ages.sift(&mut plan, &census, &index, Instant::now());
+    }
     Ok((census, plan))
 }
 

@@ -23,6 +23,26 @@ const HELD: f64 = 60.0;
 /// The quantile of the normal distribution for a one-sided confidence of 95 %.
 const Z95: f64 = 1.645;
 
+/// For how many seconds a merged page has to last to pay for merging and breaking it.
+fn must_last(page_bytes: u64) -> f64 {
+    (MERGE + BREAK) * CPU_SECOND_BYTES as f64 * HELD / page_bytes as f64
+}
+
+/// The age from which a content is expected to last long enough to pay, if nothing else is known of it.
+///
+/// One that has been there for `a` seconds is there for another `x` with probability `a / (a + x)` (J. R. Gott, Nature
+/// 363, 1993). Over the time `H` for which memory is taken to be held it is expected to last `a ln(1 + H / a)` more,
+/// which grows with `a`.
+pub fn ripe_after(page_bytes: u64) -> Duration {
+    let lasts = |age: f64| age * (1.0 + HELD / age).ln();
+    let (mut young, mut ripe) = (0.0, HELD);
+    for _ in 0..40 {
+        let age = (young + ripe) / 2.0;
+        if lasts(age) < must_last(page_bytes) { young = age } else { ripe = age }
+    }
+    Duration::from_secs_f64(ripe)
+}
+
 /// What was seen of merged pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Seen {
@@ -57,8 +77,7 @@ impl Seen {
 
     /// Whether merging such pages pays: unless they are known to last shorter than what merging and breaking one costs.
     pub fn pays(&self, page_bytes: u64) -> bool {
-        let must_last = (MERGE + BREAK) * CPU_SECOND_BYTES as f64 * HELD / page_bytes as f64;
-        self.rate_at_least() * must_last <= 1.0
+        self.rate_at_least() * must_last(page_bytes) <= 1.0
     }
 }
 
@@ -98,6 +117,13 @@ mod tests {
         assert!(seen(1000.0 * 20.0, 1000).pays(4096), "written every 20 s");
         assert!(!seen(1000.0 * 10.0, 1000).pays(4096), "written every 10 s");
         assert!(seen(1000.0 * 10.0, 1000).pays(65536), "sixteen times the page, sixteen times the gain");
+    }
+
+    #[test]
+    fn what_is_five_seconds_old_is_expected_to_pay() {
+        // 5.14 ln(1 + 60 / 5.14) = 13.05, and 5.15 ln(1 + 60 / 5.15) = 13.07.
+        assert!((ripe_after(4096).as_secs_f64() - 5.145).abs() < 0.01, "{:?}", ripe_after(4096));
+        assert!(ripe_after(65536) < ripe_after(16384) && ripe_after(16384) < ripe_after(4096));
     }
 
     #[test]

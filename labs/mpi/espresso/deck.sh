@@ -1,15 +1,15 @@
 #!/bin/sh
-# Quantum ESPRESSO: the ground state of silicon in a cell of eight atoms, its k-points dealt out to four pools, so that
-# each rank has tables of its own that are equal to the others'. The result is the total energy.
+# Quantum ESPRESSO: the ground state of a lattice of silane molecules, its k-points dealt out to four pools, so that each
+# rank has tables of its own that are equal to the others'. The result is the total energy.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/../common.sh"
 
 case $1 in
 prepare)
-    case $2 in quick) cutoff=12 points=2 ;; *) cutoff=32 points=4 ;; esac
-    sed -e "s/@cutoff@/$cutoff/" -e "s/@points@/$points/g" "$here/silicon.in" > silicon.in
+    case $2 in quick) box=12 cutoff=20 points=2 ;; *) box=20 cutoff=60 points=4 ;; esac
+    sed -e "s/@box@/$box/" -e "s/@cutoff@/$cutoff/" -e "s/@points@/$points/g" "$here/silane.in" > silane.in
     ;;
-run) launch pw.x -nk 4 -in silicon.in ;;
+run) launch pw.x -nk 4 -in silane.in ;;
 result) grep '^!' output ;;
 esac

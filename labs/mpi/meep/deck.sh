@@ -8,7 +8,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 case $1 in
 prepare) ;;
 run)
-    case $2 in quick) resolution=5 time=12 ;; *) resolution=12 time=14 ;; esac
+    case $2 in quick) resolution=5 time=12 ;; *) resolution=20 time=11 ;; esac
     launch meep "resolution=$resolution" "run-time=$time" "$here/slab.ctl"
     ;;
 result) grep '^flux1:' output | tail -n 3 ;;

@@ -8,7 +8,7 @@ export WM_PROJECT_DIR=/usr/share/openfoam
 
 case $1 in
 prepare)
-    case $2 in quick) cells=16 end=0.02 step=0.002 ;; *) cells=48 end=0.06 step=0.00125 ;; esac
+    case $2 in quick) cells=16 end=0.02 step=0.002 ;; *) cells=72 end=0.06 step=0.001 ;; esac
     cp -R "$here/case/." .
     sed -i "s/@cells@/$cells/g" system/blockMeshDict
     sed -i -e "s/@end@/$end/" -e "s/@step@/$step/" system/controlDict

@@ -143,7 +143,7 @@ fn plan(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBool) 
         share: options.cpu,
     };
     let (census, mut plan) =
-        progress::show(host.page_size(), stop, |progress| prepare(host, &request, &excluded, progress, stop))?;
+        progress::show(host.page_size(), stop, |progress| prepare(host, &request, &excluded, None, progress, stop))?;
     source::seen(!census.subjects.is_empty(), &request.selection, &census.unseen, global)?;
     if census.partial {
         bail!("stopped during the census: nothing was changed");

@@ -34,13 +34,14 @@ impl Plan {
         self.targets.iter().map(|target| target.ranges.len()).sum()
     }
 
-    /// Leave out what of the ranges lies in `without`. Counts shrink in proportion, and the prediction stays: it is that
-    /// of the whole plan.
+    /// Leave out what of the ranges lies in `without`. Counts shrink in proportion, and so does what should merge; the rest
+    /// of the prediction stays that of the whole plan.
     pub fn leave_out(&mut self, process: ProcessId, without: &[AddressRange]) {
         for target in self.targets.iter_mut().filter(|target| target.process.id == process) {
             target.ranges = target.ranges.iter().flat_map(|range| range.without(without)).collect();
         }
         self.targets.retain(|target| !target.ranges.is_empty());
+        self.predicted.merging = self.targets.iter().flat_map(|target| &target.ranges).map(|range| range.merging).sum();
     }
 
     /// Pages that should merge before the late ranges are enrolled; `None` where nothing is late.

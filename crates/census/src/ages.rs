@@ -1,0 +1,126 @@
+//! For how long pages have held what they hold, over several censuses under one key.
+//!
+//! Two looks within a census tell what changes all the time from what holds still. A work array that is filled anew every
+//! few seconds holds still between them, and merging it is a loss. So who takes censuses again and again asks for an
+//! age: [`ripe_after`] says which, and what is younger is left for a later census.
+//!
+//! Takes 24 bytes for each page that a plan covers and that has anything to gain. What is written with the bytes that were
+//! there grows old like anything else: only the kernel's page tables tell, once it is merged ([`pagefold_model::lasting`]).
+
+use crate::Error;
+use crate::choose::each_page;
+use crate::index::Index;
+use pagefold_model::census::Census;
+use pagefold_model::lasting::ripe_after;
+use pagefold_model::plan::{Plan, PlannedRange};
+use pagefold_model::{AddressRange, Fingerprint, PageClass, PageSize, ProcessId};
+use pagefold_sys::fingerprint::Hasher;
+use rayon::prelude::*;
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+/// Pages of a piece at most: what is left out together.
+const PIECE: u64 = 1024;
+
+/// What was seen when.
+pub struct Ages {
+    hasher: Hasher,
+    page_size: PageSize,
+    began: Instant,
+    /// Ascending by address.
+    processes: BTreeMap<ProcessId, Vec<Aged>>,
+}
+
+/// A page of a content.
+#[derive(Clone, Copy)]
+struct Aged {
+    address: u64,
+    fingerprint: Fingerprint,
+    /// Milliseconds from the beginning until it was first seen with this content.
+    since: u32,
+}
+
+impl Ages {
+    /// Nothing seen yet. The key is drawn here.
+    pub fn new(page_size: PageSize) -> Result<Self, Error> {
+        let hasher = Hasher::random(page_size.as_len()).map_err(Error::Key)?;
+        Ok(Self { hasher, page_size, began: Instant::now(), processes: BTreeMap::new() })
+    }
+
+    /// The fingerprint of all censuses that are compared.
+    pub fn hasher(&self) -> &Hasher {
+        &self.hasher
+    }
+
+    /// Take note of what a census under this key found at `now`, and leave those pieces out of its plan of which most
+    /// pages that should merge are not ripe. Processes that the census has not are forgotten.
+    pub fn sift(&mut self, plan: &mut Plan, census: &Census, index: &Index, now: Instant) {
+        let now = now.saturating_duration_since(self.began).as_millis() as u32;
+        self.note(census, index, now);
+        let least = ripe_after(self.page_size.bytes()).as_millis() as u32;
+        let young: Vec<(ProcessId, Vec<AddressRange>)> = plan
+            .targets
+            .iter()
+            .filter_map(|target| {
+                let pages = self.processes.get(&target.process.id)?;
+                let fresh = target.ranges.iter().filter(|range| !range.enrolled);
+                let young = fresh.flat_map(|range| young(pages, range, self.page_size.bytes(), now, least)).collect();
+                Some((target.process.id, young))
+            })
+            .collect();
+        for (process, ranges) in young {
+            plan.leave_out(process, &ranges);
+        }
+    }
+
+    fn note(&mut self, census: &Census, index: &Index, now: u32) {
+        let mut known: Vec<(u32, Fingerprint)> = index.entries[..index.paired]
+            .par_iter()
+            .filter(|entry| index.mark(entry.ordinal).is_covered())
+            .map(|entry| (entry.ordinal, entry.fingerprint()))
+            .collect();
+        known.par_sort_unstable();
+        let before = std::mem::take(&mut self.processes);
+        for (subject, seen) in census.subjects.iter().enumerate() {
+            let mut older = before.get(&seen.process.id).map_or(&[][..], Vec::as_slice).iter().peekable();
+            let ordinals = index.pages_of(subject);
+            let mut known = known[known.partition_point(|&(page, _)| page < ordinals.start)..].iter().peekable();
+            let mut pages = Vec::new();
+            for (_, ordinal, address) in each_page(index, &ordinals) {
+                let mark = index.mark(ordinal);
+                let fingerprint = match mark.class() {
+                    Some(PageClass::Zero) if mark.is_covered() => Fingerprint::ZERO_PAGE,
+                    Some(class) if class.is_duplicate() && mark.is_covered() => {
+                        while known.next_if(|&&(page, _)| page < ordinal).is_some() {}
+                        let Some(&&(_, fingerprint)) = known.peek().filter(|&&&(page, _)| page == ordinal) else {
+                            continue;
+                        };
+                        fingerprint
+                    }
+                    _ => continue,
+                };
+                while older.next_if(|page| page.address < address).is_some() {}
+                let same = older.peek().filter(|page| (page.address, page.fingerprint) == (address, fingerprint));
+                pages.push(Aged { address, fingerprint, since: same.map_or(now, |page| page.since) });
+            }
+            if !pages.is_empty() {
+                self.processes.insert(seen.process.id, pages);
+            }
+        }
+    }
+}
+
+/// The pieces of a range of which most pages are not ripe.
+fn young(pages: &[Aged], planned: &PlannedRange, page_bytes: u64, now: u32, least: u32) -> Vec<AddressRange> {
+    let range = planned.range;
+    let pieces = (range.start..range.end).step_by((PIECE * page_bytes) as usize);
+    let pieces = pieces.map(|start| AddressRange { start, end: range.end.min(start + PIECE * page_bytes) });
+    pieces
+        .filter(|piece| {
+            let from = pages.partition_point(|page| page.address < piece.start);
+            let to = pages.partition_point(|page| page.address < piece.end);
+            let ripe = pages[from..to].iter().filter(|page| now.saturating_sub(page.since) >= least).count();
+            ripe * 2 < to - from
+        })
+        .collect()
+}
