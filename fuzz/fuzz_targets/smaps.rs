@@ -6,13 +6,11 @@ use pagefold_host::parse;
 
 fuzz_target!(|bytes: &[u8]| {
     let _ = parse::rollup(bytes);
-    for parse in [parse::smaps, parse::maps] {
-        let regions = parse(bytes);
-        if let Ok(regions) = &regions {
-            assert!(regions.iter().all(|region| region.range.start < region.range.end));
-        }
-        if bytes.ends_with(b"\n") {
-            assert_eq!(parse(&[bytes, b"7f00-"].concat()), regions);
-        }
+    let (regions, mapped) = (parse::smaps(bytes), parse::maps(bytes));
+    let ranges = regions.iter().flatten().map(|region| region.range);
+    assert!(ranges.chain(mapped.iter().flatten().map(|mapped| mapped.range)).all(|range| range.start < range.end));
+    if bytes.ends_with(b"\n") {
+        let more = [bytes, b"7f00-"].concat();
+        assert_eq!((parse::smaps(&more), parse::maps(&more)), (regions, mapped));
     }
 });

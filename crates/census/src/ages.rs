@@ -37,7 +37,7 @@ struct Aged {
     address: u64,
     fingerprint: Fingerprint,
     /// Milliseconds from the beginning until it was first seen with this content.
-    since: u32,
+    since: u64,
 }
 
 impl Ages {
@@ -55,9 +55,9 @@ impl Ages {
     /// Take note of what a census under this key found at `now`, and leave those pieces out of its plan of which most
     /// pages that should merge are not ripe. Processes that the census has not are forgotten.
     pub fn sift(&mut self, plan: &mut Plan, census: &Census, index: &Index, now: Instant) {
-        let now = now.saturating_duration_since(self.began).as_millis() as u32;
+        let now = now.saturating_duration_since(self.began).as_millis() as u64;
         self.note(census, index, now);
-        let least = ripe_after(self.page_size.bytes()).as_millis() as u32;
+        let least = ripe_after(self.page_size.bytes()).as_millis() as u64;
         let young: Vec<(ProcessId, Vec<AddressRange>)> = plan
             .targets
             .iter()
@@ -69,11 +69,11 @@ impl Ages {
             })
             .collect();
         for (process, ranges) in young {
-            plan.leave_out(process, &ranges);
+            plan.leave_out(process, ranges);
         }
     }
 
-    fn note(&mut self, census: &Census, index: &Index, now: u32) {
+    fn note(&mut self, census: &Census, index: &Index, now: u64) {
         let mut known: Vec<(u32, Fingerprint)> = index.entries[..index.paired]
             .par_iter()
             .filter(|entry| index.mark(entry.ordinal).is_covered())
@@ -111,7 +111,7 @@ impl Ages {
 }
 
 /// The pieces of a range of which most pages are not ripe.
-fn young(pages: &[Aged], planned: &PlannedRange, page_bytes: u64, now: u32, least: u32) -> Vec<AddressRange> {
+fn young(pages: &[Aged], planned: &PlannedRange, page_bytes: u64, now: u64, least: u64) -> Vec<AddressRange> {
     let range = planned.range;
     let pieces = (range.start..range.end).step_by((PIECE * page_bytes) as usize);
     let pieces = pieces.map(|start| AddressRange { start, end: range.end.min(start + PIECE * page_bytes) });

@@ -1,6 +1,6 @@
 //! What a census chooses to enrol, on made-up hosts: never what must not be covered, always what it counts.
 
-use pagefold_census::{Ages, Index, Options, Progress, Second, take};
+use pagefold_census::{Ages, Index, Options, Progress, Second, take, take_under};
 use pagefold_host::act::{Action, Effect, Refusal};
 use pagefold_host::{FrameFlags, Host, Mapping, PageContent, PageView, Process, Run, Way};
 use pagefold_model::census::Census;
@@ -25,6 +25,8 @@ enum Page {
     Merged(u64),
     /// Never the same twice.
     Changing,
+    /// A byte all over, handed out as bytes and not as a fingerprint.
+    Filled(u8),
 }
 
 #[derive(Clone, Debug)]
@@ -133,6 +135,11 @@ impl Process for MadeProcess<'_> {
                 Page::Still(content) => (content, false),
                 Page::Merged(content) => (content, true),
                 Page::Changing => (1 << 32 | times, false),
+                Page::Filled(byte) => {
+                    let content = PageContent::Bytes(&[byte; PAGE as usize]);
+                    sink(position, PageView { content, merged: false, exclusive: true, frame: None });
+                    continue;
+                }
                 Page::Hole => return Err(Absent::Malformed("a hole was read".to_owned())),
             };
             let content = PageContent::Fingerprint(Fingerprint(fingerprint), None);
@@ -173,7 +180,7 @@ fn covered(census: &Census) -> BTreeSet<(u32, usize)> {
         .collect()
 }
 
-use Page::{Changing, Hole, Merged, Still};
+use Page::{Changing, Filled, Hole, Merged, Still};
 
 #[test]
 fn a_content_of_several_domains_is_covered_in_the_one_where_it_frees_most() {
@@ -318,6 +325,30 @@ fn what_is_young_waits_for_a_later_census() {
     assert_eq!(sift(&contents(9000), 12).1, Pages(2048));
     assert_eq!(sift(&contents(9000), 14), (vec![(0, 2048); 2], Pages(4096)));
     assert_eq!(sift(&[vec![Hole; 1024], contents(9000)].concat(), 15), none, "elsewhere it is another page");
+}
+
+#[test]
+fn contents_are_known_again_under_the_key_of_their_ages() {
+    let page_size = PageSize::new(PAGE).unwrap();
+    let processes = [made(1, &[Filled(7); 40]), made(1, &[Filled(7); 40])];
+    let host = MadeHost { processes: processes.to_vec(), read: AtomicU64::new(0) };
+    let mut ages = Ages::new(page_size).unwrap();
+    let began = Instant::now();
+    let mut sift = |seconds: u64, own_key: bool| {
+        let options = options(false, CHEAP);
+        let (progress, stop) = (Progress::default(), AtomicBool::new(false));
+        let (census, index) = if own_key {
+            take(&host, &options, &progress, &stop).unwrap()
+        } else {
+            take_under(ages.hasher(), &host, &options, &progress, &stop).unwrap()
+        };
+        let mut plan = pagefold_census::plan(&census, &index, &constraints(), &|_| None);
+        ages.sift(&mut plan, &census, &index, began + Duration::from_secs(seconds));
+        plan.predicted.merging
+    };
+    assert_eq!(sift(0, false), Pages(0));
+    assert_eq!(sift(6, false), Pages(80));
+    assert_eq!(sift(7, true), Pages(0), "under another key nothing is known again");
 }
 
 #[test]

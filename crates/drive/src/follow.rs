@@ -9,22 +9,19 @@
 use crate::merge::{self, carry_out};
 use crate::prepare::{Request, prepare};
 use crate::session::{self, Session};
+use crate::trial::Trial;
 use pagefold_census::{Ages, Selection};
 use pagefold_host::Host;
+use pagefold_model::Pid;
 use pagefold_model::lasting::ripe_after;
 use pagefold_model::outcome::Outcome;
 use pagefold_model::process::Process;
-use pagefold_model::{AddressRange, Pid, ProcessId};
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// The pause after a round, in times of the CPU time it took: pagefold's own share stays below a twentieth of one CPU.
-const REST: u32 = 20;
-
-/// The longest pause. What lives shorter is not worth merging.
-const LONGEST: Duration = Duration::from_secs(60);
+/// The pause after a round, in times of the CPU time it took: pagefold's own share stays below a fortieth of one CPU.
+const REST: u32 = 40;
 
 /// How often it is looked whether to go on.
 const LOOK: Duration = Duration::from_millis(500);
@@ -41,9 +38,9 @@ pub enum Error {
 }
 
 /// What is merged again and again, and how.
-pub struct Follow<'a> {
+pub struct Follow<'h, 'a> {
     /// Where.
-    pub host: &'a dyn Host,
+    pub host: &'h dyn Host,
     /// Where lock and journal are kept.
     pub directory: &'a Path,
     /// What is planned in each round; whom is told by the members.
@@ -54,7 +51,7 @@ pub struct Follow<'a> {
     pub excluded: &'a dyn Fn(&Process) -> Option<String>,
 }
 
-impl Follow<'_> {
+impl<'h> Follow<'h, '_> {
     /// Merge what `members` names, until it names nobody or `stop` is set. `tell` gets what each round that merged
     /// anything came to. While somebody else drives this host a round is skipped.
     pub fn run(
@@ -63,7 +60,7 @@ impl Follow<'_> {
         mut tell: impl FnMut(&Outcome),
         stop: &AtomicBool,
     ) -> Result<(), Error> {
-        let mut fleeting: BTreeMap<ProcessId, Vec<AddressRange>> = BTreeMap::new();
+        let mut trial = Trial::new(self.host);
         let mut ages = Ages::new(self.host.page_size())?;
         let ripens = ripe_after(self.host.page_size().bytes());
         // A program that starts fills its memory first.
@@ -79,13 +76,10 @@ impl Follow<'_> {
                 return Ok(());
             }
             let before = merge::own_cpu();
-            if let Some(outcome) = self.round(pids, &fleeting, &mut ages, stop)? {
-                for (&target, ranges) in &outcome.withdrawn {
-                    fleeting.entry(outcome.plan.targets[target].process.id).or_default().extend(ranges);
-                }
+            if let Some(outcome) = self.round(pids, &mut trial, &mut ages, stop)? {
                 tell(&outcome);
             }
-            pause = (merge::own_cpu().saturating_sub(before) * REST).clamp(ripens, LONGEST);
+            pause = (merge::own_cpu().saturating_sub(before) * REST).max(ripens);
         }
     }
 
@@ -93,7 +87,7 @@ impl Follow<'_> {
     fn round(
         &self,
         pids: Vec<Pid>,
-        fleeting: &BTreeMap<ProcessId, Vec<AddressRange>>,
+        trial: &mut Trial<'h>,
         ages: &mut Ages,
         stop: &AtomicBool,
     ) -> Result<Option<Outcome>, Error> {
@@ -102,18 +96,24 @@ impl Follow<'_> {
         let request = Request { selection, ..self.request.clone() };
         let progress = pagefold_census::Progress::default();
         let (_, mut plan) = prepare(self.host, &request, self.excluded, Some(ages), &progress, stop)?;
-        for (process, ranges) in fleeting {
-            plan.leave_out(*process, ranges);
+        for (&process, withdrawn) in trial.withdrawn() {
+            plan.leave_out(process, withdrawn.ranges());
         }
-        if plan.targets.is_empty() {
+        if plan.targets.is_empty() && trial.is_empty() {
             return Ok(None);
         }
-        let (session, left) = match Session::begin(self.host, self.directory) {
+        let (mut session, left) = match Session::begin(self.host, self.directory) {
             Ok((session, _, left)) => (session, left),
             Err(session::Error::Busy(_)) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
-        let mut outcome = carry_out(session, plan, &self.how, started, &merge::Progress::default(), stop)?;
+        if plan.targets.is_empty() {
+            trial.look_again(&mut session, false, &mut Vec::new())?;
+            session.finish()?;
+            return Ok(None);
+        }
+        let progress = merge::Progress::default();
+        let mut outcome = carry_out(session, plan, &self.how, trial, started, &progress, stop)?;
         // Also of what a killed run had left.
         outcome.remains.extend(left.iter().map(ToString::to_string));
         Ok(Some(outcome))

@@ -53,7 +53,7 @@ pub struct Gauge<'a> {
 impl<'a> Gauge<'a> {
     /// Take hold of the targets and count what is merged of them already.
     pub fn new(host: &'a dyn Host, plan: &Plan) -> Self {
-        let handles = plan.targets.iter().filter_map(|target| verify::open(host, target).ok()).collect();
+        let handles = plan.targets.iter().filter_map(|target| verify::open(host, target.process.id).ok()).collect();
         let mut gauge = Self { handles, before: Pages::ZERO };
         gauge.before = gauge.all();
         gauge

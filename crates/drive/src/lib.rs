@@ -14,8 +14,9 @@ pub mod merge;
 pub mod policy;
 pub mod prepare;
 pub mod session;
+pub mod trial;
 pub mod unmerge;
 pub mod verify;
-pub mod watch;
+mod watch;
 
 pub use session::Session;

@@ -5,7 +5,7 @@
 //! 2. The ranges of the plan are enrolled, and ksmd goes as fast as its bound allows until nothing more comes. On kernels
 //!    before 6.11, third and further copies are enrolled once the first two of each have merged.
 //! 3. Meanwhile merged pages of targets that run are watched, and what does not stay merged for long enough to pay is
-//!    withdrawn: see [`watch`](crate::watch).
+//!    withdrawn: see [`trial`].
 //! 4. ksmd is stopped, page tables are read, and its settings come back. Merged pages stay merged: their ranges stay
 //!    enrolled, because withdrawing them would unmerge.
 //!
@@ -14,14 +14,11 @@
 
 use crate::ksmd::{Gauge, Ksmd, full_scans};
 use crate::session::{self, Session, Stays};
+use crate::trial::{self, Trial};
 use crate::verify;
-use crate::watch::{Piece, Watch};
-use pagefold_host::act::{self, Action, Advice, Refusal};
+use pagefold_host::act::{self, Action, Advice};
 use pagefold_host::observe;
-use pagefold_host::room::room;
-use pagefold_model::guard::{self, Need, Verdict};
 use pagefold_model::ksm::{Setting, Settings};
-use pagefold_model::lasting::Seen;
 use pagefold_model::outcome::{End, Missed, Outcome, Sample, Watched};
 use pagefold_model::pace::{Pace, Settle};
 use pagefold_model::plan::{Plan, Target};
@@ -47,6 +44,9 @@ const ADAPT: Duration = Duration::from_millis(50);
 
 /// How often merged pages are looked at again.
 const AGAIN: Duration = Duration::from_millis(200);
+
+/// The pause between such looks in times of what one takes.
+const WATCHING: u32 = 50;
 
 /// How a plan is carried out.
 #[derive(Clone, Debug)]
@@ -100,13 +100,15 @@ impl Progress {
     }
 }
 
-/// Carry out a plan, and put back what was changed for it alone. `started` is when the command began.
+/// Carry out a plan, and put back what was changed for it alone. `started` is when the command began. What does not stay
+/// merged is withdrawn by the `trial`, which is a new one unless something was merged before and is to be watched too.
 ///
 /// Targets that end meanwhile, or refuse, are told in the outcome and do not stop the others.
-pub fn carry_out(
-    mut session: Session<'_>,
+pub fn carry_out<'h>(
+    mut session: Session<'h>,
     plan: Plan,
     options: &Options,
+    trial: &mut Trial<'h>,
     started: Instant,
     progress: &Progress,
     stop: &AtomicBool,
@@ -120,10 +122,8 @@ pub fn carry_out(
     let (before, _) = verify::found(host, &plan).map_err(unknown)?;
     let mut work = Work {
         plan: &plan,
-        watch: None,
-        withdrawn: BTreeMap::new(),
-        watched: Watched::default(),
-        lost: Seen::default(),
+        trial,
+        withdrawn: Pages::ZERO,
         found_fleeting: started,
         ksmd: Ksmd::find(host),
         gauge: Gauge::new(host, &plan),
@@ -156,7 +156,8 @@ pub fn carry_out(
     let (after, ended) = verify::found(host, &plan).map_err(unknown)?;
     let bystanders = verify::bystanders(host, &plan);
     let ksmd = work.ksmd_since();
-    let Work { timeline, missed, watched, withdrawn, .. } = work;
+    let Work { timeline, missed, withdrawn, trial, .. } = work;
+    let (watched, withdrawn) = (Watched { seen: trial.seen(), withdrawn }, withdrawn_of(&plan, trial));
     if options.keep && !matches!(end, End::Yielded(_)) {
         let slowly = session.set(&Settings::from([
             (Setting::PagesToScan, DEFAULT_PAGES_TO_SCAN.to_string()),
@@ -192,6 +193,12 @@ pub fn carry_out(
     Ok(outcome)
 }
 
+/// What a trial has withdrawn of the targets of a plan, by their positions.
+fn withdrawn_of(plan: &Plan, trial: &Trial<'_>) -> BTreeMap<usize, Vec<AddressRange>> {
+    let of = |target: &Target| Some(trial.withdrawn().get(&target.process.id)?.ranges());
+    plan.targets.iter().enumerate().filter_map(|(position, target)| Some((position, of(target)?))).collect()
+}
+
 /// The CPU time of this process, all threads.
 pub fn own_cpu() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
@@ -200,10 +207,8 @@ pub fn own_cpu() -> Duration {
 
 struct Work<'w, 'h> {
     plan: &'w Plan,
-    watch: Option<Watch<'h>>,
-    withdrawn: BTreeMap<usize, Vec<AddressRange>>,
-    watched: Watched,
-    lost: Seen,
+    trial: &'w mut Trial<'h>,
+    withdrawn: Pages,
     found_fleeting: Instant,
     session: &'w mut Session<'h>,
     options: &'w Options,
@@ -221,11 +226,15 @@ struct Work<'w, 'h> {
 impl Work<'_, '_> {
     fn merge(&mut self) -> Result<End, session::Error> {
         self.progress.enter(Stage::Enrolling);
+        // What broke while ksmd rested would be merged again.
+        self.look_again(false)?;
+        self.trial.withdraw_own(self.session, &mut self.missed)?;
         self.narrow()?;
         self.enrol(false)?;
-        // Not before: what is injected runs on the target's own time. Who enrols a process whole wants all of it.
-        let watches = !self.options.watch.is_zero() && !self.plan.whole;
-        self.watch = watches.then(|| Watch::new(self.session.host(), self.plan));
+        // Who enrols a process whole wants all of it.
+        if !self.options.watch.is_zero() && !self.plan.whole {
+            self.trial.add(self.plan);
+        }
         self.progress.enter(Stage::Merging);
         self.settle(Some(self.plan.predicted.merging))
     }
@@ -245,11 +254,8 @@ impl Work<'_, '_> {
             if ranges.is_empty() || self.is_over() {
                 continue;
             }
-            self.act(
-                target,
-                Action::Advise { process: target.process.id, advice: Advice::Unmergeable, ranges },
-                Stays::ForNow,
-            )?;
+            let action = Action::Advise { process: target.process.id, advice: Advice::Unmergeable, ranges };
+            self.act(target, &action, Stays::ForNow)?;
         }
         Ok(())
     }
@@ -278,26 +284,15 @@ impl Work<'_, '_> {
                 (_, false) => vec![Action::Advise { process, advice: Advice::Mergeable, ranges }],
             };
             for action in actions {
-                self.act(target, action, Stays::ForGood)?;
+                self.act(target, &action, Stays::ForGood)?;
             }
         }
         Ok(())
     }
 
     /// Act on a target. What it refuses is noted.
-    fn act(&mut self, target: &Target, action: Action, stays: Stays) -> Result<(), session::Error> {
-        let missed = |range, why| Missed { pid: target.process.id.pid, comm: target.process.comm.clone(), range, why };
-        match self.session.apply(&action, stays) {
-            Ok(effect) => {
-                self.missed.extend(effect.missed.into_iter().map(|(range, why)| missed(Some(range), why)));
-            }
-            Err(session::Error::Refused(why)) => self.missed.push(missed(None, why.to_string())),
-            Err(session::Error::Unknown(why)) => {
-                self.missed.push(missed(None, Refusal::from(why).to_string()));
-            }
-            Err(error) => return Err(error),
-        }
-        Ok(())
+    fn act(&mut self, target: &Target, action: &Action, stays: Stays) -> Result<(), session::Error> {
+        trial::act(self.session, target.process.id, &target.process.comm, action, stays, &mut self.missed)
     }
 
     /// Whether it was told to stop, or its time is over.
@@ -318,7 +313,7 @@ impl Work<'_, '_> {
         let mut adapted = (Instant::now(), self.ksmd_cpu());
         let (began, mut looked) = (Instant::now(), Instant::now());
         let mut settled = false;
-        let mut pause = LOOK;
+        let (mut pause, mut again) = (LOOK, AGAIN);
         loop {
             std::thread::sleep(pause);
             let began_to_look = Instant::now();
@@ -335,6 +330,7 @@ impl Work<'_, '_> {
                     self.rest()?;
                     self.enrol(true)?;
                     self.run()?;
+                    adapted = (Instant::now(), self.ksmd_cpu());
                     settle = Settle::new(full_scans(host).map_err(unknown)?, expected);
                     continue;
                 }
@@ -344,11 +340,11 @@ impl Work<'_, '_> {
             }
             let near = settle.expected().is_none_or(|expected| merged.0 >= expected.0 / 8 * 7);
             // Many targets take longer to count.
-            let wanted = if near { LOOK } else { GLANCE }.div_f64(self.options.share.clamp(0.05, 1.0));
+            let wanted = if near { LOOK } else { GLANCE }.div_f64(self.options.share.clamp(0.05, 1.0)).min(ADAPT);
             pause = wanted.max(began_to_look.elapsed() * LOOKING);
             // While looks still find something that does not last, more may come.
             let watched = began.elapsed() >= self.options.watch && self.found_fleeting.elapsed() >= 3 * AGAIN;
-            if settled && (watched || self.watch.as_mut().is_none_or(|watch| !watch.ran(self.plan))) {
+            if settled && (watched || !self.trial.ran()) {
                 self.look_again(true)?;
                 return Ok(End::Settled);
             }
@@ -356,9 +352,11 @@ impl Work<'_, '_> {
                 let stopped = self.stop.load(Ordering::Relaxed);
                 return Ok(if stopped { End::Stopped } else { End::Deadline });
             }
-            if looked.elapsed() >= AGAIN {
+            if looked.elapsed() >= again {
+                let began = Instant::now();
                 self.look_again(false)?;
                 looked = Instant::now();
+                again = AGAIN.max((looked - began) * WATCHING);
             }
             let elapsed = adapted.0.elapsed();
             if elapsed >= ADAPT {
@@ -373,56 +371,14 @@ impl Work<'_, '_> {
         }
     }
 
-    /// Watch the merged pages, and withdraw what does not pay.
+    /// Withdraw what does not stay merged.
     fn look_again(&mut self, at_the_end: bool) -> Result<(), session::Error> {
-        let Some(watch) = &mut self.watch else { return Ok(()) };
-        if watch.look(self.plan, at_the_end).is_err() {
-            // Frames that cannot be seen cannot be watched.
-            self.watch = None;
-            return Ok(());
-        }
-        let host = self.session.host();
-        let page_size = host.page_size();
-        let gone = watch.withdraw(|seen| seen.pays(page_size.bytes()), at_the_end);
-        if !gone.is_empty() {
+        let gone = self.trial.look_again(self.session, at_the_end, &mut self.missed)?;
+        if gone > Pages::ZERO {
             self.found_fleeting = Instant::now();
         }
-        let mut postponed = Vec::new();
-        let mut by_target: BTreeMap<usize, Vec<Piece>> = BTreeMap::new();
-        gone.into_iter().for_each(|piece| by_target.entry(piece.target).or_default().push(piece));
-        for (position, pieces) in by_target {
-            let target = &self.plan.targets[position];
-            let (own, ours): (Vec<AddressRange>, Vec<AddressRange>) =
-                pieces.iter().map(|piece| piece.range).partition(|&range| target.enrolled_itself(range));
-            if !self.fits(target, &pieces) {
-                postponed.extend(pieces);
-                continue;
-            }
-            self.lost = pieces.iter().fold(self.lost, |sum, piece| sum + piece.seen);
-            self.watched.withdrawn += pieces.iter().map(|piece| page_size.pages_in(piece.range.bytes())).sum();
-            self.withdrawn.entry(position).or_default().extend(pieces.iter().map(|piece| piece.range));
-            // What the program enrolled itself comes back in the end.
-            for (ranges, stays) in [(ours, Stays::ForGood), (own, Stays::ForNow)] {
-                if !ranges.is_empty() {
-                    let action = Action::Advise { process: target.process.id, advice: Advice::Unmergeable, ranges };
-                    self.act(target, action, stays)?;
-                }
-            }
-        }
-        if let Some(watch) = &mut self.watch {
-            watch.keep(postponed);
-            self.watched.seen = watch.seen() + self.lost;
-        }
+        self.withdrawn += gone;
         Ok(())
-    }
-
-    /// Whether there is memory for pages of their own for all that may be merged in some pieces.
-    fn fits(&self, target: &Target, pieces: &[Piece]) -> bool {
-        let host = self.session.host();
-        let copies = pieces.iter().map(|piece| host.page_size().pages_in(piece.range.bytes())).sum();
-        let cgroup = target.process.cgroup.as_deref().ok();
-        let room = room(host, &cgroup.map(str::to_owned).into_iter().collect());
-        guard::judge(&Need::of(cgroup, copies, Pages::ZERO), &room, host.page_size()).verdict == Verdict::Fits
     }
 
     /// Run ksmd at the present pace.

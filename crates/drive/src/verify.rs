@@ -6,7 +6,7 @@
 use pagefold_host::{Host, Process, observe, parse};
 use pagefold_model::outcome::Found;
 use pagefold_model::plan::{Plan, Target};
-use pagefold_model::{Absent, AddressRange, Bytes, Pages, Pfn, Reading};
+use pagefold_model::{Absent, AddressRange, Bytes, Pages, Pfn, ProcessId, Reading};
 
 /// Pages looked at at once.
 const BATCH: u64 = 1 << 16;
@@ -46,7 +46,7 @@ fn merged(
 
 /// Whether any page of a range of a target is merged.
 pub fn has_merged(host: &dyn Host, target: &Target, range: AddressRange) -> Reading<bool> {
-    Ok(merged(host, &*open(host, target)?, range, &mut Vec::new())?.0 > Pages::ZERO)
+    Ok(merged(host, &*open(host, target.process.id)?, range, &mut Vec::new())?.0 > Pages::ZERO)
 }
 
 /// What is merged of all targets of a plan, and the positions of those that have ended.
@@ -71,7 +71,7 @@ pub fn found(host: &dyn Host, plan: &Plan) -> Reading<(Found, Vec<usize>)> {
 }
 
 fn look(host: &dyn Host, target: &Target, frames: &mut Vec<Pfn>, found: &mut Found) -> Reading<()> {
-    let handle = open(host, target)?;
+    let handle = open(host, target.process.id)?;
     for range in &target.ranges {
         let (merged, zero) = merged(host, &*handle, range.range, frames)?;
         found.merged += merged;
@@ -99,17 +99,17 @@ pub fn bystanders(host: &dyn Host, plan: &Plan) -> Reading<u64> {
     Ok(count)
 }
 
-/// Take hold of a target again: the same process or none.
-pub fn open<'a>(host: &'a dyn Host, target: &Target) -> Reading<Box<dyn Process + 'a>> {
-    let handle = host.open(target.process.id.pid)?;
-    if handle.id() == target.process.id { Ok(handle) } else { Err(Absent::Vanished) }
+/// Take hold of a process again: the same or none.
+pub fn open(host: &dyn Host, process: ProcessId) -> Reading<Box<dyn Process + '_>> {
+    let handle = host.open(process.pid)?;
+    if handle.id() == process { Ok(handle) } else { Err(Absent::Vanished) }
 }
 
 /// Bytes of huge pages in the targets of a plan.
 pub fn huge(host: &dyn Host, plan: &Plan) -> Reading<Bytes> {
     let mut sum = Bytes::ZERO;
     for target in &plan.targets {
-        match open(host, target).and_then(|handle| observe::rollup(&*handle)?.anon_huge) {
+        match open(host, target.process.id).and_then(|handle| observe::rollup(&*handle)?.anon_huge) {
             Ok(bytes) => sum += bytes,
             Err(Absent::Vanished) => {}
             Err(why) => return Err(why),
@@ -118,8 +118,8 @@ pub fn huge(host: &dyn Host, plan: &Plan) -> Reading<Bytes> {
     Ok(sum)
 }
 
-/// The CPU time that a target has used, in ticks.
-pub fn ticks(host: &dyn Host, target: &Target) -> Reading<u64> {
-    let stat = parse::stat(&open(host, target)?.read("stat")?)?;
+/// The CPU time that a process has used, in ticks.
+pub fn ticks(host: &dyn Host, process: ProcessId) -> Reading<u64> {
+    let stat = parse::stat(&open(host, process)?.read("stat")?)?;
     Ok(stat.utime.saturating_add(stat.stime))
 }

@@ -4,16 +4,19 @@
 //! with zeros in each step writes zero over zero. Contents cannot tell, and the kernel tells nothing of writes as such.
 //! But each write to a merged page breaks the sharing, and page tables tell that. So the merge is its own trial: while
 //! ksmd works, some pages of each piece of the plan are looked at again and again, and pieces whose pages break too
-//! soon to pay are withdrawn while little has been merged.
+//! soon to pay are withdrawn while little has been merged ([`Trial`](crate::trial::Trial)).
 //!
 //! Two looks see a page that broke in between and was not merged again since; of one that broke and merged again they
-//! see nothing, so that rates are underestimates where ksmd is faster than the looks.
+//! see nothing, so that rates are underestimates where ksmd is faster than the looks. Between rounds of merging ksmd
+//! rests, and the look that begins a round sees all that broke since the one before.
 
 use crate::verify;
 use pagefold_host::{Host, Process};
 use pagefold_model::lasting::Seen;
 use pagefold_model::plan::Plan;
-use pagefold_model::{AddressRange, Pages, Pfn, Reading};
+use pagefold_model::process::Process as Facts;
+use pagefold_model::{AddressRange, Pages, Pfn, ProcessId, Reading};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// Pages of a piece at most: what is withdrawn together.
@@ -26,53 +29,86 @@ const STRIPES: u64 = 8;
 /// A part of a planned range that is judged by some of its pages.
 #[derive(Debug)]
 pub struct Piece {
-    /// Position of the target in the plan.
-    pub target: usize,
+    /// Whose.
+    pub process: ProcessId,
     /// Where.
     pub range: AddressRange,
+    /// Whether the program had enrolled it itself.
+    pub own: bool,
     /// What was seen of it.
     pub seen: Seen,
     stripes: Vec<AddressRange>,
     merged: Vec<bool>,
 }
 
-/// The pieces of a plan.
+/// A process that is watched.
+struct Watched {
+    facts: Facts,
+    /// The CPU ticks that it had used at the last look at it, and when that was.
+    ticks: Reading<u64>,
+    looked: Instant,
+    /// Whether it has run since it is watched.
+    ever_ran: bool,
+}
+
+/// The pieces of plans, by process and address.
 pub struct Watch<'h> {
     host: &'h dyn Host,
+    processes: BTreeMap<ProcessId, Watched>,
     pieces: Vec<Piece>,
-    /// By target, the CPU ticks it had used at the last look at it, and when that was.
-    last: Vec<(Reading<u64>, Instant)>,
     ran: bool,
-    began: Instant,
 }
 
 impl<'h> Watch<'h> {
-    /// Cut the plan into pieces.
-    pub fn new(host: &'h dyn Host, plan: &Plan) -> Self {
-        let page = host.page_size().bytes();
+    /// Nothing yet.
+    pub fn new(host: &'h dyn Host) -> Self {
+        Self { host, processes: BTreeMap::new(), pieces: Vec::new(), ran: false }
+    }
+
+    /// Cut a plan into pieces, and watch those that are not watched yet, but for what lies in `without`.
+    pub fn add(&mut self, plan: &Plan, without: impl Fn(ProcessId) -> Vec<AddressRange>) {
+        let page = self.host.page_size().bytes();
+        self.ran = false;
         let mut pieces = Vec::new();
-        for (target, planned) in plan.targets.iter().enumerate() {
-            for range in &planned.ranges {
-                let mut start = range.range.start;
-                while start < range.range.end {
-                    let end = range.range.end.min(start + PIECE * page);
-                    pieces.push(Piece::new(target, AddressRange { start, end }, page));
-                    start = end;
+        for target in &plan.targets {
+            let process = target.process.id;
+            self.processes.entry(process).or_insert_with(|| Watched {
+                facts: target.process.clone(),
+                ticks: verify::ticks(self.host, process),
+                looked: Instant::now(),
+                ever_ran: false,
+            });
+            let mut known = without(process);
+            known.extend(self.pieces.iter().filter(|piece| piece.process == process).map(|piece| piece.range));
+            let known = AddressRange::union(known);
+            for planned in &target.ranges {
+                for part in planned.range.outside(&known) {
+                    let starts = (part.start..part.end).step_by((PIECE * page) as usize);
+                    let cut = starts.map(|start| AddressRange { start, end: part.end.min(start + PIECE * page) });
+                    pieces.extend(cut.map(|range| Piece::new(process, range, planned.enrolled, page)));
                 }
             }
         }
-        let began = Instant::now();
-        let last = plan.targets.iter().map(|target| (verify::ticks(host, target), began)).collect();
-        Self { host, pieces, last, ran: false, began }
+        self.keep(pieces);
     }
 
-    /// Whether any target has run since the watch began. One that does not run writes nothing.
-    pub fn ran(&mut self, plan: &Plan) -> bool {
-        let moved = |(target, (before, _)): (_, &(Reading<u64>, _))| {
-            let now = verify::ticks(self.host, target);
-            now.is_ok() && now != *before
+    /// Whether there is nothing to watch.
+    pub fn is_empty(&self) -> bool {
+        self.pieces.is_empty()
+    }
+
+    /// What is known of a process that is watched.
+    pub fn process(&self, process: ProcessId) -> Option<&Facts> {
+        self.processes.get(&process).map(|watched| &watched.facts)
+    }
+
+    /// Whether any process has run since a plan was added. One that does not run writes nothing.
+    pub fn ran(&mut self) -> bool {
+        let moved = |(&process, watched): (&ProcessId, &Watched)| {
+            let now = verify::ticks(self.host, process);
+            now.is_ok() && now != watched.ticks
         };
-        self.ran = self.ran || plan.targets.iter().zip(&self.last).any(moved);
+        self.ran = self.ran || self.processes.iter().any(moved);
         self.ran
     }
 
@@ -81,36 +117,35 @@ impl<'h> Watch<'h> {
         self.pieces.iter().fold(Seen::default(), |sum, piece| sum + piece.seen)
     }
 
-    /// Look again at the pages of those targets that have run since the last look, and at the end of all that ever ran.
-    pub fn look(&mut self, plan: &Plan, at_the_end: bool) -> Reading<()> {
-        let looked = Instant::now();
-        let elapsed: Vec<Option<Duration>> = plan
-            .targets
-            .iter()
-            .zip(&mut self.last)
-            .map(|(target, (before, then))| {
-                // A process that ended wrote nothing; all of it went away.
-                let ticks = verify::ticks(self.host, target);
-                let ever_ran = at_the_end && *then > self.began;
-                let moved = ticks.is_ok() && (ticks != *before || ever_ran);
-                *before = ticks;
-                moved.then(|| looked - std::mem::replace(then, looked))
-            })
-            .collect();
-        self.ran |= elapsed.iter().any(Option::is_some);
+    /// Look again at the pages of those processes that have run since the last look, and at the end of all that ever ran.
+    /// Processes that have ended are forgotten: all of them went away, and nothing of it was written.
+    pub fn look(&mut self, at_the_end: bool) -> Reading<()> {
+        let now = Instant::now();
+        let mut elapsed: BTreeMap<ProcessId, Duration> = BTreeMap::new();
+        self.processes.retain(|&process, watched| {
+            let ticks = verify::ticks(self.host, process);
+            let there = ticks.is_ok();
+            if there && (ticks != watched.ticks || at_the_end && watched.ever_ran) {
+                elapsed.insert(process, now - std::mem::replace(&mut watched.looked, now));
+                watched.ever_ran = true;
+                self.ran = true;
+            }
+            watched.ticks = ticks;
+            there
+        });
+        self.pieces.retain(|piece| self.processes.contains_key(&piece.process));
         let page = self.host.page_size().bytes();
         // A page of which nothing is known now is taken to be as it was.
-        let mut now: Vec<Vec<bool>> = self.pieces.iter().map(|piece| piece.merged.clone()).collect();
+        let mut merged: Vec<Vec<bool>> = self.pieces.iter().map(|piece| piece.merged.clone()).collect();
         let mut frames: Vec<(Pfn, usize, usize)> = Vec::new();
         let mut first = 0;
-        for pieces in self.pieces.chunk_by(|a, b| a.target == b.target) {
-            let target = pieces[0].target;
-            if elapsed[target].is_some()
-                && let Ok(handle) = verify::open(self.host, &plan.targets[target])
+        for pieces in self.pieces.chunk_by(|a, b| a.process == b.process) {
+            if elapsed.contains_key(&pieces[0].process)
+                && let Ok(handle) = verify::open(self.host, pieces[0].process)
             {
                 for (piece, number) in pieces.iter().zip(first..) {
                     piece.look(&*handle, page, &mut |at, frame| {
-                        now[number][at] = false;
+                        merged[number][at] = false;
                         frames.extend(frame.map(|frame| (frame, number, at)));
                     });
                 }
@@ -121,28 +156,28 @@ impl<'h> Watch<'h> {
         let numbers: Vec<Pfn> = frames.iter().map(|&(frame, ..)| frame).collect();
         let flags = self.host.frame_flags(&numbers)?;
         for (&(_, piece, at), flags) in frames.iter().zip(&flags) {
-            now[piece][at] = flags.is_ksm() || flags.is_zero_page();
+            merged[piece][at] = flags.is_ksm() || flags.is_zero_page();
         }
-        for (piece, now) in self.pieces.iter_mut().zip(now) {
-            let Some(elapsed) = elapsed[piece.target] else { continue };
+        for (piece, merged) in self.pieces.iter_mut().zip(merged) {
+            let Some(&elapsed) = elapsed.get(&piece.process) else { continue };
             let were = piece.merged.iter().filter(|&&merged| merged).count() as u64;
-            let broken = piece.merged.iter().zip(&now).filter(|&(&was, &is)| was && !is).count() as u64;
+            let broken = piece.merged.iter().zip(&merged).filter(|&(&was, &is)| was && !is).count() as u64;
             piece.seen.count(Pages(were), Pages(broken), elapsed);
-            piece.merged = now;
+            piece.merged = merged;
         }
         Ok(())
     }
 
-    /// Give back pieces that could not be withdrawn yet.
+    /// Take up pieces.
     pub fn keep(&mut self, pieces: impl IntoIterator<Item = Piece>) {
         self.pieces.extend(pieces);
-        self.pieces.sort_by_key(|piece| (piece.target, piece.range));
+        self.pieces.sort_by_key(|piece| (piece.process, piece.range));
     }
 
     /// Take out the pieces that do not pay, and at the end those of which nothing is merged: they were written before
     /// anybody looked, or lost their partners, and would only be scanned.
     pub fn withdraw(&mut self, pays: impl Fn(&Seen) -> bool, at_the_end: bool) -> Vec<Piece> {
-        let looked_at = |piece: &Piece| self.last[piece.target].1 > self.began;
+        let looked_at = |piece: &Piece| self.processes.get(&piece.process).is_some_and(|watched| watched.ever_ran);
         let idle = |piece: &Piece| at_the_end && looked_at(piece) && !piece.merged.contains(&true);
         let keep = |piece: &Piece| pays(&piece.seen) && !idle(piece);
         let (keep, drop) = std::mem::take(&mut self.pieces).into_iter().partition(keep);
@@ -152,7 +187,7 @@ impl<'h> Watch<'h> {
 }
 
 impl Piece {
-    fn new(target: usize, range: AddressRange, page: u64) -> Self {
+    fn new(process: ProcessId, range: AddressRange, own: bool, page: u64) -> Self {
         let pages = range.bytes().0 / page;
         let stripes: Vec<AddressRange> = if pages <= STRIPE * STRIPES {
             vec![range]
@@ -163,7 +198,7 @@ impl Piece {
                 .collect()
         };
         let watched: u64 = stripes.iter().map(|stripe| stripe.bytes().0 / page).sum();
-        Self { target, range, seen: Seen::default(), stripes, merged: vec![false; watched as usize] }
+        Self { process, range, own, seen: Seen::default(), stripes, merged: vec![false; watched as usize] }
     }
 
     /// Look at the watched pages that are not swapped out, which is not to be written: `note` gets the position of each and

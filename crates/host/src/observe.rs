@@ -5,7 +5,7 @@ use pagefold_model::identity::Identity;
 use pagefold_model::ksm::Ksm;
 use pagefold_model::memory::{Memory, Pressure};
 use pagefold_model::process::{Process as ProcessFacts, Rollup};
-use pagefold_model::region::Region;
+use pagefold_model::region::{Mapped, Region};
 use pagefold_model::{Absent, Pfn, Pid, Reading};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -100,11 +100,11 @@ pub fn regions(handle: &dyn Process) -> Reading<Vec<Region>> {
     parse::smaps(&smaps)
 }
 
-/// Where the regions of a process that has memory of its own are, without figures and flags: a line for each, while
-/// [`regions`] takes as long as it takes the kernel to go over all its pages.
+/// Where the regions of a process that has memory of its own are: a line for each, while [`regions`] takes as long as it
+/// takes the kernel to go over all its pages.
 ///
 /// `Vanished` if there are none.
-pub fn layout(handle: &dyn Process) -> Reading<Vec<Region>> {
+pub fn layout(handle: &dyn Process) -> Reading<Vec<Mapped>> {
     let maps = handle.read("maps")?;
     if maps.is_empty() {
         return Err(Absent::Vanished);

@@ -66,6 +66,19 @@ impl VmFlags {
     }
 }
 
+/// Where a region is, and of what: a line of `/proc/PID/maps`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mapped {
+    /// Its addresses.
+    pub range: AddressRange,
+    /// `r`, `w`, `x` and `s` or `p`, as printed.
+    pub permissions: [u8; 4],
+    /// Inode of the mapped file; 0 for none.
+    pub inode: u64,
+    /// Path or bracketed name, as printed, with bytes that are no UTF-8 replaced.
+    pub name: String,
+}
+
 /// A region: one entry of `/proc/PID/smaps`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Region {

@@ -160,6 +160,38 @@ impl AddressRange {
         let both = Self { start: self.start.max(other.start), end: self.end.min(other.end) };
         (both.start < both.end).then_some(both)
     }
+
+    /// The parts that lie outside of others, which are ascending and disjoint.
+    pub fn outside(self, others: &[Self]) -> Vec<Self> {
+        let mut parts = Vec::new();
+        let mut start = self.start;
+        for other in &others[others.partition_point(|other| other.end <= self.start)..] {
+            if other.start >= self.end {
+                break;
+            }
+            if start < other.start {
+                parts.push(Self { start, end: other.start });
+            }
+            start = other.end;
+        }
+        if start < self.end {
+            parts.push(Self { start, end: self.end });
+        }
+        parts
+    }
+
+    /// All that lies in any of some ranges: ascending and disjoint.
+    pub fn union(mut ranges: Vec<Self>) -> Vec<Self> {
+        ranges.sort_unstable();
+        ranges.dedup_by(|next, last| {
+            let joins = next.start <= last.end;
+            if joins {
+                last.end = last.end.max(next.end);
+            }
+            joins
+        });
+        ranges
+    }
 }
 
 impl fmt::Display for AddressRange {
@@ -195,6 +227,17 @@ pub struct Pfn(pub u64);
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ranges_are_joined_and_cut_out() {
+        let range = |start, end| AddressRange { start, end };
+        let known = AddressRange::union(vec![range(14, 15), range(18, 30), range(0, 10), range(12, 14), range(20, 25)]);
+        assert_eq!(known, [range(0, 10), range(12, 15), range(18, 30)]);
+        assert_eq!(range(5, 20).outside(&known), [range(10, 12), range(15, 18)]);
+        assert_eq!(range(12, 14).outside(&known), []);
+        assert_eq!(range(30, 40).outside(&known), [range(30, 40)]);
+        assert_eq!(range(5, 20).outside(&[]), [range(5, 20)]);
+    }
 
     #[test]
     fn bytes_keep_three_digits() {

@@ -32,7 +32,8 @@ pub fn collapse(process: impl AsFd, start: u64, bytes: u64) -> io::Result<()> {
 }
 
 /// Have memory that is about to be filled backed with huge pages: it then costs one fault for each of those instead of
-/// one for each base page, and fewer misses of the TLB afterwards.
+/// one for each base page, and fewer misses of the TLB afterwards. Where the allocator gives the memory to somebody else
+/// later, the advice is still there.
 ///
 /// # Errors
 /// The kernel's: `EINVAL` on one without transparent huge pages.
@@ -58,10 +59,25 @@ mod tests {
     fn room_of_any_size_takes_the_advice_and_is_filled() {
         for len in [0, 1, 5000, 3 << 20] {
             let mut bytes: Vec<u8> = Vec::with_capacity(len);
-            let advised = prefer_huge_pages(bytes.spare_capacity_mut());
-            assert!(advised.is_ok() || advised.is_err_and(|why| why.raw_os_error() == Some(libc::EINVAL)));
+            let refused = prefer_huge_pages(bytes.spare_capacity_mut()).err().map(|why| why.raw_os_error());
+            assert!(refused.is_none_or(|why| why == Some(libc::EINVAL)), "{refused:?}");
             bytes.resize(len, 7);
             assert!(bytes.iter().all(|&byte| byte == 7));
+            // The flag of the mapping tells that the advice came through.
+            if refused.is_none() && len >= 1 << 20 {
+                let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+                let middle = bytes.as_ptr().addr() + len / 2;
+                let mut inside = false;
+                let flags = smaps.lines().find(|line| {
+                    let range = line.split(' ').next().and_then(|range| range.split_once('-'));
+                    let address = |text| usize::from_str_radix(text, 16).ok();
+                    if let Some((Some(start), Some(end))) = range.map(|(start, end)| (address(start), address(end))) {
+                        inside = (start..end).contains(&middle);
+                    }
+                    inside && line.starts_with("VmFlags:")
+                });
+                assert!(flags.is_some_and(|flags| flags.split(' ').any(|flag| flag == "hg")), "{flags:?}");
+            }
         }
     }
 }

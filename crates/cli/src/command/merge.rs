@@ -7,6 +7,7 @@ use crate::{Outcome, output, progress, source};
 use anyhow::{Context, anyhow, bail};
 use clap::Args;
 use pagefold_drive::prepare::{Request, prepare};
+use pagefold_drive::trial::Trial;
 use pagefold_drive::{Session, ksmd, merge};
 use pagefold_host::{Host, observe};
 use pagefold_linux::qmp;
@@ -110,7 +111,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         let how =
             merge::Options { share: options.cpu, deadline: options.deadline, watch: options.watch, keep: options.keep };
         let outcome = progress::show_merge(page_size, &stop, |progress| {
-            merge::carry_out(session, plan, &how, started, progress, &stop)
+            merge::carry_out(session, plan, &how, &mut Trial::new(&*host), started, progress, &stop)
         })?;
         report = report.with_outcome(&outcome, page_size);
         met = outcome.met(page_size);

@@ -2,9 +2,13 @@
 //! ends. Needs root and KSM; what is refused before the program starts needs neither.
 
 use crate::programs::{PAGEFOLD, refusal, text};
+use pagefold_host::{Host, observe};
 use pagefold_labs::ksm::Ksm;
 use pagefold_labs::lines::{READY, Region};
-use rustix::process::{Pid, Signal, kill_process};
+use pagefold_linux::LiveHost;
+use pagefold_model::region::VmFlags;
+use pagefold_model::{AddressRange, Pid};
+use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -56,9 +60,9 @@ fn until(what: &str, mut there: impl FnMut() -> bool) {
 }
 
 /// The process beside a program, by whom the journal names.
-fn driver(state: &Path) -> Pid {
+fn driver(state: &Path) -> rustix::process::Pid {
     let journal: Value = serde_json::from_slice(&fs::read(state.join("journal.json")).unwrap()).unwrap();
-    Pid::from_raw(journal["writer"].as_i64().unwrap() as i32).unwrap()
+    rustix::process::Pid::from_raw(journal["writer"].as_i64().unwrap() as i32).unwrap()
 }
 
 /// A program that ends when this is dropped, with KSM driven flat out.
@@ -147,6 +151,36 @@ fn guided_merges_what_pays_while_the_program_runs() {
         lock.try_lock().is_ok()
     });
     assert_eq!(values(&ksm), BEFORE);
+}
+
+/// Pages of a region that are enrolled.
+fn enrolled(pid: u32, region: &Region) -> u64 {
+    let host = LiveHost::new();
+    let regions = observe::regions(&*host.open(Pid(pid)).unwrap()).unwrap();
+    let range = AddressRange { start: region.start, end: region.end() };
+    let enrolled = regions.iter().filter(|region| region.flags.has(VmFlags::MERGEABLE));
+    let parts = enrolled.filter_map(|enrolled| enrolled.range.overlap(range));
+    parts.map(|part| part.bytes().0 / region.page_size).sum()
+}
+
+#[test]
+fn guided_withdraws_what_breaks_between_its_rounds() {
+    let Some((ksm, state)) = take() else { return };
+    let lab = pagefold_labs::client::binary().unwrap();
+    // Written in one go every six seconds: old enough to be merged, and seen to break by none but a later round.
+    let lab = [lab.to_str().unwrap(), "layout", "zero=4000", "hot-zero=4000", "--interval", "6000"];
+    let mut command = command(state.path(), &[&["--policy", "guided", "--cpu", "100", "--"][..], &lab].concat());
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let regions: Vec<Region> =
+        lines.take_while(|line| !line.starts_with(READY)).map(|line| serde_json::from_str(&line).unwrap()).collect();
+    let [zero, hot] = &regions[..] else { panic!("{regions:?}") };
+    until("an enrolment", || enrolled(child.id(), hot) == hot.pages);
+    until("a withdrawal", || enrolled(child.id(), hot) == 0);
+    assert_eq!(enrolled(child.id(), zero), zero.pages);
+    drop(child.stdin.take());
+    assert!(child.wait().unwrap().success());
+    until("what was before", || values(&ksm) == BEFORE);
 }
 
 /// Whether a program was started: it would leave a file.

@@ -5,14 +5,14 @@
 //! the same permissions of the same file, or of none.
 
 use pagefold_host::{Host, observe};
-use pagefold_model::region::Region;
+use pagefold_model::region::Mapped;
 use pagefold_model::{Absent, AddressRange, ProcessId, Reading};
 
 /// What `maps` calls the memory that brk(2) moves the end of. Its start stays for the life of the program.
 const HEAP: &str = "[heap]";
 
 /// The extents of a process, ascending.
-pub struct Extents(Vec<Region>);
+pub struct Extents(Vec<Mapped>);
 
 impl Extents {
     /// As they are now. `Vanished` if the process has ended.
@@ -21,7 +21,7 @@ impl Extents {
         if handle.id() != process {
             return Err(Absent::Vanished);
         }
-        let mut extents: Vec<Region> = Vec::new();
+        let mut extents: Vec<Mapped> = Vec::new();
         for region in observe::layout(&*handle)? {
             match extents.last_mut() {
                 Some(last) if last.range.end == region.range.start && alike(last, &region) => {
@@ -51,12 +51,12 @@ impl Extents {
         })
     }
 
-    fn holding(&self, range: AddressRange) -> Option<&Region> {
+    fn holding(&self, range: AddressRange) -> Option<&Mapped> {
         self.first(range).filter(|extent| inside(range, extent.range))
     }
 
     /// The first that ends behind where a range starts.
-    fn first(&self, range: AddressRange) -> Option<&Region> {
+    fn first(&self, range: AddressRange) -> Option<&Mapped> {
         self.0.get(self.0.partition_point(|extent| extent.range.end <= range.start))
     }
 }
@@ -65,6 +65,6 @@ fn inside(inner: AddressRange, outer: AddressRange) -> bool {
     outer.start <= inner.start && inner.end <= outer.end
 }
 
-fn alike(a: &Region, b: &Region) -> bool {
+fn alike(a: &Mapped, b: &Mapped) -> bool {
     (a.permissions, a.inode, &a.name) == (b.permissions, b.inode, &b.name)
 }

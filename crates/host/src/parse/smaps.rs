@@ -9,7 +9,7 @@
 
 use super::text::{field, kib, lines, malformed};
 use pagefold_model::process::Rollup;
-use pagefold_model::region::{Region, VmFlags};
+use pagefold_model::region::{Mapped, Region, VmFlags};
 use pagefold_model::{Absent, AddressRange, Bytes, Reading};
 
 /// Bytes of text of a typical entry, to size the result by.
@@ -37,11 +37,8 @@ pub fn smaps(bytes: &[u8]) -> Reading<Vec<Region>> {
     Ok(regions)
 }
 
-/// The regions of `/proc/PID/maps`, in the order given: where each is, with permissions, inode and name. Figures and flags
-/// are those of [`Region::empty`].
-///
-/// It is a line for each region, made without a look at page tables.
-pub fn maps(bytes: &[u8]) -> Reading<Vec<Region>> {
+/// The lines of `/proc/PID/maps`, in the order given; a last one that was cut off is left out.
+pub fn maps(bytes: &[u8]) -> Reading<Vec<Mapped>> {
     lines(bytes).map_while(Result::ok).map(header).collect()
 }
 
@@ -55,7 +52,9 @@ struct Entry {
 
 impl Entry {
     fn begin(line: &[u8]) -> Reading<Self> {
-        Ok(Self { region: header(line)?, has_rss: false, has_anonymous: false, has_flags: false })
+        let Mapped { range, permissions, inode, name } = header(line)?;
+        let region = Region { permissions, inode, name, ..Region::empty(range) };
+        Ok(Self { region, has_rss: false, has_anonymous: false, has_flags: false })
     }
 
     /// Take in a line `Key: value`.
@@ -88,8 +87,8 @@ impl Entry {
 }
 
 /// From the line of addresses, permissions, offset, device, inode and name.
-fn header(line: &[u8]) -> Reading<Region> {
-    let parts = || -> Option<Region> {
+fn header(line: &[u8]) -> Reading<Mapped> {
+    let parts = || -> Option<Mapped> {
         let (start, rest) = split(line, b'-')?;
         let (end, rest) = split(rest, b' ')?;
         let (permissions, rest) = split(rest, b' ')?;
@@ -98,11 +97,11 @@ fn header(line: &[u8]) -> Reading<Region> {
         let (inode, name) = split(rest, b' ').unwrap_or((rest, b""));
         let range = AddressRange { start: hexadecimal(start)?, end: hexadecimal(end)? };
         let name = &name[name.iter().take_while(|&&byte| byte == b' ').count()..];
-        (range.start < range.end).then_some(Region {
+        (range.start < range.end).then_some(Mapped {
+            range,
             permissions: permissions.try_into().ok()?,
             inode: decimal(inode)?,
             name: String::from_utf8_lossy(name).into_owned(),
-            ..Region::empty(range)
         })
     };
     parts().ok_or_else(|| malformed("not a line of smaps", line))
@@ -204,7 +203,7 @@ VmFlags: rd ex mr mw me dw sd ?? \n";
     }
 
     #[test]
-    fn maps_tells_where_regions_are_and_nothing_more() {
+    fn maps_tells_where_regions_are() {
         let text = b"1000-3000 rw-p 00000000 00:00 0 [heap]\n\
             7f0000000000-7f0000001000 r--s 00002000 08:01 77                     /lib/a b\nffff";
         let regions = maps(text).unwrap();
@@ -212,7 +211,6 @@ VmFlags: rd ex mr mw me dw sd ?? \n";
         assert_eq!(ranges, [(0x1000, 0x3000), (0x7f00_0000_0000, 0x7f00_0000_1000)], "the last line is cut off");
         assert_eq!((regions[0].name.as_str(), regions[1].name.as_str(), regions[1].inode), ("[heap]", "/lib/a b", 77));
         assert_eq!(regions[1].permissions, *b"r--s");
-        assert_eq!(regions[0].flags, VmFlags::default());
         assert!(matches!(maps(b"Rss: 4 kB\n"), Err(Absent::Malformed(_))));
     }
 

@@ -1,10 +1,11 @@
 //! Advice about a process's memory, given from within it.
 //!
-//! The ranges were found some time ago. They are held against the regions right before, and what is no longer as it has to
+//! The ranges were found some time ago. They are held against `smaps` right before, and what is no longer as it has to
 //! be is left out and named. The rest goes in as few stops of one thread as keep each near a millisecond: up to 256
 //! ranges by one `process_madvise(2)` on the target's own memory where the kernel takes that (any advice from 6.13, by
-//! `PIDFD_SELF_THREAD` from 6.15), otherwise and where that stops short one by one by `madvise(2)`. Mirrors mm/madvise.c and mm/ksm.c (6.18). Limits: withdrawing a
-//! whole process (`PR_SET_MEMORY_MERGE` off) is one call, and stops the thread for as long as unmerging it takes.
+//! `PIDFD_SELF_THREAD` from 6.15), otherwise and where that stops short one by one by `madvise(2)`. Mirrors
+//! mm/madvise.c and mm/ksm.c (6.18). Limits: withdrawing a whole process (`PR_SET_MEMORY_MERGE` off) is one call, and
+//! stops the thread for as long as unmerging it takes.
 
 use super::{miss, refusal};
 use crate::process::LiveProcess;
@@ -64,13 +65,7 @@ fn code(advice: Advice) -> u64 {
 
 /// Give advice about ranges.
 pub fn advise(process: &LiveProcess<'_>, advice: Advice, ranges: &[AddressRange]) -> Result<Effect, Refusal> {
-    let regions = match advice {
-        // What is not enrolled need not be withdrawn, and most of a process may not be.
-        Advice::Unmergeable => observe::regions(process),
-        // What is enrolled, or may not be, the kernel passes over.
-        Advice::Mergeable => observe::layout(process),
-    };
-    let (wanted, mut missed) = revalidate(&regions?, advice, ranges);
+    let (wanted, mut missed) = revalidate(&observe::regions(process)?, advice, ranges);
     let mut stops = Vec::new();
     if wanted.is_empty() {
         return Ok(Effect { stops, missed });

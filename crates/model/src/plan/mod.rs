@@ -34,11 +34,13 @@ impl Plan {
         self.targets.iter().map(|target| target.ranges.len()).sum()
     }
 
-    /// Leave out what of the ranges lies in `without`. Counts shrink in proportion, and so does what should merge; the rest
-    /// of the prediction stays that of the whole plan.
-    pub fn leave_out(&mut self, process: ProcessId, without: &[AddressRange]) {
+    /// Leave out what of the ranges lies in `without`, in any order. Counts shrink in proportion; what should merge of the
+    /// parts that stay is at most what should have of the whole range, and is taken for that. The rest of the prediction
+    /// stays that of the whole plan.
+    pub fn leave_out(&mut self, process: ProcessId, without: Vec<AddressRange>) {
+        let without = AddressRange::union(without);
         for target in self.targets.iter_mut().filter(|target| target.process.id == process) {
-            target.ranges = target.ranges.iter().flat_map(|range| range.without(without)).collect();
+            target.ranges = target.ranges.iter().flat_map(|range| range.without(&without)).collect();
         }
         self.targets.retain(|target| !target.ranges.is_empty());
         self.predicted.merging = self.targets.iter().flat_map(|target| &target.ranges).map(|range| range.merging).sum();
@@ -116,44 +118,26 @@ impl Target {
         }
         ranges
     }
-
-    /// Whether the program has enrolled any of a part of the plan itself.
-    pub fn enrolled_itself(&self, part: AddressRange) -> bool {
-        self.ranges.iter().any(|range| range.enrolled && range.range.overlap(part).is_some())
-    }
 }
 
 impl PlannedRange {
-    /// The parts of it that lie outside of some ranges.
+    /// The parts of it that lie outside of some ascending and disjoint ranges.
     fn without(&self, ranges: &[AddressRange]) -> Vec<Self> {
-        let mut parts = vec![self.range];
-        for &hole in ranges {
-            parts = parts
-                .into_iter()
-                .flat_map(|part| {
-                    [
-                        AddressRange { start: part.start, end: part.end.min(hole.start) },
-                        AddressRange { start: part.start.max(hole.end), end: part.end },
-                    ]
-                })
-                .filter(|part| part.start < part.end)
-                .collect();
-        }
+        let parts = self.range.outside(ranges);
         let whole = self.range.bytes().0.max(1) as u128;
-        parts
-            .into_iter()
-            .map(|range| {
-                let part = |pages: Pages| Pages((u128::from(pages.0) * u128::from(range.bytes().0) / whole) as u64);
-                Self {
-                    range,
-                    pages: part(self.pages),
-                    merging: part(self.merging),
-                    zero: part(self.zero),
-                    freed: Bytes(part(Pages(self.freed.0)).0),
-                    ..*self
-                }
-            })
-            .collect()
+        let of = |range: AddressRange| {
+            let part = |pages: Pages| Pages((u128::from(pages.0) * u128::from(range.bytes().0) / whole) as u64);
+            let pages = part(self.pages);
+            Self {
+                range,
+                pages,
+                merging: self.merging.min(pages),
+                zero: part(self.zero),
+                freed: Bytes(part(Pages(self.freed.0)).0),
+                ..*self
+            }
+        };
+        parts.into_iter().map(of).collect()
     }
 }
 

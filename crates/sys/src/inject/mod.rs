@@ -23,9 +23,11 @@
 //! is in one module each. Limits: a thread with a seccomp filter needs it suspended (CAP_SYS_ADMIN), which is so only
 //! while the thread is parked, and ends with the tracer: if that is killed in the microseconds between turning a call and
 //! the kernel's check of it, a filter that forbids the call judges it. Without that privilege the same goes for a filter
-//! that another thread puts on this one while it is parked. A few calls (epoll_wait(2), sigwaitinfo(2): signal(7)) end
-//! with EINTR when their thread is stopped by whatever means; that is undone, but not by a tracer that is killed before
-//! the thread is parked. 32-bit programs, strict seccomp, shadow stacks, and programs that dispatch system calls
+//! that another thread puts on this one while it is parked. A few calls (epoll_wait(2), sigwaitinfo(2), sockets with a
+//! timeout: signal(7)) end with EINTR when their thread is stopped by whatever means; that is undone, with a socket's
+//! timeout begun anew, but not by a tracer that is killed before the thread is parked. What a socket had sent or received
+//! in part is told as a short count, as after any stop. A signal that only the mask of ppoll(2) and its like held back
+//! ends that wait. 32-bit programs, strict seccomp, shadow stacks, and programs that dispatch system calls
 //! themselves are refused.
 
 #[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
@@ -294,8 +296,17 @@ fn park<'a>(target: &'a Target, tid: i32, thread: Thread, stopped: Instant) -> R
     let bytes = state.frame_bytes().next_multiple_of(64) + ROOM;
     let (base, before) = target.room_on_stack(tid, &state, bytes)?;
     let frame = state.frame(base, mask, home);
+    // The memory that is held outlives an exec if a process that shares it does. It must still be this thread's.
+    let is_own = |at: u64, bytes: &[u8]| thread.peek(at).is_ok_and(|word| bytes.starts_with(&word.to_ne_bytes()));
+    if !is_own(base, &before) {
+        return Err(Error::Gone);
+    }
     target.memory.write_all_at(&frame, base).map_err(failed("writing to its stack"))?;
     fault::point("frame written");
+    if !is_own(base, &frame) {
+        target.memory.write_all_at(&before, base).map_err(failed("restoring its stack"))?;
+        return Err(Error::Gone);
+    }
     let parked = arch::parked(&state, base, home);
     arch::set_registers(thread, &parked).map_err(failed("writing registers"))?;
     fault::point("parked");

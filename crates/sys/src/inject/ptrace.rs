@@ -148,6 +148,15 @@ impl Thread {
     }
 
     /// Have it trap before it next returns to user mode.
+    /// A word of the memory that the thread has now, which after an exec is another than before.
+    pub fn peek(self, address: u64) -> io::Result<u64> {
+        let mut word: libc::c_ulong = 0;
+        // SAFETY: the kernel writes one word to `word`. Called without the C library, which would return the word itself
+        // and leave an error to be told from it.
+        let answer = unsafe { libc::syscall(libc::SYS_ptrace, libc::PTRACE_PEEKDATA, self.0, address, &raw mut word) };
+        if answer == -1 { Err(io::Error::last_os_error()) } else { Ok(word) }
+    }
+
     pub fn interrupt(self) -> io::Result<()> {
         self.request(INTERRUPT, 0, 0)
     }

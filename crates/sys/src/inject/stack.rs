@@ -119,13 +119,17 @@ impl Target {
         let len = bytes as u64;
         let mut before = vec![0; bytes];
         let mut read = |base: u64| self.memory.read_exact_at(&mut before, base).map(|()| before.clone());
-        let mut base = stack.start.next_multiple_of(64);
-        while base + len <= top.min(stack.start + REACH) {
-            let found = read(base).map_err(failed("reading its stack"))?;
-            match found.iter().rposition(|&byte| byte != 0) {
-                None => return Ok((base, found)),
-                Some(_) if self.is_left_over(&found, state) => return Ok((base, found)),
-                Some(used) => base = (base + used as u64 + 1).next_multiple_of(64),
+        // With as much again below it, if possible: there the kernel puts the frame of a signal that comes when the tracer is
+        // gone, and the stack need not grow for it.
+        for lowest in [stack.start + len, stack.start] {
+            let mut base = lowest.next_multiple_of(64);
+            while base + len <= top.min(stack.start + REACH) {
+                let found = read(base).map_err(failed("reading its stack"))?;
+                match found.iter().rposition(|&byte| byte != 0) {
+                    None => return Ok((base, found)),
+                    Some(_) if self.is_left_over(&found, state) => return Ok((base, found)),
+                    Some(used) => base = (base + used as u64 + 1).next_multiple_of(64),
+                }
             }
         }
         if !on_stack {

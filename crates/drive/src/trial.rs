@@ -1,0 +1,170 @@
+//! The trial that a merge is: what does not stay merged for long enough to pay is withdrawn.
+//!
+//! It outlives a round of merging. What one round merged is watched in the next, which has nothing more to plan there;
+//! and what was withdrawn once is not enrolled again.
+
+use crate::session::{self, Session, Stays};
+use crate::watch::{Piece, Watch};
+use pagefold_host::Host;
+use pagefold_host::act::{Action, Advice, Refusal};
+use pagefold_host::room::room;
+use pagefold_model::guard::{self, Need, Verdict};
+use pagefold_model::lasting::Seen;
+use pagefold_model::outcome::Missed;
+use pagefold_model::plan::Plan;
+use pagefold_model::{AddressRange, Pages, ProcessId};
+use std::collections::BTreeMap;
+
+/// What is watched, and what was withdrawn.
+pub struct Trial<'h> {
+    host: &'h dyn Host,
+    watch: Watch<'h>,
+    /// What was seen of what is no longer watched.
+    lost: Seen,
+    withdrawn: BTreeMap<ProcessId, Withdrawn>,
+    /// Whether frames cannot be seen, so that nothing can be watched.
+    blind: bool,
+}
+
+/// What was withdrawn of a process because it did not stay merged for long enough.
+#[derive(Clone, Debug, Default)]
+pub struct Withdrawn {
+    /// For good, because Pagefold had enrolled it.
+    pub ours: Vec<AddressRange>,
+    /// While ksmd works, because the program had.
+    pub own: Vec<AddressRange>,
+}
+
+impl Withdrawn {
+    /// All of it.
+    pub fn ranges(&self) -> Vec<AddressRange> {
+        [&self.ours[..], &self.own[..]].concat()
+    }
+}
+
+impl<'h> Trial<'h> {
+    /// Nothing enrolled yet.
+    pub fn new(host: &'h dyn Host) -> Self {
+        Self { host, watch: Watch::new(host), lost: Seen::default(), withdrawn: BTreeMap::new(), blind: false }
+    }
+
+    /// Watch what a plan has enrolled, too. Not before it is: what is injected runs on the target's own time.
+    pub fn add(&mut self, plan: &Plan) {
+        let withdrawn = |process| self.withdrawn.get(&process).map(Withdrawn::ranges).unwrap_or_default();
+        self.watch.add(plan, withdrawn);
+    }
+
+    /// Whether there is nothing to watch.
+    pub fn is_empty(&self) -> bool {
+        self.blind || self.watch.is_empty()
+    }
+
+    /// Whether any process has run since a plan was added.
+    pub fn ran(&mut self) -> bool {
+        !self.is_empty() && self.watch.ran()
+    }
+
+    /// What was seen so far.
+    pub fn seen(&self) -> Seen {
+        self.watch.seen() + self.lost
+    }
+
+    /// What was withdrawn so far, but for what only found no partner.
+    pub fn withdrawn(&self) -> &BTreeMap<ProcessId, Withdrawn> {
+        &self.withdrawn
+    }
+
+    /// Look at what is merged, and withdraw what does not pay, as far as there is memory for it; with `at_the_end` also
+    /// what holds nothing merged. Tells how many pages were withdrawn.
+    pub fn look_again(
+        &mut self,
+        session: &mut Session<'_>,
+        at_the_end: bool,
+        missed: &mut Vec<Missed>,
+    ) -> Result<Pages, session::Error> {
+        if self.is_empty() {
+            return Ok(Pages::ZERO);
+        }
+        if self.watch.look(at_the_end).is_err() {
+            self.blind = true;
+            return Ok(Pages::ZERO);
+        }
+        let page_size = self.host.page_size();
+        let mut by_process: BTreeMap<ProcessId, Vec<Piece>> = BTreeMap::new();
+        let pays = |seen: &Seen| seen.pays(page_size.bytes());
+        for piece in self.watch.withdraw(pays, at_the_end) {
+            by_process.entry(piece.process).or_default().push(piece);
+        }
+        let mut gone = Pages::ZERO;
+        for (process, pieces) in by_process {
+            if !self.fits(process, &pieces) {
+                self.watch.keep(pieces);
+                continue;
+            }
+            self.lost = pieces.iter().fold(self.lost, |sum, piece| sum + piece.seen);
+            gone += pieces.iter().map(|piece| page_size.pages_in(piece.range.bytes())).sum();
+            let of = |own| pieces.iter().filter(move |piece| piece.own == own).map(|piece| piece.range);
+            let (ours, own): (Vec<_>, Vec<_>) = (of(false).collect(), of(true).collect());
+            self.advise(session, process, ours, Stays::ForGood, missed)?;
+            self.advise(session, process, own, Stays::ForNow, missed)?;
+            // What only found no partner may find one later.
+            let withdrawn = self.withdrawn.entry(process).or_default();
+            for piece in pieces.iter().filter(|piece| !pays(&piece.seen)) {
+                if piece.own { &mut withdrawn.own } else { &mut withdrawn.ours }.push(piece.range);
+            }
+        }
+        Ok(gone)
+    }
+
+    /// Withdraw again, for now, what earlier sessions withdrew for now.
+    pub fn withdraw_own(&self, session: &mut Session<'_>, missed: &mut Vec<Missed>) -> Result<(), session::Error> {
+        for (&process, withdrawn) in &self.withdrawn {
+            self.advise(session, process, withdrawn.own.clone(), Stays::ForNow, missed)?;
+        }
+        Ok(())
+    }
+
+    fn advise(
+        &self,
+        session: &mut Session<'_>,
+        process: ProcessId,
+        ranges: Vec<AddressRange>,
+        stays: Stays,
+        missed: &mut Vec<Missed>,
+    ) -> Result<(), session::Error> {
+        if ranges.is_empty() {
+            return Ok(());
+        }
+        let comm = self.watch.process(process).map(|facts| facts.comm.clone()).unwrap_or_default();
+        let action = Action::Advise { process, advice: Advice::Unmergeable, ranges };
+        act(session, process, &comm, &action, stays, missed)
+    }
+
+    /// Whether there is memory for pages of their own for all that may be merged in some pieces.
+    fn fits(&self, process: ProcessId, pieces: &[Piece]) -> bool {
+        let page_size = self.host.page_size();
+        let copies = pieces.iter().map(|piece| page_size.pages_in(piece.range.bytes())).sum();
+        let cgroup = self.watch.process(process).and_then(|facts| facts.cgroup.as_deref().ok());
+        let room = room(self.host, &cgroup.map(str::to_owned).into_iter().collect());
+        guard::judge(&Need::of(cgroup, copies, Pages::ZERO), &room, page_size).verdict == Verdict::Fits
+    }
+}
+
+/// Act on a process. What it refuses is noted.
+pub fn act(
+    session: &mut Session<'_>,
+    process: ProcessId,
+    comm: &str,
+    action: &Action,
+    stays: Stays,
+    missed: &mut Vec<Missed>,
+) -> Result<(), session::Error> {
+    let note = |range, why| Missed { pid: process.pid, comm: comm.to_owned(), range, why };
+    match session.apply(action, stays) {
+        Ok(effect) => missed.extend(effect.missed.into_iter().map(|(range, why)| note(Some(range), why))),
+        Err(session::Error::Refused(why)) => missed.push(note(None, why.to_string())),
+        Err(session::Error::Unknown(why)) => missed.push(note(None, Refusal::from(why).to_string())),
+        Err(error) => return Err(error),
+    }
+    Ok(())
+}
