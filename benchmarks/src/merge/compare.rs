@@ -9,7 +9,7 @@ use super::bars::{self, Measure};
 use super::policies::{Beyond, Policy};
 use super::readings::Sample;
 use super::trial::{Conditions, Trial, run};
-use super::workloads::{Kind, Workload};
+use super::workloads::Workload;
 use crate::report::{Findings, Spread, Table};
 use anyhow::Result;
 use pagefold_labs::content::Origin;
@@ -80,12 +80,9 @@ impl Comparison {
         known.unwrap_or_else(|| self.trials.iter().map(|trial| trial.exact as f64).fold(1.0, f64::max))
     }
 
-    /// The same less the least metadata, or else the best net of any trial. So also with scattered pages: to enrol each
-    /// alone is beyond what a process may have of regions.
+    /// The same less the least metadata, or else the best net of any trial.
     pub fn reachable_net(&self) -> f64 {
-        let scattered = matches!(self.workload.kind, Kind::Mixture { run: 1, .. });
-        let truth = self.trials.iter().find_map(|trial| trial.truth).filter(|_| !scattered);
-        match truth {
+        match self.trials.iter().find_map(|trial| trial.truth) {
             Some(truth) => self.reachable() - truth.merged as f64 * 64.0,
             None => self.trials.iter().map(Trial::net).fold(1.0, f64::max),
         }
@@ -159,6 +156,7 @@ impl Comparison {
         }
         findings.tables.push(self.table());
         findings.bars = bars::of(self.workload.name, |measure| self.measured(measure));
+        findings.told = bars::told(self.workload.name, |measure| self.measured(measure));
         findings
     }
 
