@@ -16,6 +16,7 @@ use crate::report::{Findings, Spread, Table};
 use anyhow::Result;
 use pagefold_labs::content::Origin;
 use pagefold_model::policy::Observation;
+use std::collections::BTreeMap;
 use std::time::SystemTime;
 
 const MIB: f64 = (1 << 20) as f64;
@@ -334,11 +335,18 @@ impl Comparison {
         text
     }
 
-    /// For how long slow policies are watched: `10 s (default 100/20), 120 s (ksmtuned)`, for a quick run the same.
+    /// For how long slow policies are watched: `10 s (default 100/20), 120 s (ksmtuned, advisor 20 s)`.
     fn windows(&self) -> String {
-        let of = |trial: &Trial| format!("{} s ({})", trial.window.as_secs(), trial.policy.name());
+        let mut given: BTreeMap<u64, Vec<&str>> = BTreeMap::new();
         let slow = Policy::ALL.into_iter().filter(|policy| policy.is_slow());
-        slow.filter_map(|policy| self.of(policy).next().map(of)).collect::<Vec<_>>().join(", ")
+        for trial in slow.filter_map(|policy| self.of(policy).next()) {
+            given.entry(trial.window.as_secs()).or_default().push(trial.policy.name());
+        }
+        given
+            .iter()
+            .map(|(seconds, names)| format!("{seconds} s ({})", names.join(", ")))
+            .collect::<Vec<_>>()
+            .join(", ")
     }
 
     /// A line for each trial.
@@ -483,6 +491,14 @@ mod tests {
         comparison.trials[2] = Trial { samples, ..idle };
         assert!(comparison.reached(&comparison.trials[2], 0.9).is_none());
         assert_eq!(row(&comparison, Policy::Default)[5], "-");
+    }
+
+    #[test]
+    fn windows_are_told_with_who_was_given_them() {
+        let mut comparison = comparison();
+        comparison.trials.push(trial(Policy::Ksmtuned, 500.0, 500.0, 20.0, 1000.0));
+        comparison.trials.push(trial(Policy::Advisor20, 500.0, 500.0, 20.0, 1000.0));
+        assert_eq!(comparison.windows(), "10 s (default 100/20), 120 s (ksmtuned, advisor 20 s)");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! What `pagefold merge` says of itself (`pagefold schema merge`), kept with the run so that an odd figure can be
-//! explained. No figure is taken from it: those are measured from outside.
+//! explained. No figure is taken from it: those are measured from outside. Kept runs are public, so how the machine sorts
+//! its processes is left out.
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -8,7 +9,7 @@ use std::collections::BTreeMap;
 /// Entries of a list that are kept, and lines that are told of a trial.
 const KEPT: usize = 20;
 
-/// A report without what is long: the timeline (samples.csv has one) and the ranges.
+/// A report without what is long (the timeline, for samples.csv has one, and the ranges) and without cgroups.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Report {
     /// The command's exit status.
@@ -28,6 +29,7 @@ impl Report {
         for target in targets.into_iter().flatten().filter_map(Value::as_object_mut) {
             let ranges = target.get("ranges").and_then(Value::as_array).map_or(0, Vec::len);
             target.insert("ranges".to_owned(), ranges.into());
+            target.remove("cgroup");
         }
         Ok(Self { exit, said })
     }
@@ -99,7 +101,7 @@ mod tests {
         let range = json!({ "pid": 7, "comm": "a", "start": 0, "end": 4096, "why": "no memory" });
         let text = json!({
             "plan": {
-                "targets": [{ "pid": 7, "ranges": [{ "start": 0 }, { "start": 4096 }] }],
+                "targets": [{ "pid": 7, "cgroup": "/somebody", "ranges": [{ "start": 0 }, { "start": 4096 }] }],
                 "left_alone": [{ "pid": 8, "comm": "b", "why": "too little" }],
             },
             "outcome": {
@@ -141,7 +143,7 @@ mod tests {
         assert!(line.len() < 4000 && !line.contains('\n') && !line.contains("timeline"), "{line}");
         let value: Value = serde_json::from_str(&line).unwrap();
         assert_eq!((&value["workload"], &value["round"], &value["exit"]), (&json!("program"), &json!(3), &json!(3)));
-        assert_eq!(value["report"]["plan"]["targets"][0]["ranges"], 2);
+        assert_eq!(value["report"]["plan"]["targets"][0], json!({ "pid": 7, "ranges": 2 }));
         assert_eq!(value["report"]["outcome"]["missed"][KEPT], json!({ "more": 980 }));
     }
 
