@@ -9,6 +9,8 @@ pub struct Findings {
     pub tables: Vec<Table>,
     /// What is claimed, and whether it holds.
     pub bars: Vec<Bar>,
+    /// What was measured like a bar and is held to nothing.
+    pub told: Vec<String>,
     /// The header and the lines of the samples.
     pub samples: Vec<String>,
 }
@@ -83,7 +85,7 @@ impl Findings {
         for table in &self.tables {
             write!(text, "\n{table}").expect("a string takes everything");
         }
-        if !self.bars.is_empty() {
+        if !self.bars.is_empty() || !self.told.is_empty() {
             text.push('\n');
         }
         for Bar { claim, measured, met } in &self.bars {
@@ -93,6 +95,9 @@ impl Findings {
                 (true, false) => "MISSED",
             };
             writeln!(text, "- {verdict}: {claim}: {measured}").expect("a string takes everything");
+        }
+        for told in &self.told {
+            writeln!(text, "- {told}").expect("a string takes everything");
         }
         text
     }

@@ -1,23 +1,29 @@
 //! All policies on one workload, in rounds, and what follows from it: table, samples, bars, plot.
 //!
 //! In each round the policies come in an order drawn anew, on fresh processes, and guided is compared with whole within
-//! the round. The slow policies are measured once, for a window in the first round, and extrapolated: a policy has
-//! saved what flat-out merging had saved after as many scanned pages, for all of them walk the same pages in the same
-//! order. What each does to a probe beside it is measured in a round of its own.
+//! the round. The slow policies are measured once, in the first round, for a window of time; what they do not come to
+//! within is extrapolated: a policy has saved what flat-out merging had saved after as many scanned pages, for all of
+//! them walk the same pages in the same order. What each does to a probe beside it is measured in rounds of their own:
+//! of the slow ones in the first of these.
 
 use super::bars::{self, Measure};
 use super::policies::{Beyond, Policy};
 use super::readings::Sample;
+use super::reports::Report;
 use super::trial::{Conditions, Trial, run};
-use super::workloads::{Kind, Workload};
+use super::workloads::{Gauge, Workload};
 use crate::report::{Findings, Spread, Table};
 use anyhow::Result;
 use pagefold_labs::content::Origin;
 use pagefold_model::policy::Observation;
+use std::collections::BTreeMap;
 use std::time::SystemTime;
 
 const MIB: f64 = (1 << 20) as f64;
 const GIB: f64 = (1 << 30) as f64;
+
+/// Rounds with the probe beside. Guided merging takes a second, in which a single figure says little.
+const PROBE_ROUNDS: usize = 3;
 
 /// All trials of a workload.
 #[derive(Debug)]
@@ -26,8 +32,6 @@ pub struct Comparison {
     pub workload: Workload,
     /// In the order in which they were made.
     pub trials: Vec<Trial>,
-    /// What a slow policy was given, in seconds.
-    window: f64,
     /// What policies went by.
     host: Observation,
 }
@@ -47,14 +51,18 @@ impl Comparison {
     /// Measure.
     pub fn make(workload: Workload, rounds: usize, conditions: &Conditions) -> Result<Self> {
         let mut trials = Vec::new();
-        // The last round is the probe's, which would slow the others.
-        let probed = if workload.probed { rounds + 1 } else { 0 };
-        for round in 1..=rounds.max(probed) {
-            let all = workload.all_policies && (round == 1 || round == probed);
+        // The last rounds are the probe's, which would slow the others.
+        let probes = match (workload.probed, conditions.quick) {
+            (false, _) => 0,
+            (true, true) => 1,
+            (true, false) => PROBE_ROUNDS,
+        };
+        for round in 1..=rounds + probes {
+            let all = workload.all_policies && (round == 1 || round == rounds + 1);
             let policies: Vec<Policy> = Policy::ALL.into_iter().filter(|policy| all || !policy.is_slow()).collect();
             for policy in shuffled(policies) {
                 eprint!("{} round {round}: {} ... ", workload.name, policy.name());
-                let trial = run(&workload, policy, round, round == probed, conditions)?;
+                let trial = run(&workload, policy, round, round > rounds, conditions)?;
                 let last = trial.last();
                 eprintln!(
                     "{:.0} MiB in {:.1} s, {:.2} CPU s",
@@ -62,10 +70,13 @@ impl Comparison {
                     last.seconds,
                     last.ksmd + last.pagefold
                 );
+                for missed in trial.report.iter().flat_map(Report::missed) {
+                    eprintln!("  missed: {missed}");
+                }
                 trials.push(trial);
             }
         }
-        Ok(Self { workload, trials, window: conditions.window.as_secs_f64(), host: conditions.host.clone() })
+        Ok(Self { workload, trials, host: conditions.host.clone() })
     }
 
     /// Trials without the probe.
@@ -80,12 +91,9 @@ impl Comparison {
         known.unwrap_or_else(|| self.trials.iter().map(|trial| trial.exact as f64).fold(1.0, f64::max))
     }
 
-    /// The same less the least metadata, or else the best net of any trial. So also with scattered pages: to enrol each
-    /// alone is beyond what a process may have of regions.
+    /// The same less the least metadata, or else the best net of any trial.
     pub fn reachable_net(&self) -> f64 {
-        let scattered = matches!(self.workload.kind, Kind::Mixture { run: 1, .. });
-        let truth = self.trials.iter().find_map(|trial| trial.truth).filter(|_| !scattered);
-        match truth {
+        match self.trials.iter().find_map(|trial| trial.truth) {
             Some(truth) => self.reachable() - truth.merged as f64 * 64.0,
             None => self.trials.iter().map(Trial::net).fold(1.0, f64::max),
         }
@@ -99,10 +107,11 @@ impl Comparison {
             return Some(Reached { seconds: sample.seconds, cpu: cpu(sample), measured: true });
         }
         let (last, whole) = (trial.last(), self.of(Policy::Whole).next()?);
-        if !trial.policy.is_slow() || last.scanned == 0 {
+        if trial.complete || last.scanned == 0 {
             return None;
         }
-        let then = whole.reached(bytes)?;
+        // Where it has scanned as many pages and has not saved as much, it is not like flat-out merging.
+        let then = whole.reached(bytes).filter(|then| then.scanned > last.scanned)?;
         let alike = whole.samples.iter().find(|sample| sample.scanned >= last.scanned)?;
         let scans = full_scans(&whole.samples);
         let beyond = Beyond { policy: trial.policy, host: &self.host, watched: &trial.samples, scans: &scans };
@@ -159,6 +168,7 @@ impl Comparison {
         }
         findings.tables.push(self.table());
         findings.bars = bars::of(self.workload.name, |measure| self.measured(measure));
+        findings.told = bars::told(self.workload.name, |measure| self.measured(measure));
         findings
     }
 
@@ -200,8 +210,8 @@ impl Comparison {
             };
             let level = |share: f64, value: &dyn Fn(Reached) -> f64| {
                 let measured = trials.iter().all(|trial| self.reached(trial, share).is_none_or(|at| at.measured));
-                let never = (!policy.is_slow()).then_some(f64::INFINITY);
-                let text = cell(median(&|trial| self.reached(trial, share).map(value).or(never)), 2);
+                let never = |trial: &Trial| trial.complete.then_some(f64::INFINITY);
+                let text = cell(median(&|trial| self.reached(trial, share).map(value).or(never(trial))), 2);
                 if measured { text } else { format!("~{text}") }
             };
             // The tail of flat-out merging is this program's way to see that nothing more comes; it is not charged.
@@ -209,10 +219,12 @@ impl Comparison {
                 Policy::Guided => Some(trial.last().ksmd + trial.last().pagefold),
                 _ => self.reached(trial, 0.99).map(|at| at.cpu),
             };
-            let saved = |trial: &Trial| if policy.is_slow() { self.reachable() } else { trial.exact as f64 };
-            let finished = |value: Option<f64>| if policy.is_slow() { none() } else { cell(value, 0) };
-            let per_gib = cell(median(&|trial| Some(cpu(trial)? / (saved(trial) / GIB))), 2);
-            let probe = self.trials.iter().find(|trial| trial.policy == policy && trial.slow_down.is_some());
+            let saved = |trial: &Trial| if trial.complete { trial.exact as f64 } else { self.reachable() };
+            // Of a policy that was still at it, the end is not known.
+            let complete = trials.iter().all(|trial| trial.complete);
+            let finished = |value: Option<f64>| if complete { cell(value, 0) } else { none() };
+            let per_gib = median(&|trial| Some(cpu(trial)? / (saved(trial) / GIB)));
+            let tilde = if per_gib.is_some() && !complete { "~" } else { "" };
             table.rows.push(vec![
                 policy.name().to_owned(),
                 trials.len().to_string(),
@@ -222,20 +234,50 @@ impl Comparison {
                 level(0.9, &|at| at.seconds),
                 level(0.99, &|at| at.seconds),
                 level(0.9, &|at| at.cpu),
-                if policy.is_slow() { format!("~{per_gib}") } else { per_gib },
+                format!("{tilde}{}", cell(per_gib, 2)),
                 cell(median(&|trial| Some(trial.last().pagefold)), 2),
                 finished(median(&|trial| Some((trial.after.rmap_items - trial.before.rmap_items) as f64 * 64.0 / MIB))),
                 finished(median(&|trial| Some((trial.after.regions - trial.before.regions) as f64))),
-                if policy.is_slow() {
-                    none()
-                } else {
-                    median(&Trial::huge_kept).map_or_else(none, |kept| format!("{:.1} %", kept * 100.0))
-                },
-                probe.and_then(|trial| trial.slow_down).map_or_else(none, |slow| format!("{:.1} %", slow * 100.0)),
+                median(&Trial::huge_kept)
+                    .filter(|_| complete)
+                    .map_or_else(none, |kept| format!("{:.1} %", kept * 100.0)),
+                self.slower(policy),
             ]);
         }
         table.notes.push(self.explanation());
+        table.notes.extend(self.missed());
         table
+    }
+
+    /// How much slower the probe was, with the range where that was measured more than once.
+    fn slower(&self, policy: Policy) -> String {
+        let all: Vec<f64> =
+            self.trials.iter().filter(|trial| trial.policy == policy).filter_map(|trial| trial.slow_down).collect();
+        match all[..] {
+            [] => "-".to_owned(),
+            [once] => format!("{:.1} %", once * 100.0),
+            _ => Spread::of(all).percent(),
+        }
+    }
+
+    /// A note for each trial in which pagefold missed something.
+    fn missed(&self) -> impl Iterator<Item = String> {
+        self.trials.iter().filter_map(|trial| {
+            let report = trial.report.as_ref()?;
+            let missed = report.missed();
+            (!missed.is_empty()).then(|| {
+                let (name, round, exit) = (trial.policy.name(), trial.round, report.exit);
+                format!("Missed by {name} in round {round} (exit status {exit}): {}.", missed.join("; "))
+            })
+        })
+    }
+
+    /// What pagefold said in each trial, as lines of JSON.
+    pub fn reports(&self) -> impl Iterator<Item = String> {
+        self.trials.iter().filter_map(|trial| {
+            let probed = trial.slow_down.is_some();
+            Some(trial.report.as_ref()?.line(self.workload.name, trial.round, probed))
+        })
     }
 
     fn explanation(&self) -> String {
@@ -244,38 +286,67 @@ impl Comparison {
         let quotients: Vec<f64> = self
             .trials
             .iter()
-            .filter(|trial| !trial.policy.is_slow() && trial.exact > 0)
+            .filter(|trial| trial.complete && trial.exact > 0)
             .map(|trial| trial.counted as f64 / trial.exact as f64)
             .collect();
         let calibration = if quotients.is_empty() { "-".to_owned() } else { Spread::of(quotients).percent() };
+        let gauge = match self.workload.gauge() {
+            Gauge::Counters => format!(
+                "Times are read from KSM's counters; at the end, ksmd frozen, they were {calibration} of what the page \
+                 tables say, and \"saved\" is the latter;"
+            ),
+            Gauge::Memory => format!(
+                "Times are those at which the processes' memory (Pss_Anon) had fallen so far, looked at every 250 ms; \
+                 KSM's counters, which do not see zeros that a split huge page gives back, were {calibration} of that \
+                 at the end;"
+            ),
+        };
         let mut text = format!(
             "Reachable: {of_all:.0} MiB ({origin}), net {:.0} MiB. n: trials, of which the \
-             median is told; what was measured once is that one trial. Times are read from KSM's counters; \
-             at the end, ksmd frozen, they were {calibration} of what the page tables say, and \"saved\" is the latter; \
-             \"never\" is what was not reached by these counters before the end. Net: \
+             median is told; what was measured once is that one trial. {gauge} \
+             \"never\" is what was not reached before the end. Net: \
              less 64 bytes for each page that ksmd keeps track of. CPU: ksmd and pagefold, its census and checks included; \
-             \"CPU s / GiB\" is all that `pagefold merge` took to its end, for the others what they took to 99 %.",
-            self.reachable_net() / MIB
+             \"CPU s / GiB\" is all that `pagefold merge` took to its end, for the others what they took to 99 %. \
+             The bound on CPU is the same for \"{}\" and \"{}\": pagefold takes its census on one thread (`--threads 1`) \
+             before ksmd begins.",
+            self.reachable_net() / MIB,
+            Policy::Whole.name(),
+            Policy::Guided.name(),
         );
         if self.workload.all_policies {
             text.push_str(&format!(
-                " ~: after the {:.0} s that the slow policies are given, extrapolated: each is taken to have saved what \
-                 flat-out merging had saved after as many scanned pages, with a page taking ksmd as long as it did in \
-                 those seconds and batches lying as far apart. ksmtuned, as if memory were short from its first step \
-                 on, takes a step every 60 s; the advisor at the end of each full scan, as if ksmd had used no CPU \
-                 before (the kernel's first step counts all since boot, which slows it; where a scan ended within those \
-                 seconds, it goes on from what the kernel made of that). CPU of these is that of \
-                 flat-out merging after as many pages, and more by what they took more in those seconds.",
-                self.window
+                " The slow policies are measured until what can be saved is, or nothing more comes in three full scans, \
+                 but for {} at most. ksmtuned, as if memory were short from its first step on, takes a step every 60 s; \
+                 the advisor's first step, at the end of a full scan, counts all CPU that ksmd used since boot, which \
+                 slows it. ~: not reached by then and extrapolated: each is taken to have saved what flat-out merging \
+                 had saved after as many scanned pages, with a page taking ksmd as long as it did in that time and \
+                 batches lying as far apart; the advisor goes on from what the kernel made of it, as if ksmd had used no \
+                 CPU before. CPU of these is that of flat-out merging after as many pages, and more by what they took \
+                 more in that time.",
+                self.windows()
             ));
         }
         if self.workload.probed {
             text.push_str(
-                " \"Probe slower\": a program of one thread beside it, in a round of its own, once, over the time that \
-                 merging took.",
+                " \"Probe slower\": a program of one thread beside it, in rounds of their own, over the time that merging \
+                 took: the median and its range, or once and over 10 s at most for the slow policies.",
             );
         }
         text
+    }
+
+    /// For how long slow policies are watched: `10 s (default 100/20), 120 s (ksmtuned, advisor 20 s)`.
+    fn windows(&self) -> String {
+        let mut given: BTreeMap<u64, Vec<&str>> = BTreeMap::new();
+        let slow = Policy::ALL.into_iter().filter(|policy| policy.is_slow());
+        for trial in slow.filter_map(|policy| self.of(policy).next()) {
+            given.entry(trial.window.as_secs()).or_default().push(trial.policy.name());
+        }
+        given
+            .iter()
+            .map(|(seconds, names)| format!("{seconds} s ({})", names.join(", ")))
+            .collect::<Vec<_>>()
+            .join(", ")
     }
 
     /// A line for each trial.
@@ -344,12 +415,26 @@ mod tests {
             full_scans: 0,
             pages_to_scan: 100,
         };
+        let complete = !policy.is_slow();
         let samples: Vec<Sample> = (0..=100).map(|step| sample(seen * f64::from(step) / 100.0)).collect();
         let page = pagefold_sys::mapping::page_size() as f64;
         let exact = (saved(seen) * page) as i64;
         let (before, after) = (Exact::default(), Exact { rmap_items: 2000, ..Exact::default() });
         let truth = Some(Truth { redundant: 1000, merged: 2000 });
-        Trial { policy, round: 1, samples, exact, counted: exact, truth, before, after, slow_down: None }
+        Trial {
+            policy,
+            round: 1,
+            samples,
+            window: policy.window(false, false),
+            complete,
+            report: None,
+            exact,
+            counted: exact,
+            truth,
+            before,
+            after,
+            slow_down: None,
+        }
     }
 
     fn comparison() -> Comparison {
@@ -360,7 +445,12 @@ mod tests {
         ];
         let workload = Workload::synthetic(true).swap_remove(0);
         let host = pagefold_drive::policy::observe(&pagefold_linux::LiveHost::new());
-        Comparison { workload, trials, window: 20.0, host }
+        Comparison { workload, trials, host }
+    }
+
+    fn row(comparison: &Comparison, policy: Policy) -> Vec<String> {
+        let table = comparison.table();
+        table.rows.into_iter().find(|row| row[0] == policy.name()).unwrap()
     }
 
     #[test]
@@ -376,6 +466,62 @@ mod tests {
         assert!(slow.cpu > 9.0, "{slow:?}");
         let text = comparison.findings().markdown("tenth", true);
         assert!(text.contains("~95") && text.contains("- met: a tenth is duplicate: 5 times less CPU"), "{text}");
+    }
+
+    #[test]
+    fn a_slow_policy_that_came_to_its_end_is_measured() {
+        let mut comparison = comparison();
+        let cells = |row: &[String]| [2, 3, 5, 8, 10].map(|column| row[column].clone());
+        let unfinished = row(&comparison, Policy::Default);
+        assert_eq!([2, 3, 10].map(|column| unfinished[column].as_str()), ["-", "-", "-"]);
+        assert!(unfinished[5].starts_with('~') && unfinished[8].starts_with('~'), "{unfinished:?}");
+        comparison.trials[2] = Trial { complete: true, ..trial(Policy::Default, 10.0, 90.0, 99.5, 1000.0) };
+        let measured = cells(&row(&comparison, Policy::Default));
+        assert!(measured.iter().all(|cell| cell.parse::<f64>().is_ok()), "{measured:?}");
+        // One that ends with less is not extrapolated either.
+        comparison.trials[2] = Trial { complete: true, ..trial(Policy::Default, 10.0, 90.0, 60.0, 1000.0) };
+        assert_eq!(row(&comparison, Policy::Default)[5], "never");
+    }
+
+    #[test]
+    fn what_scanned_as_many_pages_and_saved_less_is_not_extrapolated() {
+        let mut comparison = comparison();
+        let idle = trial(Policy::Default, 500.0, 500.0, 20.0, 1000.0);
+        let samples = idle.samples.iter().map(|sample| Sample { scanned: sample.scanned * 100, ..*sample }).collect();
+        comparison.trials[2] = Trial { samples, ..idle };
+        assert!(comparison.reached(&comparison.trials[2], 0.9).is_none());
+        assert_eq!(row(&comparison, Policy::Default)[5], "-");
+    }
+
+    #[test]
+    fn windows_are_told_with_who_was_given_them() {
+        let mut comparison = comparison();
+        comparison.trials.push(trial(Policy::Ksmtuned, 500.0, 500.0, 20.0, 1000.0));
+        comparison.trials.push(trial(Policy::Advisor20, 500.0, 500.0, 20.0, 1000.0));
+        assert_eq!(comparison.windows(), "10 s (default 100/20), 120 s (ksmtuned, advisor 20 s)");
+    }
+
+    #[test]
+    fn the_probe_is_told_with_its_range() {
+        let mut comparison = comparison();
+        for slow_down in [0.1, 0.3, 0.2] {
+            let probed = trial(Policy::Guided, 0.5, 0.5, 1.0, 1000.0);
+            comparison.trials.push(Trial { slow_down: Some(slow_down), ..probed });
+        }
+        let guided = row(&comparison, Policy::Guided);
+        assert_eq!((guided[1].as_str(), guided[13].as_str()), ("1", "20.0 % (10.0 to 30.0)"));
+        assert_eq!(row(&comparison, Policy::Whole)[13], "-");
+    }
+
+    #[test]
+    fn a_trial_that_missed_something_has_a_note() {
+        let mut comparison = comparison();
+        let text = r#"{"plan":{"targets":[],"left_alone":[]},"not_seen":[],"outcome":{"end":"settled","missed":[
+            {"pid":7,"comm":"sqlite3","why":"it is stopped"}]}}"#;
+        comparison.trials[1].report = Some(Report::parse(3, text).unwrap());
+        let note = "Missed by guided in round 1 (exit status 3): not enrolled: 7 (sqlite3): it is stopped.";
+        assert_eq!(comparison.table().notes[1..], [note]);
+        assert_eq!(comparison.reports().count(), 1);
     }
 
     #[test]

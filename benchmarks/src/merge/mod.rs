@@ -1,9 +1,9 @@
 //! What merging brings and costs: `pagefold merge` against the ways in which ksmd is driven today.
 //!
-//! Everything is measured from outside and in the same way for every policy ([`readings`]); of pagefold only its exit
-//! status is looked at. KSM is held and put back around each trial ([`pagefold_labs::ksm`]). A section keeps its run in a
-//! folder below `benchmarks/runs/DATE-REVISION/`: settings.toml, samples.csv, trials.csv, summary.md, and a picture
-//! for each workload. As root.
+//! Everything is measured from outside and in the same way for every policy ([`readings`]); of what pagefold
+//! says only what it missed is looked at, and no figure taken ([`reports`]). KSM is held and put back around each trial ([`pagefold_labs::ksm`]). A section keeps its run in a
+//! folder below `benchmarks/runs/DATE-REVISION/`: settings.toml, samples.csv, trials.csv, reports.jsonl, summary.md, and
+//! a picture for each workload. As root.
 
 mod bars;
 mod compare;
@@ -13,6 +13,7 @@ mod plot;
 mod policies;
 mod probe;
 mod readings;
+mod reports;
 mod stops;
 mod trial;
 mod workloads;
@@ -34,7 +35,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use workloads::Workload;
 
 /// Measure what merging brings and costs, under all policies.
@@ -161,7 +162,7 @@ impl Kept<'_> {
         let quick = self.arguments.quick;
         let rounds = |rounds: u8| if quick { 1 } else { usize::from(rounds) };
         let mut all = Vec::new();
-        let mut trials = vec![compare::TRIALS.to_owned()];
+        let (mut trials, mut reports) = (vec![compare::TRIALS.to_owned()], String::new());
         let workloads = match section {
             Section::Synthetic => Workload::synthetic(quick),
             Section::Fleet => Workload::fleet(quick),
@@ -183,7 +184,7 @@ impl Kept<'_> {
         };
         let conditions = trial::Conditions {
             pagefold: self.pagefold.clone(),
-            window: Duration::from_secs(if quick { 2 } else { 10 }),
+            quick,
             cpu: self.arguments.cpu,
             host: pagefold_drive::policy::observe(&LiveHost::new()),
         };
@@ -192,6 +193,8 @@ impl Kept<'_> {
             let comparison = Comparison::make(workload, rounds(self.arguments.rounds), &conditions)?;
             trials.extend(comparison.trials_csv());
             write(self.folder, "trials.csv", &format!("{}\n", trials.join("\n")))?;
+            reports.extend(comparison.reports().map(|line| line + "\n"));
+            write(self.folder, "reports.jsonl", &reports)?;
             plot::draw(&comparison, &self.folder.join(format!("{name}.svg")))?;
             all.push((name, comparison.findings()));
             self.keep(section, &all)?;

@@ -6,7 +6,7 @@
 use super::readings::Sample;
 use pagefold_labs::ksm::Ksm;
 use pagefold_model::ksm::{Setting, Settings};
-use pagefold_model::policy::{Advisor, Observation, Policy as Rule};
+use pagefold_model::policy::{Advisor, Observation, Policy as Rule, State};
 use pagefold_model::{Bytes, Reading};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -46,9 +46,20 @@ impl Policy {
         }
     }
 
-    /// Whether it is given a window only, and the rest is extrapolated.
+    /// Whether it is given a window only, and what it does not come to within is extrapolated.
     pub fn is_slow(self) -> bool {
         !matches!(self, Self::Whole | Self::Guided)
+    }
+
+    /// What a slow policy is given at most: enough for all but the kernel's default, which takes many minutes. Beside
+    /// the probe, and for a quick run, a glance.
+    pub fn window(self, probed: bool, quick: bool) -> Duration {
+        Duration::from_secs(match self {
+            _ if quick => 2,
+            Self::Default => 10,
+            _ if probed => 10,
+            _ => 120,
+        })
     }
 
     /// Whether the workload is to enrol itself.
@@ -68,10 +79,45 @@ impl Policy {
         Rule::named(name).and_then(Result::ok).expect("a name of the model's")
     }
 
-    /// Write its settings, `run` not among them. The advisor is off.
-    pub fn prepare(self, ksm: &Ksm, host: &Observation) -> Reading<()> {
-        let settings = self.rule().once(&short_of_memory(host))?;
-        for (setting, value) in settings.iter().filter(|(setting, _)| **setting != Setting::Run) {
+    /// Its rule at its beginning.
+    pub fn steps(self, host: &Observation) -> Reading<Steps> {
+        Steps::begin(self.rule(), short_of_memory(host))
+    }
+}
+
+/// A rule whose steps are taken as they come due, by the clock or in thought.
+#[derive(Clone, Debug)]
+pub struct Steps {
+    rule: Rule,
+    host: Observation,
+    state: State,
+    /// Of the beginning, until they were asked for.
+    settings: Settings,
+    /// When the next step is due, in seconds since the beginning. The first is taken at once.
+    next: f64,
+}
+
+impl Steps {
+    fn begin(rule: Rule, host: Observation) -> Reading<Self> {
+        let (state, settings) = rule.start(&host)?;
+        Ok(Self { rule, host, state, settings, next: 0.0 })
+    }
+
+    /// What the steps change that are due after so many seconds and were not taken yet.
+    pub fn until(&mut self, seconds: f64) -> Reading<Settings> {
+        let mut changed = std::mem::take(&mut self.settings);
+        while self.next <= seconds {
+            let (state, settings) = self.rule.step(self.state.clone(), &self.host)?;
+            self.state = state;
+            changed.extend(settings);
+            self.next += self.rule.interval().as_secs_f64();
+        }
+        Ok(changed)
+    }
+
+    /// Write what is due after so many seconds, `run` not among it. What is prepared is written with the advisor off.
+    pub fn write(&mut self, ksm: &Ksm, seconds: f64) -> Reading<()> {
+        for (setting, value) in self.until(seconds)?.iter().filter(|(setting, _)| **setting != Setting::Run) {
             ksm.set(setting.file(), value);
         }
         Ok(())
@@ -105,37 +151,28 @@ impl Beyond<'_> {
         let pace = Pace::of(self.watched)?;
         match self.policy.rule() {
             Rule::Advisor(rule) => self.advised(&rule, pace, pages),
-            rule => self.stepped(&rule, pace, pages),
+            rule => self.stepped(rule, pace, pages),
         }
     }
 
     /// Steps are due after intervals.
-    fn stepped(&self, rule: &Rule, pace: Pace, pages: f64) -> Option<f64> {
+    fn stepped(&self, rule: Rule, pace: Pace, pages: f64) -> Option<f64> {
         let last = self.watched.last()?;
-        let host = short_of_memory(self.host);
-        let (mut state, settings) = rule.start(&host).ok()?;
+        let mut steps = Steps::begin(rule, short_of_memory(self.host)).ok()?;
         let mut batch = last.pages_to_scan as f64;
-        let take = |settings: &Settings, batch: &mut f64| {
-            if let Some(pages) = settings.get(&Setting::PagesToScan).and_then(|pages| pages.parse().ok()) {
-                *batch = pages;
-            }
-        };
-        take(&settings, &mut batch);
-        let (mut next, mut at, mut left) = (0.0, last.seconds, (pages - last.scanned as f64).max(0.0));
+        let (mut at, mut left) = (last.seconds, (pages - last.scanned as f64).max(0.0));
         loop {
-            // The first step was taken when the window began.
-            while next <= at {
-                let settings;
-                (state, settings) = rule.step(state, &host).ok()?;
-                take(&settings, &mut batch);
-                next += rule.interval().as_secs_f64();
+            // Those of the window were taken in it: here they bring the rule to where it is.
+            let settings = steps.until(at).ok()?;
+            if let Some(pages) = settings.get(&Setting::PagesToScan).and_then(|pages| pages.parse().ok()) {
+                batch = pages;
             }
             let rate = pace.rate(batch);
-            if left <= rate * (next - at) {
+            if left <= rate * (steps.next - at) {
                 return Some(at + left / rate);
             }
-            left -= rate * (next - at);
-            at = next;
+            left -= rate * (steps.next - at);
+            at = steps.next;
         }
     }
 
@@ -204,7 +241,8 @@ pub struct Pagefold {
 }
 
 impl Pagefold {
-    /// One merge of these processes, within a bound on CPU in percent of one.
+    /// One merge of these processes, within a bound on CPU in percent of one. On one thread: `--cpu` bounds ksmd, and
+    /// a census on several would take more than one CPU. Standard output is the report.
     pub fn merge(&self, pids: &[u32], percent: u32) -> Command {
         let mut command = Command::new(&self.program);
         command.arg("merge");
@@ -212,8 +250,8 @@ impl Pagefold {
             command.args(["--pid", &pid.to_string()]);
         }
         // They belong to one user; machines would be domains of their own.
-        command.args(["--across-domains", "--cpu", &percent.to_string(), "--json"]);
-        command.stdin(Stdio::null()).stdout(Stdio::null());
+        command.args(["--across-domains", "--cpu", &percent.to_string(), "--threads", "1", "--json"]);
+        command.stdin(Stdio::null());
         command
     }
 
@@ -278,6 +316,57 @@ mod tests {
         assert!(is_near(seconds(Policy::Ksmtuned, 300, &[], 60_000.0), 60.0));
         // 300 pages took 0.15 s on a CPU and 0.15 s beside it; 600 take 0.45 s.
         assert!(is_near(seconds(Policy::Ksmtuned, 300, &[], 140_000.0), 120.0));
+    }
+
+    #[test]
+    fn steps_of_a_window_are_taken_by_the_clock_and_not_again() {
+        let batch = |settings: &Settings| settings.get(&Setting::PagesToScan).cloned();
+        let mut steps = Policy::Ksmtuned.steps(&host()).unwrap();
+        assert_eq!(batch(&steps.until(0.0).unwrap()).as_deref(), Some("300"));
+        assert_eq!(steps.until(59.9).unwrap(), Settings::new());
+        assert_eq!(batch(&steps.until(60.0).unwrap()).as_deref(), Some("600"));
+        assert_eq!(steps.until(60.0).unwrap(), Settings::new());
+        let mut still = Policy::Advisor20.steps(&host()).unwrap();
+        assert_eq!(still.until(0.0).unwrap().get(&Setting::AdvisorMode).map(String::as_str), Some("scan-time"));
+        assert_eq!(still.until(1000.0).unwrap(), Settings::new());
+    }
+
+    #[test]
+    fn what_is_beyond_a_window_with_a_step_begins_with_what_that_set() {
+        let sample = |seconds: f64, scanned: i64, ksmd: f64, pages_to_scan: u64| Sample {
+            scanned,
+            ksmd,
+            pages_to_scan,
+            seconds,
+            ..window(300)[0]
+        };
+        // 200 batches of 300 pages until 60 s, then 100 of 600 until 105: 0.15 s beside a CPU between two, 0.5 ms a page.
+        let watched = [sample(0.0, 0, 0.0, 300), sample(60.0, 60_000, 30.0, 300), sample(105.0, 120_000, 60.0, 600)];
+        let host = host();
+        let beyond = Beyond { policy: Policy::Ksmtuned, host: &host, watched: &watched, scans: &[] };
+        // In steps of 600 for 15 s, then of 900 every 0.6 s.
+        assert!(is_near(beyond.seconds_to_scan(140_000.0).unwrap(), 120.0));
+        assert!(is_near(beyond.seconds_to_scan(155_000.0).unwrap(), 130.0));
+    }
+
+    #[test]
+    fn only_the_default_is_left_to_extrapolation() {
+        let given = |policy: Policy| policy.window(false, false).as_secs();
+        assert_eq!(
+            [Policy::Default, Policy::Ksmtuned, Policy::Advisor200, Policy::Advisor20].map(given),
+            [10, 120, 120, 120]
+        );
+        assert_eq!(
+            (Policy::Ksmtuned.window(true, false).as_secs(), Policy::Ksmtuned.window(false, true).as_secs()),
+            (10, 2)
+        );
+    }
+
+    #[test]
+    fn the_census_keeps_to_one_thread() {
+        let command = Pagefold { program: PathBuf::from("pagefold") }.merge(&[7], 100);
+        let words: Vec<_> = command.get_args().filter_map(|word| word.to_str()).collect();
+        assert!(words.windows(2).any(|pair| pair == ["--threads", "1"]), "{words:?}");
     }
 
     #[test]

@@ -1,7 +1,9 @@
 //! What is read from outside, the same way for every policy.
 //!
 //! While merging goes on, only counters are read: `pages_sharing` and `ksm_zero_pages`, which cost nothing and are nearly
-//! right then, and CPU times. When it is over and ksmd stands still, the truth: proportional shares from the page tables
+//! right then, and CPU times. They do not see what a split huge page gives back (the kernel frees its pages of zeros,
+//! which count for nobody); where that matters, the processes' memory is read instead, which is a walk through their page
+//! tables and so done less often. When it is over and ksmd stands still, the truth: proportional shares from the page tables
 //! (`Pss_Anon` of smaps_rollup), metadata, huge pages and regions.
 //!
 //! Formats: Documentation/admin-guide/mm/ksm.rst, Documentation/filesystems/proc.rst and
@@ -17,7 +19,7 @@ const KSM: &str = "/sys/kernel/mm/ksm";
 pub struct Sample {
     /// Since the policy began.
     pub seconds: f64,
-    /// `pages_sharing` and `ksm_zero_pages` together, against before.
+    /// Pages saved: `pages_sharing` and `ksm_zero_pages` together, against before, or what [`resident`] fell by.
     pub saved: i64,
     /// CPU seconds of ksmd so far.
     pub ksmd: f64,
@@ -84,6 +86,24 @@ pub fn cpu_seconds(pid: u32) -> Result<f64> {
     Ok(ticks.iter().sum::<f64>() / rustix::param::clock_ticks_per_second() as f64)
 }
 
+/// What a file of a process in `/proc` says.
+fn read(pid: u32, name: &str) -> Result<String> {
+    let path = format!("/proc/{pid}/{name}");
+    fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))
+}
+
+/// Bytes of a line of `smaps_rollup`.
+fn rolled_up(rollup: &str, name: &str) -> Result<i64> {
+    let line = rollup.lines().find_map(|line| line.strip_prefix(name));
+    let amount = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<i64>().ok());
+    Ok(amount.with_context(|| format!("no {name} in smaps_rollup"))? << 10)
+}
+
+/// Anonymous memory of processes, each page divided by its mappings: [`Exact::resident`] alone, while they run. Bytes.
+pub fn resident(pids: &[u32]) -> Result<i64> {
+    pids.iter().map(|&pid| rolled_up(&read(pid, "smaps_rollup")?, "Pss_Anon:")).sum()
+}
+
 /// The truth about processes, with ksmd standing still. Sums over them.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Exact {
@@ -101,23 +121,14 @@ impl Exact {
     /// Read it.
     pub fn read(pids: &[u32]) -> Result<Self> {
         let mut sum = Self::default();
-        for pid in pids {
-            let file = |name: &str| {
-                let path = format!("/proc/{pid}/{name}");
-                fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))
-            };
-            let rollup = file("smaps_rollup")?;
-            let kib = |name: &str| -> Result<i64> {
-                let line = rollup.lines().find_map(|line| line.strip_prefix(name));
-                let amount = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<i64>().ok());
-                Ok(amount.with_context(|| format!("no {name} in smaps_rollup"))? << 10)
-            };
-            sum.resident += kib("Pss_Anon:")?;
-            sum.huge += kib("AnonHugePages:")?;
-            let stat = file("ksm_stat")?;
+        for &pid in pids {
+            let rollup = read(pid, "smaps_rollup")?;
+            sum.resident += rolled_up(&rollup, "Pss_Anon:")?;
+            sum.huge += rolled_up(&rollup, "AnonHugePages:")?;
+            let stat = read(pid, "ksm_stat")?;
             let items = stat.lines().find_map(|line| line.strip_prefix("ksm_rmap_items "));
             sum.rmap_items += items.and_then(|items| items.trim().parse::<i64>().ok()).context("no ksm_rmap_items")?;
-            sum.regions += file("maps")?.lines().count() as i64;
+            sum.regions += read(pid, "maps")?.lines().count() as i64;
         }
         Ok(sum)
     }
@@ -127,4 +138,27 @@ impl Exact {
 pub fn is_enrolled(pid: u32) -> Result<bool> {
     let stat = fs::read_to_string(format!("/proc/{pid}/ksm_stat"))?;
     Ok(stat.lines().any(|line| line.trim_end() == "ksm_merge_any: yes"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_of_the_rollup_is_found_by_its_whole_name() {
+        let rollup = "55d0-7ffd ---p 00000000 00:00 0 [rollup]\nPss:  900 kB\nPss_Anon:     612 kB\nPss_File: 288 kB\n";
+        assert_eq!(rolled_up(rollup, "Pss_Anon:").unwrap(), 612 << 10);
+        assert_eq!(rolled_up(rollup, "Pss:").unwrap(), 900 << 10);
+        assert!(rolled_up(rollup, "AnonHugePages:").unwrap_err().to_string().contains("AnonHugePages"));
+    }
+
+    #[test]
+    fn memory_that_a_process_writes_is_resident() {
+        let (own, size) = ([std::process::id()], 32 << 20);
+        let before = resident(&own).unwrap();
+        let written = vec![1_u8; size];
+        let grown = resident(&own).unwrap() - before;
+        // Other tests come and go meanwhile.
+        assert!(grown >= size as i64 / 2, "{grown} for {}", written.len());
+    }
 }

@@ -1,22 +1,27 @@
 //! One policy on one workload, from fresh processes to the truth about what came of it.
 
-use super::policies::{Pagefold, Policy, pause};
+use super::policies::{Pagefold, Policy, Steps, pause};
 use super::probe::Probe;
-use super::readings::{Counters, Exact, Sample, cpu_seconds, ksmd};
-use super::workloads::{Truth, Workload};
+use super::readings::{Counters, Exact, Sample, cpu_seconds, ksmd, resident};
+use super::reports::Report;
+use super::workloads::{Gauge, Truth, Workload};
 use anyhow::{Context, Result, anyhow, ensure};
 use pagefold_labs::ksm::Ksm;
 use pagefold_model::policy::Observation;
 use rustix::process::{Pid, WaitId, WaitIdOptions};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use std::process::Child;
+use std::io::{Read, Seek};
+use std::process::{Child, Command};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 /// Between two samples, while nobody wants the benchmark to end.
 const TICK: Duration = Duration::from_millis(25);
+
+/// The same where a look walks through page tables: 12 ms of a CPU for a fleet of 8 guests, so a twentieth of one.
+const SLOW_TICK: Duration = Duration::from_millis(250);
 
 /// Nothing is given longer.
 const LIMIT: Duration = Duration::from_secs(180);
@@ -29,8 +34,8 @@ const BOUNDED_BATCH: u64 = 2000;
 pub struct Conditions {
     /// How pagefold is called.
     pub pagefold: Pagefold,
-    /// What a slow policy is given.
-    pub window: Duration,
+    /// Whether it is to be over soon.
+    pub quick: bool,
     /// The bound on CPU, in percent of one, for pagefold and for whole-process merging.
     pub cpu: u32,
     /// What policies go by.
@@ -46,6 +51,12 @@ pub struct Trial {
     pub round: usize,
     /// Every look while it went on.
     pub samples: Vec<Sample>,
+    /// What it was given at most, if its policy is slow.
+    pub window: Duration,
+    /// Whether it came to its end; otherwise the window of a slow policy was over before.
+    pub complete: bool,
+    /// What pagefold said, of guided merging.
+    pub report: Option<Report>,
     /// Bytes saved, by the page tables.
     pub exact: i64,
     /// Bytes saved, by the counters at the same moment.
@@ -92,15 +103,28 @@ pub fn run(workload: &Workload, policy: Policy, round: usize, probed: bool, cond
     let checks = running.checks()?;
     let probe = probed.then(|| Probe::start(Duration::from_secs(2))).transpose()?;
     let before = Exact::read(&running.pids)?;
-    policy.prepare(&ksm, &conditions.host).map_err(|why| anyhow!("settings of {}: {why}", policy.name()))?;
-    let watch = Watch { ksm: &ksm, ksmd, before: Counters::read(ksmd)?, begin: Instant::now() };
+    let mut steps = policy.steps(&conditions.host).map_err(|why| anyhow!("settings of {}: {why}", policy.name()))?;
+    write_due(&mut steps, &ksm, 0.0)?;
+    let memory = match workload.gauge() {
+        Gauge::Counters => None,
+        Gauge::Memory => Some((running.pids.as_slice(), before.resident)),
+    };
+    let watch = Watch { ksm: &ksm, ksmd, memory, before: Counters::read(ksmd)?, begin: Instant::now() };
+    let progress = Progress::new(running.truth);
+    let window = policy.window(probed, conditions.quick);
+    let (mut complete, mut report) = (true, None);
     let samples = match policy {
         Policy::Guided => {
-            let command = &mut conditions.pagefold.merge(&running.pids, conditions.cpu);
-            watch.pagefold(command.spawn().with_context(|| format!("cannot start {command:?}"))?)?
+            let (samples, said) = watch.pagefold(&mut conditions.pagefold.merge(&running.pids, conditions.cpu))?;
+            report = Some(said);
+            samples
         }
-        Policy::Whole => watch.whole(running.truth, f64::from(conditions.cpu) / 100.0)?,
-        _ => watch.window(conditions.window)?,
+        Policy::Whole => watch.whole(progress, f64::from(conditions.cpu) / 100.0)?,
+        _ => {
+            let samples;
+            (samples, complete) = watch.window(window, progress, &mut steps)?;
+            samples
+        }
     };
     let end = Instant::now();
     let slow_down = probe.as_ref().map(|probe| probe.slow_down(watch.begin, end)).transpose()?;
@@ -120,6 +144,9 @@ pub fn run(workload: &Workload, policy: Policy, round: usize, probed: bool, cond
         policy,
         round,
         samples,
+        window,
+        complete,
+        report,
         exact: before.resident - after.resident,
         counted: counted * page,
         truth: running.truth,
@@ -173,19 +200,57 @@ pub fn forget(ksm: &Ksm, ksmd: u32) -> Result<()> {
     Ok(())
 }
 
+fn write_due(steps: &mut Steps, ksm: &Ksm, seconds: f64) -> Result<()> {
+    steps.write(ksm, seconds).map_err(|why| anyhow!("a step of a policy: {why}"))
+}
+
+/// Whether merging that goes on by itself has come to its end.
+struct Progress {
+    truth: Option<Truth>,
+    /// Pages saved when last there was progress.
+    most: i64,
+    /// Full scans then.
+    scans: i64,
+}
+
+impl Progress {
+    fn new(truth: Option<Truth>) -> Self {
+        Self { truth, most: 0, scans: 0 }
+    }
+
+    /// What can be saved is, or nothing has come in three full scans.
+    fn is_over(&mut self, sample: &Sample) -> bool {
+        if self.truth.is_some_and(|truth| sample.saved as f64 >= 0.998 * truth.redundant as f64) {
+            return true;
+        }
+        // Less than a hundredth more is not progress: a guest that runs always has something.
+        if sample.saved as f64 > self.most as f64 * 1.01 {
+            (self.most, self.scans) = (sample.saved, sample.full_scans);
+        }
+        sample.full_scans >= (self.scans + 3).max(4)
+    }
+}
+
 struct Watch<'a> {
     ksm: &'a Ksm,
     ksmd: u32,
+    /// The processes and what they took before, where their memory tells what is saved.
+    memory: Option<(&'a [u32], i64)>,
     before: Counters,
     begin: Instant,
 }
 
 impl Watch<'_> {
     fn look(&self, pagefold: f64) -> Result<(Sample, Counters)> {
+        // This may wait for ksmd: what it finds was saved at the moment that is noted after it, or before.
+        let fallen = match self.memory {
+            None => None,
+            Some((pids, before)) => Some((before - resident(pids)?) / pagefold_sys::mapping::page_size() as i64),
+        };
         let now = Counters::read(self.ksmd)?;
         let sample = Sample {
             seconds: self.begin.elapsed().as_secs_f64(),
-            saved: now.saved - self.before.saved,
+            saved: fallen.unwrap_or(now.saved - self.before.saved),
             ksmd: now.ksmd - self.before.ksmd,
             pagefold,
             scanned: now.scanned - self.before.scanned,
@@ -195,42 +260,42 @@ impl Watch<'_> {
         Ok((sample, now))
     }
 
-    /// A slow policy for as long as it is given.
-    fn window(&self, window: Duration) -> Result<Vec<Sample>> {
-        self.ksm.set("run", 1);
-        let mut samples = Vec::new();
-        while self.begin.elapsed() < window {
-            samples.push(self.look(0.0)?.0);
-            pause_for(TICK)?;
-        }
-        samples.push(self.look(0.0)?.0);
-        Ok(samples)
+    fn tick(&self) -> Duration {
+        if self.memory.is_some() { SLOW_TICK } else { TICK }
     }
 
-    /// Everything enrolled, until what can be saved is, or nothing has come in three full scans.
-    fn whole(&self, truth: Option<Truth>, share: f64) -> Result<Vec<Sample>> {
+    /// A slow policy until its end, or for as long as it is given. Whether it came to its end.
+    fn window(&self, window: Duration, mut progress: Progress, steps: &mut Steps) -> Result<(Vec<Sample>, bool)> {
+        self.ksm.set("run", 1);
+        let mut samples = Vec::new();
+        loop {
+            write_due(steps, self.ksm, self.begin.elapsed().as_secs_f64())?;
+            let (sample, _) = self.look(0.0)?;
+            samples.push(sample);
+            let is_over = progress.is_over(&sample);
+            if is_over || self.begin.elapsed() >= window {
+                return Ok((samples, is_over));
+            }
+            pause_for(self.tick())?;
+        }
+    }
+
+    /// Everything enrolled, until its end.
+    fn whole(&self, mut progress: Progress, share: f64) -> Result<Vec<Sample>> {
         if share < 1.0 {
             self.ksm.set("pages_to_scan", BOUNDED_BATCH);
         }
         self.ksm.set("run", 1);
         let mut samples = Vec::new();
-        let (mut most, mut scans) = (0, self.before.full_scans);
         let mut paced = self.before;
         loop {
-            pause_for(TICK)?;
+            pause_for(self.tick())?;
             let (sample, now) = self.look(0.0)?;
             samples.push(sample);
-            if truth.is_some_and(|truth| sample.saved as f64 >= 0.998 * truth.redundant as f64) {
+            if progress.is_over(&sample) {
                 return Ok(samples);
-            }
-            // Less than a hundredth more is not progress: a guest that runs always has something.
-            if sample.saved as f64 > most as f64 * 1.01 {
-                (most, scans) = (sample.saved, now.full_scans);
             }
             ensure!(self.begin.elapsed() < LIMIT, "ksmd did not come to an end within {LIMIT:?}");
-            if now.full_scans >= scans + 3 && now.full_scans >= self.before.full_scans + 4 {
-                return Ok(samples);
-            }
             if share < 1.0 && now.scanned - paced.scanned >= 5 * BOUNDED_BATCH as i64 {
                 let batches = (now.scanned - paced.scanned) as f64 / BOUNDED_BATCH as f64;
                 self.ksm.set("sleep_millisecs", pause((now.ksmd - paced.ksmd) / batches, share));
@@ -239,8 +304,12 @@ impl Watch<'_> {
         }
     }
 
-    /// pagefold, until it has ended.
-    fn pagefold(&self, mut child: Child) -> Result<Vec<Sample>> {
+    /// pagefold, until it has ended, and what it said.
+    fn pagefold(&self, command: &mut Command) -> Result<(Vec<Sample>, Report)> {
+        // A file takes everything; a pipe that nobody reads meanwhile does not.
+        let mut said = tempfile::tempfile().context("no file for what pagefold says")?;
+        command.stdout(said.try_clone()?);
+        let mut child: Child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
         let mut samples = Vec::new();
         let pid = child.id();
         while !has_ended(pid)? {
@@ -248,7 +317,7 @@ impl Watch<'_> {
             let in_time = if self.begin.elapsed() > LIMIT {
                 Err(anyhow!("pagefold merge did not end within {LIMIT:?}"))
             } else {
-                pause_for(TICK)
+                pause_for(self.tick())
             };
             if in_time.is_err() {
                 // It puts back what it changed when it is asked to end.
@@ -261,8 +330,12 @@ impl Watch<'_> {
         samples.push(self.look(cpu_seconds(pid)?)?.0);
         let status = child.wait()?;
         // 1: the result is not what it predicted; 3: something was not seen. Both are results, and are measured.
-        ensure!(matches!(status.code(), Some(0 | 1 | 3)), "pagefold merge failed: {status}");
-        Ok(samples)
+        let exit = status.code().filter(|code| matches!(code, 0 | 1 | 3));
+        let exit = exit.with_context(|| format!("pagefold merge failed: {status}"))?;
+        let mut text = String::new();
+        said.rewind()?;
+        said.read_to_string(&mut text)?;
+        Ok((samples, Report::parse(exit, &text)?))
     }
 }
 
@@ -271,4 +344,37 @@ pub fn has_ended(pid: u32) -> Result<bool> {
     let pid = Pid::from_raw(pid.cast_signed()).context("no process")?;
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
     Ok(rustix::process::waitid(WaitId::Pid(pid), options)?.is_some())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn over(progress: &mut Progress, looks: &[(i64, i64)]) -> Vec<bool> {
+        let sample = |&(full_scans, saved): &(i64, i64)| Sample {
+            seconds: 0.0,
+            saved,
+            ksmd: 0.0,
+            pagefold: 0.0,
+            scanned: 0,
+            full_scans,
+            pages_to_scan: 100,
+        };
+        looks.iter().map(|look| progress.is_over(&sample(look))).collect()
+    }
+
+    #[test]
+    fn it_is_over_when_nearly_all_that_is_known_is_saved() {
+        let mut progress = Progress::new(Some(Truth { redundant: 1000, merged: 1500 }));
+        assert_eq!(over(&mut progress, &[(0, 500), (2, 997), (2, 998)]), [false, false, true]);
+    }
+
+    #[test]
+    fn it_is_over_three_full_scans_after_the_last_progress_and_not_before_the_fourth() {
+        let mut progress = Progress::new(None);
+        assert_eq!(over(&mut progress, &[(1, 0), (3, 0), (4, 0)]), [false, false, true]);
+        let mut progress = Progress::new(None);
+        // The second of these is a hundredth more and no progress.
+        assert_eq!(over(&mut progress, &[(5, 1000), (6, 1010), (7, 1010), (8, 1010)]), [false, false, false, true]);
+    }
 }

@@ -20,8 +20,17 @@ pub struct Workload {
     pub kind: Kind,
     /// Whether every policy is measured, or only those the bars compare.
     pub all_policies: bool,
-    /// Whether there is a further round of all policies with the probe beside.
+    /// Whether there are further rounds with the probe beside.
     pub probed: bool,
+}
+
+/// Where a look while merging goes on finds what is saved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gauge {
+    /// In KSM's counters, at no cost.
+    Counters,
+    /// In the memory of the processes, by their page tables: it costs, and is looked at less often.
+    Memory,
 }
 
 /// What a workload consists of.
@@ -118,6 +127,14 @@ impl Workload {
             all_policies: true,
             probed: false,
         }]
+    }
+
+    /// Where savings are looked up. Guests have huge pages with zeros in them, which are saved by a split alone.
+    pub fn gauge(&self) -> Gauge {
+        match self.kind {
+            Kind::Fleet { .. } => Gauge::Memory,
+            Kind::Mixture { .. } | Kind::Databases { .. } => Gauge::Counters,
+        }
     }
 
     /// Start it, and wait until it holds what it shall.
