@@ -315,7 +315,9 @@ fn bad_input_is_one_clear_line_and_changes_nothing() {
     recorded.args(["--host", &format!("recording:{recording}")]);
     refused(&recorded.output().unwrap(), "only the live host");
     let Some(ksm) = ksm() else { return };
-    refused(&command(state.path(), &[u32::MAX / 4], &[]).output().unwrap(), "there is no process");
+    let nobody = command(state.path(), &[u32::MAX / 4], &[]).output().unwrap();
+    refused(&nobody, "there is no process");
+    refused(&nobody, "run pagefold there");
     // A namespace in which /sys is read-only.
     let script = r#"mount -o remount,bind,ro /sys && exec "$0" merge --state "$1" --pid $$"#;
     let state_text = state.path().to_str().unwrap();
