@@ -354,6 +354,9 @@ fn what_does_not_fit_into_a_cgroup_is_refused_and_nobody_is_killed() -> Outcome 
     assert_eq!((status, error.as_str()), (Some(1), ""), "{text}");
     assert!(text.starts_with("Refused on this host: ") && text.contains("binds"), "{text}");
     assert!(text.contains("`--staged` would withdraw 1 of 2 parts now"), "{text}");
+    let all_at_once = "is reached by its control socket and goes all at once: `--staged --inject` withdraws";
+    let flat = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(flat(&text).contains(all_at_once), "{text}");
     let (status, refused) = report(&chosen)?;
     assert_eq!(
         (status, &refused["outcome"], &refused["guard"]["verdict"]),
@@ -372,6 +375,8 @@ fn what_does_not_fit_into_a_cgroup_is_refused_and_nobody_is_killed() -> Outcome 
     let states: Vec<&str> = (0..2).filter_map(|n| staged["processes"][n]["state"].as_str()).collect();
     assert_eq!(states, ["withdrawn", "untouched"], "{staged}");
     assert_eq!(staged["stopped"]["verdict"], "short");
+    let (_, text, _) = unmerge(&[&chosen[..], &["--staged"]].concat())?;
+    assert!(flat(&text).contains(all_at_once), "{text}");
     assert_eq!(cgroup.killed().unwrap_or(0), 0);
     assert_eq!(sums()?, before);
     Ok(())
