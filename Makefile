@@ -31,7 +31,7 @@ test: setup ## Run every test; as root the live ones too (real KSM, other proces
 .PHONY: soak
 soak: setup ## Enrol and withdraw busy programs thousands of times, a database under load among them (as root; minutes)
 	labs/soak.sh
-	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) -p pagefold --all-features --test merge killed_at_any_step
+	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) -p pagefold --all-features --test killed
 
 .PHONY: bench
 bench: ## Measure what the documentation claims (minutes; wants a quiet machine)

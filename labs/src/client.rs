@@ -2,7 +2,7 @@
 
 use std::io::{self, BufRead, BufReader};
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 
 use serde::de::DeserializeOwned;
 
@@ -78,6 +78,15 @@ impl<Line> Lab<Line> {
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Have it end, and tell how it did.
+    ///
+    /// # Errors
+    /// Those of waiting for it.
+    pub fn end(mut self) -> io::Result<ExitStatus> {
+        drop(self.child.stdin.take());
+        self.child.wait()
     }
 
     /// What it printed before it was ready: its regions or guests, in the order in which they were asked for.

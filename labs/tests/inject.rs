@@ -13,6 +13,8 @@ use pagefold_labs::client::Lab;
 use pagefold_labs::ksm::Ksm;
 use std::fs;
 use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
@@ -66,12 +68,12 @@ impl Victim {
     }
 
     fn of(program: &Path, state: &str) -> Self {
-        let mut child = Command::new(program)
-            .arg(state)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("the target starts");
+        Self::by(Command::new(program), state)
+    }
+
+    fn by(mut program: Command, state: &str) -> Self {
+        let mut child =
+            program.arg(state).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("the target starts");
         let mut output = child.stdout.take().expect("piped");
         let mut ready = [0; 6];
         output.read_exact(&mut ready).expect("the target is ready");
@@ -163,12 +165,13 @@ fn eventually(what: &str, holds: impl Fn() -> bool) {
 }
 
 /// In these the main thread sleeps.
-const WAITING: &[&str] = &["sleep", "futex", "pipe", "epoll", "epoll_again", "epoll_beside", "ppoll"];
+const WAITING: &[&str] = &["sleep", "futex", "without_vdso", "pipe", "epoll", "epoll_again", "epoll_beside", "ppoll"];
 
 const STATES: &[&str] = &[
     "spin",
     "recurse",
     "futex",
+    "without_vdso",
     "pipe",
     "epoll",
     "epoll_beside",
@@ -177,6 +180,7 @@ const STATES: &[&str] = &[
     "coroutine",
     "vfork",
     "filtered",
+    "filtered_throughout",
     "forbidden",
     "array",
     "signals",
@@ -538,6 +542,43 @@ fn strict_seccomp_is_refused() {
     assert!(victim.child.wait().expect("its end").success());
 }
 
+/// Who has no privilege: `nobody`.
+const NOBODY: u32 = 65534;
+
+#[test]
+fn without_privilege_a_filtered_program_is_refused_and_goes_on() {
+    if !possible() {
+        return;
+    }
+    if fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").is_ok_and(|scope| scope.trim() != "0") {
+        return println!("skipped: needs kernel.yama.ptrace_scope to be 0: users trace nobody but their children here");
+    }
+    // Where a user may run them.
+    let folder = tempfile::tempdir().expect("a folder");
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).expect("a mode");
+    let program = program("dynamic").expect("a compiler");
+    // By another process: what this one has open for writing, a test beside may hand on to a child, and it is not run.
+    let copied = Command::new("cp").args([program.as_path(), Path::new(LAB), folder.path()]).status().expect("cp");
+    assert!(copied.success());
+    let own = |file: &Path| {
+        let mut command = Command::new(folder.path().join(file.file_name().expect("a file")));
+        command.uid(NOBODY).gid(NOBODY).current_dir("/");
+        command
+    };
+    // Where one thread has no filter, that one is taken.
+    for (state, refusal) in [("filtered_throughout", Some("only CAP_SYS_ADMIN may suspend")), ("filtered", None)] {
+        let victim = Victim::by(own(&program), state);
+        let mut advise = own(Path::new(LAB));
+        let output = advise.args(["advise", &victim.pid().to_string(), "mergeable"]).output().expect("the lab runs");
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(if refusal.is_some() { 2 } else { 0 }), "{state}: {said}");
+        assert!(said.contains(refusal.unwrap_or_default()), "{state}: {said}");
+        assert_eq!(enrolled(victim.pid()) == 0, refusal.is_some(), "{state}");
+        assert_eq!(victim.status("TracerPid"), "0");
+        victim.finish();
+    }
+}
+
 #[test]
 fn kernel_threads_are_refused_and_processes_without_a_leader_live_on() {
     if !possible() {
@@ -573,7 +614,7 @@ fn a_32_bit_program_is_refused() {
     elf.extend(code);
     let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("pause32-{}", std::process::id()));
     fs::write(&file, elf).expect("a file");
-    fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("a mode");
+    fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).expect("a mode");
     let Ok(child) = Command::new(&file).spawn() else {
         println!("skipped: this kernel runs no 32-bit programs");
         return;

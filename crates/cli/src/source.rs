@@ -49,7 +49,12 @@ pub fn seen(any: bool, selection: &Selection, unseen: &[Unseen], global: &Global
     };
     let name = first.comm.as_deref().unwrap_or("?");
     match first.why {
-        Absent::Vanished => bail!("there is no process {}", first.pid),
+        Absent::Vanished if global.host == "live" => bail!(
+            "there is no process {}: `pagefold census` lists who there is. Numbers of another pid namespace (a \
+             container's) mean nothing here: give those of this one, or run pagefold there",
+            first.pid
+        ),
+        Absent::Vanished => bail!("there is no process {}: it is not in the recording", first.pid),
         Absent::Denied => bail!("process {} ({name}): permission denied. {}", first.pid, remedy(global)),
         _ => bail!("process {} ({name}): {}", first.pid, first.why),
     }

@@ -24,7 +24,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("cli", &["watch", "report", "drive", "census", "linux", "sim", "engine", "host", "model"]),
     ("watch", &["host", "model"]),
     ("report", &["host", "model"]),
-    ("drive", &["census", "host", "model"]),
+    ("drive", &["census", "host", "model", "sys"]),
     ("census", &["host", "model", "sys"]),
     ("sim", &["host", "model"]),
     ("linux", &["host", "model", "sys"]),

@@ -301,87 +301,6 @@ fn guests_are_narrowed_and_told_by_their_control_socket() {
     unchanged(&ksm);
 }
 
-/// A lab that answers each line with a checksum of its memory.
-#[cfg(feature = "fault-points")]
-struct Checked {
-    child: Child,
-    answers: std::io::BufReader<std::process::ChildStdout>,
-}
-
-#[cfg(feature = "fault-points")]
-impl Checked {
-    fn start(salt: &str) -> Self {
-        use std::io::BufRead;
-        let mut child = Command::new(pagefold_labs::client::binary().unwrap())
-            .args(["mixture", "--mib", "4", "--duplicate", "50%", "--salt", salt])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut answers = std::io::BufReader::new(child.stdout.take().unwrap());
-        let mut line = String::new();
-        while !line.starts_with("READY") {
-            line.clear();
-            assert!(answers.read_line(&mut line).unwrap() > 0, "the lab ended");
-        }
-        Self { child, answers }
-    }
-
-    fn checksum(&mut self) -> String {
-        use std::io::{BufRead, Write};
-        writeln!(self.child.stdin.as_mut().unwrap()).unwrap();
-        let mut line = String::new();
-        self.answers.read_line(&mut line).unwrap();
-        line
-    }
-}
-
-#[cfg(feature = "fault-points")]
-impl Drop for Checked {
-    fn drop(&mut self) {
-        drop(self.child.stdin.take());
-        let _ = self.child.wait();
-    }
-}
-
-/// `PAGEFOLD_SOAK=1` takes every point; otherwise every fourth, beginning with another one each day.
-#[cfg(feature = "fault-points")]
-#[test]
-fn killed_at_any_step_it_harms_nobody_and_is_put_back() {
-    let Some(ksm) = ksm() else { return };
-    let run = |labs: &[Checked], state: &Path, fault: &str| {
-        let pids: Vec<u32> = labs.iter().map(|lab| lab.child.id()).collect();
-        let arguments = ["--settle", "0", "--watch", "0", "--cpu", "100", "--min-profit", "0"];
-        command(state, &pids, &arguments).env("PAGEFOLD_FAULT_POINT", fault).output().unwrap()
-    };
-    let state = tempfile::tempdir().unwrap();
-    let said = run(&[Checked::start("a"), Checked::start("b")], state.path(), "count");
-    let said = String::from_utf8_lossy(&said.stderr).into_owned();
-    let points: usize = said.lines().find_map(|line| line.strip_prefix("fault points: ")).unwrap().parse().unwrap();
-    assert!(points > 30, "{said}");
-    let step = if std::env::var_os("PAGEFOLD_SOAK").is_some() { 1 } else { 4 };
-    let first = std::time::UNIX_EPOCH.elapsed().unwrap().as_secs() as usize / 86_400 % step;
-    let mut killed = 0;
-    for point in (1 + first..=points).step_by(step) {
-        let state = tempfile::tempdir().unwrap();
-        let mut labs = [Checked::start("a"), Checked::start("b")];
-        let before = labs.each_mut().map(Checked::checksum);
-        let output = run(&labs, state.path(), &point.to_string());
-        // How far ksmd is when it is looked at decides how often its pace is written: the last points may not be reached.
-        killed += usize::from(output.status.code().is_none());
-        for lab in &labs {
-            let status = fs::read_to_string(format!("/proc/{}/status", lab.child.id())).unwrap();
-            assert!(status.contains("TracerPid:\t0\n") && !status.contains("State:\tT"), "point {point}: {status}");
-        }
-        assert_eq!(labs.each_mut().map(Checked::checksum), before, "point {point}");
-        let recover =
-            Command::new(env!("CARGO_BIN_EXE_pagefold")).arg("recover").arg("--state").arg(state.path()).output();
-        assert_eq!(recover.unwrap().status.code(), Some(0), "point {point}");
-        unchanged(&ksm);
-    }
-    assert!(killed * step + 4 * step >= points, "killed at {killed} of {points} points, every {step}th tried");
-}
-
 #[test]
 fn bad_input_is_one_clear_line_and_changes_nothing() {
     let refused = |output: &Output, said: &str| {
@@ -396,7 +315,9 @@ fn bad_input_is_one_clear_line_and_changes_nothing() {
     recorded.args(["--host", &format!("recording:{recording}")]);
     refused(&recorded.output().unwrap(), "only the live host");
     let Some(ksm) = ksm() else { return };
-    refused(&command(state.path(), &[u32::MAX / 4], &[]).output().unwrap(), "there is no process");
+    let nobody = command(state.path(), &[u32::MAX / 4], &[]).output().unwrap();
+    refused(&nobody, "there is no process");
+    refused(&nobody, "run pagefold there");
     // A namespace in which /sys is read-only.
     let script = r#"mount -o remount,bind,ro /sys && exec "$0" merge --state "$1" --pid $$"#;
     let state_text = state.path().to_str().unwrap();

@@ -252,6 +252,38 @@ fn a_guest_is_withdrawn_by_its_socket_and_the_copies_are_those_predicted() -> Ou
     Ok(())
 }
 
+#[cfg(feature = "fault-points")]
+#[test]
+fn killed_at_a_guest_s_socket_it_leaves_the_guest_running_and_the_next_ends_it() -> Outcome {
+    if let Some(why) = missing() {
+        return skipped(&why);
+    }
+    let _ksm = match Ksm::take() {
+        Ok(ksm) => ksm,
+        Err(why) => return skipped(&why),
+    };
+    let alone = ["fleet", "--guests", "1", "--memory", "112", "--same", "8", "--own", "8", "--names", "killed"];
+    let fleet: Lab<Guest> = Lab::start(None, &alone)?;
+    let [guest] = &fleet.lines[..] else { return Err("one guest".into()) };
+    let is_marked = || -> Result<bool, Box<dyn Error>> { Ok(regions(guest.pid, 112 * MIB)?.iter().any(|r| r.2)) };
+    for (point, name, marked) in [("1", "before switching a backend", true), ("2", "after switching a backend", false)]
+    {
+        let state = tempfile::tempdir()?;
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+        command.args(["unmerge", "--vm", "killed-0", "--state"]).arg(state.path()).env("PAGEFOLD_FAULT_POINT", point);
+        let output = command.output()?;
+        let said = String::from_utf8(output.stderr)?;
+        assert_eq!(output.status.code(), None, "{said}");
+        assert_eq!(said.trim(), format!("fault point {point}: {name}"));
+        assert_eq!(qmp(guest, "query-status")?["return"]["status"], "running");
+        assert_eq!(is_marked()?, marked, "{name}");
+    }
+    let (status, done) = report(&["--vm", "killed-0"])?;
+    assert_eq!((status, &done["processes"][0]["state"]), (Some(0), &"withdrawn".into()), "{done}");
+    assert!(regions(guest.pid, 0)?.iter().all(|region| !region.2));
+    Ok(())
+}
+
 #[test]
 fn a_socket_that_is_held_or_a_stranger_s_is_left_alone() -> Outcome {
     if let Some(why) = missing() {
@@ -322,6 +354,9 @@ fn what_does_not_fit_into_a_cgroup_is_refused_and_nobody_is_killed() -> Outcome 
     assert_eq!((status, error.as_str()), (Some(1), ""), "{text}");
     assert!(text.starts_with("Refused on this host: ") && text.contains("binds"), "{text}");
     assert!(text.contains("`--staged` would withdraw 1 of 2 parts now"), "{text}");
+    let all_at_once = "is reached by its control socket and goes all at once: `--staged --inject` withdraws";
+    let flat = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(flat(&text).contains(all_at_once), "{text}");
     let (status, refused) = report(&chosen)?;
     assert_eq!(
         (status, &refused["outcome"], &refused["guard"]["verdict"]),
@@ -340,6 +375,8 @@ fn what_does_not_fit_into_a_cgroup_is_refused_and_nobody_is_killed() -> Outcome 
     let states: Vec<&str> = (0..2).filter_map(|n| staged["processes"][n]["state"].as_str()).collect();
     assert_eq!(states, ["withdrawn", "untouched"], "{staged}");
     assert_eq!(staged["stopped"]["verdict"], "short");
+    let (_, text, _) = unmerge(&[&chosen[..], &["--staged"]].concat())?;
+    assert!(flat(&text).contains(all_at_once), "{text}");
     assert_eq!(cgroup.killed().unwrap_or(0), 0);
     assert_eq!(sums()?, before);
     Ok(())

@@ -7,6 +7,7 @@
 use pagefold_host::act::{Action, Advice};
 use pagefold_model::ksm::Setting;
 use pagefold_model::{AddressRange, Pid, ProcessId};
+use pagefold_sys::fault;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, fstat, openat, renameat, unlinkat};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -102,13 +103,20 @@ impl Directory {
     fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         let temporary = format!("{name}.new");
         let mut file = self.file(&temporary, OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC)?;
+        fault::point("before writing a journal");
         file.write_all(bytes)?;
         file.sync_data()?;
-        Ok(renameat(&self.handle, &temporary, &self.handle, name)?)
+        fault::point("between writing a journal and renaming it");
+        renameat(&self.handle, &temporary, &self.handle, name)?;
+        fault::point("after renaming a journal");
+        Ok(())
     }
 
     fn remove(&self, name: &str) -> io::Result<()> {
-        Ok(unlinkat(&self.handle, name, AtFlags::empty())?)
+        fault::point("before removing a journal");
+        unlinkat(&self.handle, name, AtFlags::empty())?;
+        fault::point("after removing a journal");
+        Ok(())
     }
 }
 

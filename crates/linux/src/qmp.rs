@@ -16,6 +16,7 @@ use pagefold_host::act::Refusal;
 use pagefold_host::{Process, parse};
 use pagefold_model::identity::{Monitor as Kind, Vm};
 use pagefold_model::{Bytes, ProcessId};
+use pagefold_sys::fault;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use serde_json::{Value, json};
 use std::io::{self, Read, Write};
@@ -130,7 +131,9 @@ pub fn guests_backends(socket: &Path, process: ProcessId) -> Result<Vec<Backend>
 pub fn set_merge(socket: &Path, process: ProcessId, backend: &str, on: bool) -> Result<(), Error> {
     let mut monitor = Monitor::connect(socket, process, PATIENCE)?;
     monitor.patience = SWITCHING;
+    fault::point("before switching a backend");
     monitor.execute("qom-set", &json!({"path": backend, "property": "merge", "value": on}))?;
+    fault::point("after switching a backend");
     let now = monitor.property(backend, "merge")?;
     if now == on {
         return Ok(());

@@ -20,6 +20,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/auxv.h>
 #include <sys/epoll.h>
 #include <sys/prctl.h>
 #include <sys/mman.h>
@@ -176,6 +177,23 @@ static void wait_on_futex(void)
 	ready();
 	while (!atomic_load(&word))
 		check(syscall(SYS_futex, &word, FUTEX_WAIT, 0, NULL, 0, 0) == 0 || errno == EAGAIN, "futex");
+}
+
+/* Sandboxes do that. From here on nothing may ask for the time through the C library. */
+static void without_vdso(void)
+{
+	uintptr_t vdso = getauxval(AT_SYSINFO_EHDR), start, end;
+	char line[512];
+	FILE *maps = fopen("/proc/self/maps", "r");
+	check(vdso && maps, "the vDSO");
+	while (fgets(line, sizeof line, maps))
+		if (sscanf(line, "%lx-%lx", &start, &end) == 2 && start == vdso)
+			check(munmap((void *)start, end - start) == 0, "munmap");
+	rewind(maps);
+	while (fgets(line, sizeof line, maps))
+		check(!strstr(line, "[vdso]"), "the vDSO is mapped still");
+	fclose(maps);
+	wait_on_futex();
 }
 
 static void read_pipe(void)
@@ -392,8 +410,9 @@ static void vforking(void)
 	check(waitpid(child, NULL, 0) == child, "waitpid");
 }
 
-/* A filter that kills for madvise, process_madvise and prctl. */
+/* A filter that kills for madvise, process_madvise and prctl, on the main thread alone. */
 static uint32_t verdict = SECCOMP_RET_KILL_PROCESS;
+static unsigned long on_all;
 static void filtered(void)
 {
 	struct sock_filter code[] = {
@@ -406,8 +425,15 @@ static void filtered(void)
 	};
 	struct sock_fprog program = {.len = 6, .filter = code};
 	check(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0, "no_new_privs");
-	check(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0, "the filter");
+	check(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, on_all, &program) == 0, "the filter");
 	wait_on_futex();
+}
+
+/* The same on all threads. */
+static void filtered_throughout(void)
+{
+	on_all = SECCOMP_FILTER_FLAG_TSYNC;
+	filtered();
 }
 
 /* A filter that answers one call with an error, in a thread that tries again and again. */
@@ -570,6 +596,9 @@ static void *judge(void *argument)
 	(void)argument;
 	sigwait(&set, &signal);
 	on_finish(signal);
+	/* A thread that ends gives its stack back, by madvise. */
+	while (on_all)
+		pause();
 	return NULL;
 }
 
@@ -577,11 +606,11 @@ static const struct {
 	const char *name;
 	void (*enter)(void);
 } states[] = {
-	{"spin", spin}, {"recurse", recurse}, {"sleep", sleep_fully}, {"futex", wait_on_futex}, {"pipe", read_pipe},
+	{"spin", spin}, {"recurse", recurse}, {"sleep", sleep_fully}, {"futex", wait_on_futex}, {"without_vdso", without_vdso}, {"pipe", read_pipe},
 	{"epoll", wait_epoll}, {"epoll_again", wait_epoll_again},
 	{"epoll_beside", wait_epoll_beside},
 	{"ticks", ticks}, {"array", array}, {"regions", regions}, {"ppoll", wait_ppoll}, {"threads", many_threads}, {"coroutine", coroutine}, {"coroutine_alone", coroutine_alone},
-	{"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered}, {"sandboxed", sandboxed}, {"strict", strict},
+	{"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered}, {"filtered_throughout", filtered_throughout}, {"sandboxed", sandboxed}, {"strict", strict},
 	{"forbidden", forbidden}, {"filtered_by_another", filtered_by_another},
 	{"signals", signals}, {"storm", storm}, {"execs", execs},
 };

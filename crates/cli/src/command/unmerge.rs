@@ -42,6 +42,9 @@ Exit status: 0 nothing is merged any more, 1 it does not fit and nothing was cha
 #[command(after_help = EXAMPLES)]
 pub struct Options {
     /// Go part by part, least first, as long as each fits; stop where one does not
+    ///
+    /// A virtual machine that is reached by its control socket goes all at once: it is one part. With --inject it is
+    /// withdrawn from within, and range by range.
     #[arg(long)]
     staged: bool,
     /// Wait so long for memory, such as 30s or 5m

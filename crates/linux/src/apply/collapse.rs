@@ -10,7 +10,7 @@ use crate::process::LiveProcess;
 use pagefold_host::act::{Effect, Refusal};
 use pagefold_host::{Process, observe};
 use pagefold_model::AddressRange;
-use pagefold_sys::advise;
+use pagefold_sys::{advise, fault};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use std::io;
@@ -28,7 +28,10 @@ pub fn collapse(host: &LiveHost, process: &LiveProcess<'_>, ranges: &[AddressRan
     let call = |range: AddressRange| advise::collapse(&pidfd, range.start, range.bytes().0);
     let mut missed = Vec::new();
     for &range in ranges {
-        let Err(error) = call(range) else { continue };
+        fault::point("before collapsing a range");
+        let answer = call(range);
+        fault::point("after collapsing a range");
+        let Err(error) = answer else { continue };
         if let Some(refusal) = refused(&error) {
             return Err(refusal);
         }

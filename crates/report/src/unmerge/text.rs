@@ -169,12 +169,23 @@ fn taken_lines(taken: &TakenReport, page_size: u64, style: Style) -> String {
 
 fn notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
     let mut notes = Vec::new();
-    if report.outcome == "refused" || (report.outcome == "planned" && report.guard.verdict != "fits") {
+    let refused = report.outcome == "refused" || (report.outcome == "planned" && report.guard.verdict != "fits");
+    if refused {
         let parts = report.parts;
         notes.push(format!(
             "`--staged` would withdraw {} of {} parts now; `--wait TIME` waits for memory; `--force` goes on all the same.",
             number(parts.fit),
             number(parts.all)
+        ));
+    }
+    let whole = |process: &&UnmergedProcess| process.way == "qmp" && matches!(process.state, "planned" | "untouched");
+    if (refused || report.stopped.is_some())
+        && let Some(guest) = report.processes.iter().find(whole)
+    {
+        notes.push(format!(
+            "{} is reached by its control socket and goes all at once: `--staged --inject` withdraws virtual \
+             machines from within, range by range.",
+            guest.who.label()
         ));
     }
     if report.forced && report.guard.verdict != "fits" {

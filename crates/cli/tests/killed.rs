@@ -1,0 +1,269 @@
+//! The program killed with -9 at any step of each kind of change that it makes to a host: whoever it was at goes on as
+//! if nothing had been, and `recover` brings back the rest.
+//!
+//! `PAGEFOLD_SOAK=1` takes every fault point; otherwise some of each kind of change, other ones each day. Needs root and
+//! KSM, and the feature `fault-points`.
+
+#![cfg(feature = "fault-points")]
+
+use pagefold_labs::client::Lab;
+use pagefold_labs::ksm::Ksm;
+use pagefold_labs::lines::Region;
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::hash::{DefaultHasher, Hasher};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::{Command, Output};
+use std::thread::sleep;
+use std::time::{Duration, Instant, UNIX_EPOCH};
+
+/// How often each kind of change is killed in the short form, at most.
+const KILLS: usize = 8;
+
+/// The labs' pages.
+const PAGE: u64 = 4096;
+
+/// A kind of change.
+struct Change {
+    /// Arguments of `pagefold-lab`, for each process.
+    labs: &'static [&'static str],
+    /// Whether ksmd has merged all of them before.
+    merged: bool,
+    /// What is killed.
+    command: &'static str,
+    /// What its report says where it is not: that it did what is to be killed.
+    did: fn(&Value) -> bool,
+    /// Whether what the labs enrolled themselves is to be enrolled afterwards.
+    enrolled: bool,
+}
+
+/// Two processes that hold the same in part.
+const MIXTURES: &[&str] = &["mixture --mib 4 --duplicate 50% --salt a", "mixture --mib 4 --duplicate 50% --salt b"];
+
+/// The settings that are there before: not the ones that Pagefold writes.
+const SETTINGS: [(&str, i64); 4] = [("run", 0), ("pages_to_scan", 123), ("sleep_millisecs", 77), ("use_zero_pages", 0)];
+
+fn settings(ksm: &Ksm) -> [(&'static str, i64); 4] {
+    SETTINGS.map(|(name, _)| (name, ksm.counter(name)))
+}
+
+fn pagefold(state: &Path, command: &str, labs: &[Lab<Region>], fault: Option<&str>) -> Output {
+    let mut pagefold = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+    pagefold.args(command.split(' ')).arg("--json").arg("--state").arg(state);
+    pagefold.args(labs.iter().map(|lab| format!("--pid={}", lab.pid())));
+    pagefold.envs(fault.map(|fault| ("PAGEFOLD_FAULT_POINT", fault)));
+    pagefold.output().expect("the binary runs")
+}
+
+fn json(output: &Output) -> Value {
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"))
+}
+
+/// What the lab's regions hold.
+fn checksum(lab: &Lab<Region>) -> u64 {
+    let memory = File::open(format!("/proc/{}/mem", lab.pid())).unwrap();
+    let mut hasher = DefaultHasher::new();
+    for region in lab.lines() {
+        let mut bytes = vec![0; (region.end() - region.start) as usize];
+        memory.read_exact_at(&mut bytes, region.start).unwrap();
+        hasher.write(&bytes);
+    }
+    hasher.finish()
+}
+
+/// The addresses of the lab's enrolled pages.
+fn enrolled(lab: &Lab<Region>) -> BTreeSet<u64> {
+    let mut pages = BTreeSet::new();
+    let mut region = 0..0;
+    let address = |text| u64::from_str_radix(text, 16).ok();
+    for line in fs::read_to_string(format!("/proc/{}/smaps", lab.pid())).unwrap().lines() {
+        let bounds = line.split(' ').next().and_then(|word| word.split_once('-'));
+        if let Some((Some(start), Some(end))) = bounds.map(|(start, end)| (address(start), address(end))) {
+            region = start..end;
+        } else if line.strip_prefix("VmFlags:").is_some_and(|flags| flags.split(' ').any(|flag| flag == "mg")) {
+            pages.extend(region.clone().step_by(PAGE as usize));
+        }
+    }
+    pages
+}
+
+/// Whether all of the lab's regions are merged.
+fn is_merged(lab: &Lab<Region>) -> bool {
+    let rollup = fs::read_to_string(format!("/proc/{}/smaps_rollup", lab.pid())).unwrap();
+    let kib = rollup.lines().find_map(|line| line.strip_prefix("KSM:")?.trim().strip_suffix(" kB"));
+    let kib: u64 = kib.expect("a kernel from 6.6 on").parse().unwrap();
+    kib * 1024 >= lab.lines().iter().map(|region| region.end() - region.start).sum()
+}
+
+impl Change {
+    fn start(&self, ksm: &Ksm) -> Vec<Lab<Region>> {
+        let start = |arguments: &&str| {
+            let words: Vec<&str> = arguments.split(' ').collect();
+            Lab::start(words[0], &words[1..]).unwrap()
+        };
+        let labs: Vec<Lab<Region>> = self.labs.iter().map(start).collect();
+        if self.merged {
+            for (name, value) in [("pages_to_scan", 20_000), ("sleep_millisecs", 1), ("run", 1)] {
+                ksm.set(name, value);
+            }
+            // Not until ksmd settles: who else is enrolled may keep it busy.
+            let began = Instant::now();
+            while !labs.iter().all(is_merged) {
+                assert!(began.elapsed() < Duration::from_secs(60), "ksmd did not merge the labs within a minute");
+                sleep(Duration::from_millis(5));
+            }
+        }
+        for (name, value) in SETTINGS {
+            ksm.set(name, value);
+        }
+        labs
+    }
+
+    /// How many points it reaches when nobody kills it.
+    fn points(&self, ksm: &Ksm) -> usize {
+        let state = tempfile::tempdir().unwrap();
+        let output = pagefold(state.path(), self.command, &self.start(ksm), Some("count"));
+        assert!((self.did)(&json(&output)), "{output:?}");
+        let said = String::from_utf8_lossy(&output.stderr);
+        let count = said.lines().find_map(|line| line.strip_prefix("fault points: "));
+        count.expect("it counts").parse().expect("a number")
+    }
+
+    /// Kill it at a point. Whether it got there: how far ksmd is when it is looked at decides how often its pace is
+    /// written, so that the last points may not be reached.
+    fn kill(&self, ksm: &Ksm, point: usize) -> bool {
+        let state = tempfile::tempdir().unwrap();
+        let labs = self.start(ksm);
+        let before: Vec<_> = labs.iter().map(|lab| (checksum(lab), enrolled(lab))).collect();
+        let output = pagefold(state.path(), self.command, &labs, Some(&point.to_string()));
+        let place = String::from_utf8_lossy(&output.stderr).into_owned();
+        let killed = output.status.code().is_none();
+        assert_eq!(killed, place.contains(&format!("fault point {point}: ")), "{output:?}");
+        for lab in &labs {
+            let status = fs::read_to_string(format!("/proc/{}/status", lab.pid())).unwrap();
+            assert!(status.contains("TracerPid:\t0\n") && !status.contains("State:\tT"), "{place}: {status}");
+        }
+        let recovered = pagefold(state.path(), "recover", &[], None);
+        assert_eq!(recovered.status.code(), Some(0), "{place}: {recovered:?}");
+        assert_eq!(settings(ksm), SETTINGS, "{place}");
+        for (lab, (checksum, enrolled)) in labs.iter().zip(&before) {
+            assert_eq!(self::checksum(lab), *checksum, "{place}");
+            assert!(!self.enrolled || enrolled.is_subset(&self::enrolled(lab)), "{place}");
+        }
+        if !self.enrolled {
+            // What is to last is not taken back. It can be done once more, to its end.
+            let again = pagefold(state.path(), self.command, &labs, None);
+            assert_eq!(again.status.code(), Some(0), "{place}: {again:?}");
+            assert!(labs.iter().all(|lab| self::enrolled(lab).is_empty()), "{place}");
+            assert!(labs.iter().zip(&before).all(|(lab, (before, _))| checksum(lab) == *before), "{place}");
+        }
+        for lab in labs {
+            let status = lab.end().unwrap();
+            assert!(status.success(), "{place}: {status}");
+        }
+        killed
+    }
+
+    fn killed_at_any_step(&self) {
+        let ksm = match Ksm::take() {
+            Ok(ksm) => ksm,
+            Err(why) => return println!("skipped: {why}"),
+        };
+        let began = Instant::now();
+        let points = self.points(&ksm);
+        let step = if std::env::var_os("PAGEFOLD_SOAK").is_some() { 1 } else { points.div_ceil(KILLS).max(4) };
+        let first = UNIX_EPOCH.elapsed().unwrap().as_secs() as usize / 86_400 % step;
+        let tried: Vec<usize> = (1 + first..=points).step_by(step).collect();
+        let killed = tried.iter().filter(|&&point| self.kill(&ksm, point)).count();
+        println!("killed at {killed} of {points} points, {} tried, in {:.1?}", tried.len(), began.elapsed());
+        // A run that ksmd was quicker for, or that tried fewer threads, lacks the last points.
+        assert!(killed * 2 >= tried.len(), "killed at {killed}, {} tried", tried.len());
+    }
+}
+
+#[test]
+fn a_merge() {
+    Change {
+        labs: MIXTURES,
+        merged: false,
+        command: "merge --settle 0 --cpu 100 --min-profit 0 --watch 0",
+        did: |report| report["outcome"]["saved"].as_u64() > Some(0),
+        enrolled: true,
+    }
+    .killed_at_any_step();
+}
+
+#[test]
+fn a_merge_that_narrows_what_programs_enrolled_themselves() {
+    Change {
+        labs: &["layout --mergeable unique=600 shared-content=n:600"; 2],
+        merged: false,
+        command: "merge --settle 0 --cpu 100 --min-profit 0 --watch 0",
+        did: |report| {
+            let targets = report["plan"]["targets"].as_array().expect("targets");
+            targets.len() == 2 && targets.iter().all(|target| target["narrowed_bytes"].as_u64() >= Some(600 * PAGE))
+        },
+        enrolled: true,
+    }
+    .killed_at_any_step();
+}
+
+#[test]
+fn a_merge_that_withdraws_what_does_not_last() {
+    Change {
+        // It writes all the time, so that it is seen to run however soon ksmd is done.
+        labs: &["layout zero=4000 hot-zero=4000 --interval 1"],
+        merged: false,
+        command: "merge --settle 0 --cpu 100 --min-profit 0 --watch 1s",
+        did: |report| report["outcome"]["watched"]["withdrawn_pages"].as_u64() >= Some(4000),
+        enrolled: true,
+    }
+    .killed_at_any_step();
+}
+
+#[test]
+fn a_merge_of_whole_processes() {
+    Change {
+        labs: MIXTURES,
+        merged: false,
+        command: "merge --settle 0 --cpu 100 --min-profit 0 --watch 0 --whole",
+        did: |report| report["outcome"]["saved"].as_u64() > Some(0),
+        enrolled: true,
+    }
+    .killed_at_any_step();
+}
+
+#[test]
+fn an_unmerge() {
+    Change {
+        labs: &["layout --mergeable shared-content=u:400", "layout --merge-any shared-content=u:400"],
+        merged: true,
+        command: "unmerge",
+        did: |report| report["outcome"] == "done" && report["processes"].as_array().map(Vec::len) == Some(2),
+        enrolled: false,
+    }
+    .killed_at_any_step();
+}
+
+#[test]
+fn an_unmerge_that_puts_huge_pages_together() {
+    let mode = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    if !mode.contains("[always]") && !mode.contains("[madvise]") {
+        return println!("skipped: huge pages are not allowed on this host");
+    }
+    Change {
+        // Equal in both, so that huge pages are split to merge them.
+        labs: &["layout --mergeable --salt twin huge=2048"; 2],
+        merged: true,
+        command: "unmerge --collapse",
+        did: |report| {
+            let processes = report["processes"].as_array().expect("processes");
+            let bytes = |process: &Value, when| process["huge"][when].as_u64();
+            processes.iter().all(|process| bytes(process, "collapsed") > bytes(process, "unmerged"))
+        },
+        enrolled: false,
+    }
+    .killed_at_any_step();
+}
