@@ -165,7 +165,8 @@ fn eventually(what: &str, holds: impl Fn() -> bool) {
 }
 
 /// In these the main thread sleeps.
-const WAITING: &[&str] = &["sleep", "futex", "without_vdso", "pipe", "epoll", "epoll_again", "epoll_beside", "ppoll"];
+const WAITING: &[&str] =
+    &["sleep", "futex", "without_vdso", "pipe", "receive", "epoll", "epoll_again", "epoll_beside", "ppoll"];
 
 const STATES: &[&str] = &[
     "spin",
@@ -173,6 +174,7 @@ const STATES: &[&str] = &[
     "futex",
     "without_vdso",
     "pipe",
+    "receive",
     "epoll",
     "epoll_beside",
     "ppoll",

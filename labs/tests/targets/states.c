@@ -22,6 +22,7 @@
 #include <string.h>
 #include <sys/auxv.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 #include <sys/prctl.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -201,6 +202,17 @@ static void read_pipe(void)
 	char byte;
 	ready();
 	check(read(channel[0], &byte, 1) == 1, "read");
+}
+
+/* A socket with a timeout: the kernel ends this wait with EINTR when the thread is stopped. */
+static void receive(void)
+{
+	char byte;
+	struct timeval longest = {.tv_sec = 60};
+	check(socketpair(AF_UNIX, SOCK_STREAM, 0, channel) == 0, "socketpair");
+	check(setsockopt(channel[0], SOL_SOCKET, SO_RCVTIMEO, &longest, sizeof longest) == 0, "SO_RCVTIMEO");
+	ready();
+	check(recv(channel[0], &byte, 1, 0) == 1, "recv");
 }
 
 static void *also(void *argument)
@@ -606,7 +618,7 @@ static const struct {
 	const char *name;
 	void (*enter)(void);
 } states[] = {
-	{"spin", spin}, {"recurse", recurse}, {"sleep", sleep_fully}, {"futex", wait_on_futex}, {"without_vdso", without_vdso}, {"pipe", read_pipe},
+	{"spin", spin}, {"recurse", recurse}, {"sleep", sleep_fully}, {"futex", wait_on_futex}, {"without_vdso", without_vdso}, {"pipe", read_pipe}, {"receive", receive},
 	{"epoll", wait_epoll}, {"epoll_again", wait_epoll_again},
 	{"epoll_beside", wait_epoll_beside},
 	{"ticks", ticks}, {"array", array}, {"regions", regions}, {"ppoll", wait_ppoll}, {"threads", many_threads}, {"coroutine", coroutine}, {"coroutine_alone", coroutine_alone},
