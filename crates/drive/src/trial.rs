@@ -150,6 +150,9 @@ impl<'h> Trial<'h> {
     }
 }
 
+/// How often a process that is busy is tried once more: a thread that gets no processor for a moment does not stop.
+const MORE: usize = 2;
+
 /// Act on a process. What it refuses is noted.
 pub fn act(
     session: &mut Session<'_>,
@@ -160,7 +163,14 @@ pub fn act(
     missed: &mut Vec<Missed>,
 ) -> Result<(), session::Error> {
     let note = |range, why| Missed { pid: process.pid, comm: comm.to_owned(), range, why };
-    match session.apply(action, stays) {
+    let mut outcome = session.apply(action, stays);
+    for _ in 0..MORE {
+        if !matches!(outcome, Err(session::Error::Refused(Refusal::Busy(_)))) {
+            break;
+        }
+        outcome = session.apply(action, stays);
+    }
+    match outcome {
         Ok(effect) => missed.extend(effect.missed.into_iter().map(|(range, why)| note(Some(range), why))),
         Err(session::Error::Refused(why)) => missed.push(note(None, why.to_string())),
         Err(session::Error::Unknown(why)) => missed.push(note(None, Refusal::from(why).to_string())),
