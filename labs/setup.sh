@@ -1,7 +1,7 @@
 #!/bin/sh
 # Prepares what `pagefold-lab fleet` boots: QEMU, and in .cache/fleet a kernel (Debian's cloud kernel, unpacked and never
-# installed) and an initramfs (busybox and guest/init); and what tests start: a C compiler, OpenMPI and the shell of
-# SQLite. Does only what is still to be done, so it may run each time.
+# installed) and an initramfs (busybox and guest/init); and what tests start: a C compiler, OpenMPI, the shell of SQLite
+# and PostgreSQL, of which no server is set up. Does only what is still to be done, so it may run each time.
 # Needs Debian on amd64 after `apt-get update`, and root only where packages are missing.
 set -eu
 
@@ -18,6 +18,8 @@ command -v gcc > /dev/null || missing="$missing gcc libc6-dev"
 command -v mpirun > /dev/null || missing="$missing openmpi-bin"
 command -v mpicc > /dev/null || missing="$missing libopenmpi-dev"
 command -v sqlite3 > /dev/null || missing="$missing sqlite3"
+set -- /usr/lib/postgresql/*/bin/pg_amcheck
+[ -e "$1" ] || missing="$missing postgresql"
 if [ -n "$missing" ] && [ "$(id -u)" -ne 0 ]; then
     say "tests that need these will say that they are skipped:$missing"
     missing=
@@ -27,8 +29,22 @@ install() {
     say "installing $*"
     DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@" >&2
 }
+# Debian's package makes a database cluster and starts it, unless this says otherwise meanwhile.
+clusters=/etc/postgresql-common/createcluster.conf
+case $missing in *postgresql*)
+    install postgresql-common
+    cp -p "$clusters" "$clusters.pagefold"
+    trap 'mv "$clusters.pagefold" "$clusters"' EXIT
+    trap 'exit 1' HUP INT TERM
+    sed -i 's/^#*create_main_cluster .*/create_main_cluster = false/' "$clusters"
+    ;;
+esac
 # Unquoted: one word for each package.
 install $missing
+if [ -e "$clusters.pagefold" ]; then
+    mv "$clusters.pagefold" "$clusters"
+    trap - EXIT
+fi
 
 if [ "$(dpkg --print-architecture)" != amd64 ]; then
     say "the guests are amd64 and this machine is not: what boots them will say that it is skipped"

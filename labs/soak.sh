@@ -1,10 +1,10 @@
 #!/bin/bash
 # Enrols and withdraws running programs thousands of times while they work and ksmd merges at full speed, and lets each
 # check itself: a busy multi-threaded one of ours, one written in Go (whose threads run on small stacks of their own),
-# and PostgreSQL under load, by its own consistency checks. As root.
+# and PostgreSQL under load, by its own consistency checks. As root; labs/setup.sh installs what it needs.
 #
-# CYCLES=N sets how many cycles the first goes through (10000); the one in Go goes through a tenth of them, the database
-# through three tenths. KSM is nobody else's meanwhile, and its settings come back.
+# CYCLES=N sets how many cycles the first and the database go through (10000); the one in Go goes through a tenth of them.
+# KSM is nobody else's meanwhile, and its settings come back.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -17,17 +17,22 @@ cargo build --release --package pagefold-labs
 lab=$PWD/target/release/pagefold-lab
 work=$(mktemp -d /tmp/pagefold-soak.XXXXXX)
 chmod 755 "$work"
-bin=
 # In an order in which the kernel takes them: pages_to_scan only while no advisor is on.
 names="advisor_mode pages_to_scan sleep_millisecs use_zero_pages run"
 declare -A before
 finish() {
-    [ -z "$bin" ] || setpriv --reuid=postgres --regid=postgres --clear-groups "$bin/pg_ctl" -D "$work/data" -m immediate stop > /dev/null 2>&1 || true
+    release
+    rm -rf "$work"
+}
+
+# release: put KSM's settings back, and let others have it.
+release() {
     local name
     for name in $names; do
         [ -z "${before[$name]:-}" ] || put "$name" "${before[$name]}" || echo "soak: $name was ${before[$name]}" >&2
     done
-    rm -rf "$work"
+    before=()
+    exec 8>&-
 }
 
 # The value of a setting, which of several words is the one in brackets.
@@ -108,39 +113,8 @@ else
     echo "soak: skipped: a program in Go, there is no go"
 fi
 
-.ci/debian postgresql postgresql-contrib
-bin=$(find /usr/lib/postgresql -name initdb -printf '%h\n' | sort -V | tail -1)
-as() { setpriv --reuid=postgres --regid=postgres --clear-groups env -C "$work" "$@"; }
-install -d -o postgres -g postgres "$work/data" "$work/run"
-as "$bin/initdb" --data-checksums --auth=trust "$work/data" > /dev/null
-as "$bin/pg_ctl" -D "$work/data" -w -l "$work/run/log" \
-    -o "-k $work/run -c listen_addresses= -c shared_buffers=32MB" start > /dev/null 8>&-
-sql() { as "$bin/psql" -h "$work/run" -X -q -t -A -d postgres -c "$1"; }
-as "$bin/pgbench" -h "$work/run" -i -s 3 -q postgres 2> /dev/null
-wanted=$((cycles * 3 / 10))
-echo "soak: $wanted cycles on PostgreSQL under load"
-visits=0
-while [ "$visits" -lt "$wanted" ]; do
-    as "$bin/pgbench" -h "$work/run" -c 4 -j 2 -T 20 postgres > "$work/pgbench" 2>&1 &
-    load=$!
-    while [ "$visits" -lt "$wanted" ] && kill -0 "$load" 2> /dev/null; do
-        # Each backend in turn; one that ends meanwhile is refused, which is no error here.
-        for pid in $(pgrep -P "$(head -1 "$work/data/postmaster.pid")"); do
-            if "$lab" advise "$pid" mergeable --cycles 10 --pause 8 > /dev/null 2>&1; then visits=$((visits + 10)); fi
-        done
-    done
-    wait "$load" || { cat "$work/pgbench"; exit 1; }
-    grep -E "^(tps|number of (transactions actually|failed))" "$work/pgbench"
-done
-echo "soak: $visits cycles on its processes"
-copies
-# The sums of pgbench's own bookkeeping, each index against its table, and every page's checksum.
-balanced="select (select sum(abalance) from pgbench_accounts) = (select sum(delta) from pgbench_history)
-    and (select sum(tbalance) from pgbench_tellers) = (select sum(bbalance) from pgbench_branches)
-    and (select sum(tbalance) from pgbench_tellers) = (select sum(delta) from pgbench_history)"
-[ "$(sql "$balanced")" = t ] || { echo "soak: the sums differ"; exit 1; }
-as "$bin/pg_amcheck" -h "$work/run" --install-missing --heapallindexed postgres
-as "$bin/pg_ctl" -D "$work/data" -m fast -w stop > /dev/null
-as "$bin/pg_checksums" --check -D "$work/data" | grep "Bad checksums: *0"
-if grep -E "PANIC|FATAL|terminated by signal" "$work/run/log"; then exit 1; fi
+# It takes KSM itself.
+release
+echo "soak: $cycles cycles on PostgreSQL under load"
+PAGEFOLD_SOAK_CYCLES=$cycles cargo test --release --package pagefold-labs --test database a_server -- --nocapture
 echo "soak: all right"

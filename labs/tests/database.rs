@@ -1,14 +1,21 @@
-//! A database at work while its memory is enrolled, merged by ksmd, and withdrawn again and again: its own checks, and
-//! sums that its transactions keep, find nothing amiss. `labs/soak.sh` does the same for longer, to a larger one.
+//! Databases at work while their memory is enrolled, merged by ksmd, and withdrawn again and again: their own checks, and
+//! sums that their transactions keep, find nothing amiss. One is a library in a shell, the other a server of several
+//! processes under load, some of which end meanwhile.
 //!
-//! Needs root, KSM and the shell of SQLite.
+//! `PAGEFOLD_SOAK_CYCLES=N` has the server go through N cycles, as `labs/soak.sh` does. Needs root, KSM, and the shell of
+//! SQLite or PostgreSQL.
 
 #![forbid(unsafe_code)]
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use pagefold_labs::ksm::Ksm;
-use std::fs;
+use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::process::{Command, Stdio};
+use std::os::unix::fs::chown;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -47,21 +54,24 @@ fn advise(pid: u32, what: &str) {
     assert!(output.status.success() && !said.contains("missed"), "{what}: {output:?}");
 }
 
-#[test]
-fn a_database_that_is_enrolled_and_withdrawn_at_work_stays_whole() {
-    if Command::new("sqlite3").arg("--version").output().is_err() {
-        return println!("skipped: needs sqlite3 (`sudo make setup`)");
-    }
-    let ksm = match Ksm::take() {
-        Ok(ksm) => ksm,
-        Err(why) => return println!("skipped: {why}"),
-    };
+/// KSM, with ksmd merging without a pause; `None` says why the test is skipped.
+fn merging_hard() -> Option<Ksm> {
+    let ksm = Ksm::take().inspect_err(|why| println!("skipped: {why}")).ok()?;
     if fs::metadata("/sys/kernel/mm/ksm/advisor_mode").is_ok() {
         ksm.set("advisor_mode", "none");
     }
     for (name, value) in [("use_zero_pages", 0), ("pages_to_scan", 20_000), ("sleep_millisecs", 0), ("run", 1)] {
         ksm.set(name, value);
     }
+    Some(ksm)
+}
+
+#[test]
+fn a_database_that_is_enrolled_and_withdrawn_at_work_stays_whole() {
+    if Command::new("sqlite3").arg("--version").output().is_err() {
+        return println!("skipped: needs sqlite3 (`sudo make setup`)");
+    }
+    let Some(_ksm) = merging_hard() else { return };
     let folder = tempfile::tempdir().unwrap();
     let mut database = Command::new("sqlite3")
         .arg("-bail")
@@ -121,4 +131,171 @@ fn a_database_that_is_enrolled_and_withdrawn_at_work_stays_whole() {
     assert!(database.wait().unwrap().success(), "{said}");
     assert!(moves > u64::from(CYCLES), "it was at work: {moves}");
     assert_eq!(said, format!("ok\n64000|{}|64\n0\n", 2 * moves));
+}
+
+/// Who runs the server, which refuses root: `nobody`.
+const NOBODY: u32 = 65534;
+
+/// Cycles of one visit to a process of the server, and of the short form in all.
+const AT_ONCE: u64 = 5;
+const SHORT: u64 = 50;
+
+/// A PostgreSQL server with a database of its own. Dropped while it runs, it is ended at once.
+struct Postgres {
+    programs: PathBuf,
+    folder: tempfile::TempDir,
+    server: Child,
+}
+
+impl Postgres {
+    /// The newest version's programs that Debian has installed.
+    fn programs() -> Option<PathBuf> {
+        let versions = fs::read_dir("/usr/lib/postgresql").ok()?.flatten().map(|version| version.path().join("bin"));
+        let number = |path: &PathBuf| path.parent()?.file_name()?.to_str()?.parse::<u32>().ok();
+        versions.filter(|path| path.join("pg_amcheck").exists()).max_by_key(number)
+    }
+
+    fn start(programs: PathBuf) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        chown(folder.path(), Some(NOBODY), Some(NOBODY)).expect("root may");
+        let command = |program| Self::command(&programs, &folder, program);
+        said(command("initdb").args(["--data-checksums", "--auth=trust", "--no-sync", "--username=postgres"]));
+        let log = File::create(folder.path().join("log")).expect("a file");
+        let socket = format!("unix_socket_directories={}", folder.path().display());
+        let server = command("postgres")
+            .args(["-c", &socket, "-c", "listen_addresses=", "-c", "shared_buffers=32MB"])
+            .stderr(log)
+            .spawn()
+            .expect("it starts");
+        let postgres = Self { programs, folder, server };
+        let started = Instant::now();
+        while !postgres.log().contains("ready to accept connections") {
+            assert!(started.elapsed() < Duration::from_secs(60), "{}", postgres.log());
+            thread::sleep(Duration::from_millis(10));
+        }
+        postgres
+    }
+
+    fn command(programs: &std::path::Path, folder: &tempfile::TempDir, program: &str) -> Command {
+        let mut command = Command::new(programs.join(program));
+        command.uid(NOBODY).gid(NOBODY).current_dir(folder.path()).stdin(Stdio::null());
+        command.env("PGDATA", folder.path().join("data")).env("PGHOST", folder.path());
+        command.env("PGUSER", "postgres").env("PGDATABASE", "postgres");
+        command
+    }
+
+    fn program(&self, program: &str) -> Command {
+        Self::command(&self.programs, &self.folder, program)
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.folder.path().join("log")).expect("its log")
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.server.id().cast_signed()), signal).expect("it is waited for later");
+    }
+
+    /// Its processes but the first.
+    fn backends(&self) -> Vec<u32> {
+        let pid = self.server.id();
+        let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).expect("it runs");
+        children.split_whitespace().map(|pid| pid.parse().expect("a number")).collect()
+    }
+}
+
+impl Drop for Postgres {
+    fn drop(&mut self) {
+        if let Ok(None) = self.server.try_wait() {
+            self.signal(Signal::SIGQUIT);
+            let _ = self.server.wait();
+        }
+    }
+}
+
+/// What a program says that has to succeed.
+fn said(command: &mut Command) -> String {
+    let output = command.output().expect("it starts");
+    assert!(output.status.success(), "{command:?}: {output:?}");
+    String::from_utf8(output.stdout).expect("text")
+}
+
+/// Merged pages that got copies of their own, for a write or a withdrawal, since boot.
+fn copies() -> u64 {
+    let vmstat = fs::read_to_string("/proc/vmstat").expect("vmstat");
+    let copies = vmstat.lines().find_map(|line| line.strip_prefix("cow_ksm "));
+    copies.expect("a kernel from 5.19 on").parse().expect("a number")
+}
+
+/// Enrol and withdraw a process of the server some times; not all of them if it ends meanwhile.
+fn visit(pid: u32) -> bool {
+    let start = || fs::read_to_string(format!("/proc/{pid}/stat")).ok()?.rsplit(' ').nth(30).map(str::to_owned);
+    let before = start();
+    let output = Command::new(LAB)
+        .args(["advise", &pid.to_string(), "mergeable", "--cycles", &AT_ONCE.to_string(), "--pause", "8"])
+        .output()
+        .expect("the lab runs");
+    if output.status.success() {
+        return true;
+    }
+    let ended = start().is_none_or(|start| Some(start) != before);
+    assert!(ended, "process {pid}: {}", String::from_utf8_lossy(&output.stderr));
+    false
+}
+
+#[test]
+fn a_server_under_load_whose_processes_are_enrolled_and_withdrawn_stays_whole() {
+    let Some(programs) = Postgres::programs() else {
+        return println!("skipped: needs PostgreSQL, from 14 on (`sudo make setup`)");
+    };
+    let Some(_ksm) = merging_hard() else { return };
+    let wanted = std::env::var("PAGEFOLD_SOAK_CYCLES").map_or(SHORT, |text| text.parse().expect("a number"));
+    let mut postgres = Postgres::start(programs);
+    said(postgres.program("pgbench").args(["--initialize", "--scale=3", "--quiet"]));
+    let copies_before = copies();
+    let (mut cycles, mut ended, mut transactions) = (0, 0, 0);
+    while cycles < wanted {
+        // Without its vacuum, which empties the history that the balances are held against.
+        let mut load = postgres.program("pgbench");
+        let mut load = load
+            .args(["--no-vacuum", "-c", "4", "-j", "2", "-T", "3"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("pgbench starts");
+        while cycles < wanted && load.try_wait().expect("its status").is_none() {
+            for pid in postgres.backends() {
+                if cycles >= wanted {
+                    break;
+                }
+                if visit(pid) {
+                    cycles += AT_ONCE;
+                } else {
+                    ended += 1;
+                }
+            }
+        }
+        let output = load.wait_with_output().expect("its output");
+        assert!(output.status.success(), "{output:?}\n{}", postgres.log());
+        let text = String::from_utf8_lossy(&output.stdout);
+        let done = text.lines().find_map(|line| line.strip_prefix("number of transactions actually processed: "));
+        transactions += done.expect("a count").parse::<u64>().expect("a number");
+    }
+    let copied = copies() - copies_before;
+    println!("{cycles} cycles, {transactions} transactions, {ended} processes that ended meanwhile, {copied} copies");
+    assert!(transactions > 0 && copied > 0, "nothing was at work, or nothing merged");
+
+    // The sums of pgbench's own bookkeeping, each index against its table, and every page's checksum.
+    let balanced = "select (select sum(abalance) from pgbench_accounts) = (select sum(delta) from pgbench_history) \
+                    and (select sum(tbalance) from pgbench_tellers) = (select sum(bbalance) from pgbench_branches) \
+                    and (select sum(tbalance) from pgbench_tellers) = (select sum(delta) from pgbench_history)";
+    assert_eq!(said(postgres.program("psql").args(["-X", "-q", "-t", "-A", "-c", balanced])), "t\n");
+    said(postgres.program("pg_amcheck").args(["--install-missing", "--heapallindexed", "postgres"]));
+    postgres.signal(Signal::SIGINT);
+    let status = postgres.server.wait().expect("its end");
+    let log = postgres.log();
+    let bad = ["PANIC", "FATAL", "terminated by signal"];
+    assert!(status.success() && !bad.iter().any(|bad| log.contains(bad)), "{status}: {log}");
+    let checked = said(postgres.program("pg_checksums").arg("--check"));
+    assert!(checked.lines().any(|line| line.split_whitespace().eq(["Bad", "checksums:", "0"])), "{checked}");
 }

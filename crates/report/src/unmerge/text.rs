@@ -252,6 +252,7 @@ fn notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
 mod tests {
     use super::*;
     use crate::unmerge::PartsReport;
+    use crate::wire::{VmName, Who};
     use pagefold_model::guard::{Limit, Need, Place, Room, Rule, judge};
     use pagefold_model::{PageSize, Pages};
 
@@ -291,6 +292,52 @@ mod tests {
         assert!(text.contains("`--staged` would withdraw 1 of 3 parts now"), "{text}");
         let text = render(&report("refused", 8 << 20, false), 10, "", Style::default());
         assert!(text.contains("the rest would be swapped out"), "{text}");
+    }
+
+    #[test]
+    fn a_guest_that_goes_all_at_once_is_told_with_the_way_in_parts() {
+        let guest = |state| UnmergedProcess {
+            who: Who {
+                pid: 7,
+                start_time: 9,
+                comm: "qemu".to_owned(),
+                uid: None,
+                domain: None,
+                cgroup: None,
+                vm: Some(VmName { monitor: "qemu", name: Some("web1".to_owned()), memory: None }),
+                container: None,
+                job: None,
+                rank: None,
+            },
+            way: "qmp",
+            merged_pages: 4096,
+            zero_pages: 0,
+            returned_pages: 0,
+            estimated: None,
+            parts: 1,
+            parts_withdrawn: 0,
+            state,
+            merged_pages_after: None,
+            zero_pages_after: None,
+            beside_pages: None,
+            longest_stop_ms: None,
+            huge: None,
+            error: None,
+        };
+        let told = |outcome, stopped: bool, state| {
+            let mut report = report(outcome, 0, false);
+            report.stopped = stopped.then(|| report.guard.clone());
+            report.processes = vec![guest(state)];
+            let text = render(&report, 10, "", Style::default());
+            text.split_whitespace().collect::<Vec<_>>().join(" ").contains(
+                "web1 is reached by its control socket and goes all at once: `--staged --inject` withdraws virtual \
+                 machines from within",
+            )
+        };
+        assert!(told("refused", false, "planned"));
+        assert!(told("partial", true, "untouched"));
+        assert!(!told("partial", true, "withdrawn"), "it fitted");
+        assert!(!told("done", false, "withdrawn"));
     }
 
     #[test]
