@@ -38,7 +38,7 @@ bench: ## Measure what the documentation claims (minutes; wants a quiet machine)
 	$(CARGO) run $(LOCKED) --release -p pagefold-benchmarks -- $(ARGS)
 
 .PHONY: bench-merge
-bench-merge: setup ## Measure what merging brings and costs under all policies (as root; half an hour; ARGS: sections)
+bench-merge: setup ## Measure what merging brings and costs under all policies (as root; an hour and more; ARGS: sections)
 	labs/setup-bench.sh
 	$(CARGO) build $(LOCKED) --release -p pagefold -p pagefold-labs -p pagefold-benchmarks
 	target/release/pagefold-benchmarks merge $(ARGS)

@@ -64,7 +64,7 @@ impl<'h> Follow<'h, '_> {
         let mut ages = Ages::new(self.host.page_size())?;
         let ripens = ripe_after(self.host.page_size().bytes());
         // A program that starts fills its memory first.
-        let mut pause = ripens;
+        let (mut pause, mut noted) = (ripens, false);
         loop {
             let rested = Instant::now();
             let mut pids = members();
@@ -79,7 +79,10 @@ impl<'h> Follow<'h, '_> {
             if let Some(outcome) = self.round(pids, &mut trial, &mut ages, stop)? {
                 tell(&outcome);
             }
-            pause = (merge::own_cpu().saturating_sub(before) * REST).max(ripens);
+            // The first round only takes note of what there is, and is half of one with the second.
+            let rest = if noted { merge::own_cpu().saturating_sub(before) * REST } else { ripens };
+            pause = rest.max(ripens);
+            noted = true;
         }
     }
 
