@@ -1,7 +1,7 @@
 # Everything that is done to this repository, by name. `make` lists it.
 #
 # LOCKED=--locked   refuse to touch Cargo.lock, as continuous integration does
-# ARGS=...          arguments of the program that `bench` and `fuzz` start
+# ARGS=...          arguments of the program that `bench`, `fuzz` and `aarch64-live` start
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -14,7 +14,7 @@ ARGS ?=
 
 .PHONY: help
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
 demo: setup ## Take a census of a small fleet of real programs on this machine, and show what was found
@@ -77,6 +77,10 @@ fixtures: ## Record the hosts in fixtures/recordings anew (as root; boots a gues
 .PHONY: aarch64
 aarch64: ## Build for 64-bit Arm, and run the tests of the portable crates under emulation
 	LOCKED="$(LOCKED)" .ci/aarch64
+
+.PHONY: aarch64-live
+aarch64-live: ## Run the tests of injection in an emulated 64-bit Arm machine (minutes; ARGS: of cargo test)
+	LOCKED="$(LOCKED)" labs/arm64.sh $(ARGS)
 
 # Root installs what is missing (with new package lists where those of a fresh machine are empty or old), and a failure is
 # a failure. Others use what is there: a test that misses something says `skipped: ` and what it needs.

@@ -3,14 +3,17 @@
 //! Mirrors arch/arm64/kernel/signal.c, arch/arm64/include/uapi/asm/sigcontext.h, ptrace.h and
 //! arch/arm64/kernel/vdso/sigreturn.S (6.18). The kernel winds an interrupted call back before a tracer sees the thread,
 //! so it begins anew when the thread goes on: a relative sleep that is interrupted here sleeps its full time again, so
-//! that one longer than the time between two of many stops ends after the last of them only, and calls that end with
-//! EINTR when stopped (epoll_wait(2)) do so. Limits: threads with live SVE or SME state or with a guarded control stack
-//! are refused.
+//! that one longer than the time between two of many stops ends after the last of them only. A signal that comes
+//! meanwhile is to the thread as one that came right before the call. Limits: calls that end with EINTR when stopped
+//! (epoll_wait(2)) do so if they wait for a limited time, or began in the moment before the stop; a length of scalable
+//! vectors that was set for the next exec alone (PR_SVE_SET_VL_ONEXEC) is forgotten where such vectors are live; threads
+//! with vectors too long for a frame, with live SME state or with a guarded control stack are refused.
 
 use std::io;
 use std::time::Duration;
 
 use super::ptrace::Thread;
+use super::target::Call;
 use super::{Error, Home, failed};
 
 const NT_PRSTATUS: usize = 1;
@@ -29,6 +32,8 @@ pub const SIGRETURN: i64 = 139;
 pub const RED_ZONE: u64 = 0;
 /// Whether the kernel's own code, `[vdso]`, may hold the stub.
 pub const STUB_IN_VDSO: bool = true;
+/// Whether a call that was interrupted still has its first argument.
+pub const KEEPS_ARGUMENTS: bool = false;
 
 /// io_getevents, epoll_pwait, rt_sigtimedwait, semtimedop, semop, io_pgetevents, epoll_pwait2: see the head.
 pub const INTERRUPTED_BY_STOP: [u64; 7] = [4, 22, 137, 192, 193, 292, 441];
@@ -46,8 +51,19 @@ const RESERVED_ALIGNED: usize = RESERVED.next_multiple_of(16);
 const FRAME: usize = RESERVED_ALIGNED + 4096;
 const FPSIMD_MAGIC: u32 = 0x4650_8001;
 const FPSIMD_BYTES: u32 = 528;
+const SVE_MAGIC: u32 = 0x5356_4501;
+/// `struct user_sve_header`, and `struct sve_context` before its registers: both are as long.
+const SVE_HEADER: usize = 16;
+/// SVE_PT_REGS_SVE: the state is not merely that of the old vectors.
+const SVE_LIVE: u8 = 1;
+/// No register set of scalable vectors is longer (SVE_PT_SIZE for vectors of 256 bytes).
+const SVE_MOST: usize = 9 << 10;
 /// No mode of an alternate stack, which `sigreturn` therefore leaves alone.
 const SS_FLAGS_NONE: u64 = 3;
+
+/// PSR_BTYPE_MASK: an indirect branch was just taken, so that the next instruction of a guarded page must be a landing
+/// for such. The stub is none: the kernel has handlers return to it.
+const BRANCH_TYPE: u64 = 0xc00;
 
 const ERESTARTSYS: i64 = -512;
 const ERESTARTNOINTR: i64 = -513;
@@ -63,6 +79,7 @@ pub struct Registers {
 
 const SP: usize = 31;
 const PC: usize = 32;
+const PSTATE: usize = 33;
 
 /// All that a thread has in its processor.
 #[derive(Clone)]
@@ -70,6 +87,8 @@ pub struct State {
     pub registers: Registers,
     /// `struct user_fpsimd_state`: 32 vectors, fpsr, fpcr.
     vectors: [u8; 528],
+    /// The register set of scalable vectors; nothing where none are live.
+    scalable: Vec<u8>,
 }
 
 /// Positions of the stub and of the landing in code: they are one here.
@@ -123,12 +142,18 @@ impl State {
         }
         let mut vectors = [0; 528];
         thread.register_set(NT_PRFPREG, &mut vectors).map_err(failed("reading its vector registers"))?;
-        // `struct user_sve_header`: flags at 12, bit 0 says that the state is not merely that of the old vectors. A
-        // processor without the extension has no such set.
-        for set in [NT_ARM_SVE, NT_ARM_SSVE] {
-            let mut header = [0; 16];
-            if thread.register_set(set, &mut header).is_ok() && header[12] & 1 != 0 {
-                return Err(Error::Busy("it is in the midst of scalable vectors".to_owned()));
+        // A processor without an extension has no such set.
+        let mut header = [0; SVE_HEADER];
+        if thread.register_set(NT_ARM_SSVE, &mut header).is_ok() && are_live(&header) {
+            return Err(Error::Busy("it is in the midst of streaming vectors".to_owned()));
+        }
+        let mut scalable = vec![0; SVE_MOST];
+        let filled = thread.register_set(NT_ARM_SVE, &mut scalable).unwrap_or(0);
+        scalable.truncate(if are_live(&scalable) { filled } else { 0 });
+        if !scalable.is_empty() {
+            let record = record_bytes(&scalable);
+            if scalable.len() < record || RESERVED_ALIGNED + FPSIMD_BYTES as usize + record + 8 > FRAME {
+                return Err(Error::Busy("it is in the midst of vectors too long for a signal's frame".to_owned()));
             }
         }
         // `struct user_za_header`: size at 0; more than the header when ZA is on.
@@ -138,7 +163,16 @@ impl State {
         {
             return Err(Error::Busy("it is in the midst of matrix arithmetic".to_owned()));
         }
-        Ok(Self { registers, vectors })
+        Ok(Self { registers, vectors, scalable })
+    }
+
+    /// Give the thread what a call may have changed.
+    pub fn restore(&self, thread: Thread) -> io::Result<()> {
+        // Every call clears scalable vectors but for what the old ones have of them (`fp_user_discard`).
+        if !self.scalable.is_empty() {
+            thread.set_register_set(NT_ARM_SVE, &self.scalable)?;
+        }
+        set_registers(thread, &self.registers)
     }
 
     pub fn stack_pointer(&self) -> u64 {
@@ -154,16 +188,46 @@ impl State {
         self.registers.words[PC] = ip;
     }
 
-    /// The first argument of a call that was interrupted, which its answer has replaced, is not to be had here.
-    pub fn forgive_interruption(&mut self, _now: Duration, _read: impl Fn(u64) -> Option<[u8; 16]>) -> bool {
-        false
+    /// A call that answers EINTR because of the stop is to begin anew, if it waits without a limit. Its answer has
+    /// replaced its first argument, which `waited` knows: the call that the thread was found waiting in once it was
+    /// traced, from when on no handler of a signal has run in it. Whether it was so.
+    pub fn forgive_interruption(
+        &mut self,
+        _now: Duration,
+        _read: impl Fn(u64) -> Option<[u8; 16]>,
+        waited: Option<&Call>,
+    ) -> bool {
+        let words = &mut self.registers.words;
+        let Some(call) = waited.filter(|call| INTERRUPTED_BY_STOP.contains(&call.number)) else { return false };
+        let limited = match call.number {
+            22 => call.arguments[3] as i32 >= 0,
+            137 => call.arguments[2] != 0,
+            192 | 441 => call.arguments[3] != 0,
+            4 | 292 => call.arguments[4] != 0,
+            _ => false,
+        };
+        let interrupted = words[0].cast_signed() == -i64::from(libc::EINTR)
+            && u64::from(words[8] as u32) == call.number
+            && words[1..6] == call.arguments[1..]
+            && words[SP] == call.stack_pointer
+            && words[PC] == call.ip;
+        if !interrupted || limited {
+            return false;
+        }
+        words[0] = call.arguments[0];
+        words[PC] -= 4;
+        true
     }
 
     /// Whether bytes are a whole frame of [`State::frame`] and nothing else. One of the kernel's has another alternate
     /// stack, and says of what signal it is.
     pub fn is_frame(&self, bytes: &[u8], _home: Home) -> bool {
-        let end = RESERVED_ALIGNED + FPSIMD_BYTES as usize;
         let word = |at: usize| bytes.get(at..at + 8).map(|at| u64::from_ne_bytes(at.try_into().expect("eight bytes")));
+        let end = RESERVED_ALIGNED + FPSIMD_BYTES as usize;
+        let end = match word(end) {
+            Some(head) if head as u32 == SVE_MAGIC => end + (head >> 32) as usize,
+            _ => end,
+        };
         let vectors = u64::from(FPSIMD_MAGIC) | u64::from(FPSIMD_BYTES) << 32;
         let parts = [(0, 0), (UCONTEXT + 24, SS_FLAGS_NONE), (RESERVED_ALIGNED, vectors)];
         parts.iter().all(|&(at, value)| word(at) == Some(value))
@@ -189,8 +253,30 @@ impl State {
         // fpsr and fpcr come first in the frame, last in the register set.
         bytes[RESERVED_ALIGNED + 8..RESERVED_ALIGNED + 16].copy_from_slice(&self.vectors[512..520]);
         bytes[RESERVED_ALIGNED + 16..RESERVED_ALIGNED + 528].copy_from_slice(&self.vectors[..512]);
+        if !self.scalable.is_empty() {
+            // The registers lie in the record as in the register set; of its header the record has the length of vectors.
+            let record = record_bytes(&self.scalable);
+            let place = &mut bytes[RESERVED_ALIGNED + FPSIMD_BYTES as usize..][..record];
+            place.copy_from_slice(&self.scalable[..record]);
+            place[..SVE_HEADER].fill(0);
+            place[..4].copy_from_slice(&SVE_MAGIC.to_ne_bytes());
+            place[4..8].copy_from_slice(&(record as u32).to_ne_bytes());
+            place[8..10].copy_from_slice(&self.scalable[8..10]);
+        }
         bytes
     }
+}
+
+/// Whether a `struct user_sve_header`, whose flags are at 12, tells of registers.
+fn are_live(header: &[u8]) -> bool {
+    header[12] & SVE_LIVE != 0
+}
+
+/// How long the record of a register set of scalable vectors is in a frame: 32 vectors, 17 predicates of a bit for each
+/// byte of a vector (SVE_SIG_CONTEXT_SIZE). The length of a vector is at 8 of the header.
+fn record_bytes(scalable: &[u8]) -> usize {
+    let vector = usize::from(u16::from_ne_bytes([scalable[8], scalable[9]]));
+    SVE_HEADER + (32 * vector + 17 * vector / 8).next_multiple_of(16)
 }
 
 /// Whether the kernel means to restart the call that came to this.
@@ -203,6 +289,7 @@ pub fn parked(state: &State, base: u64, home: Home) -> Registers {
     let mut registers = state.registers;
     registers.words[PC] = home.stub;
     registers.words[SP] = base;
+    registers.words[PSTATE] &= !BRANCH_TYPE;
     registers.call = -1;
     registers
 }
@@ -237,4 +324,100 @@ pub fn set_call(
 
 pub fn result(registers: &Registers) -> i64 {
     registers.words[0].cast_signed()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HOME: Home = Home { stub: 0x1004, landing: 0x1004 };
+
+    fn state(words: [u64; 34]) -> State {
+        State { registers: Registers { words, call: -1 }, vectors: [7; 528], scalable: Vec::new() }
+    }
+
+    /// A register set of vectors of so many bytes.
+    fn scalable(vector: u16) -> Vec<u8> {
+        let registers = 32 * usize::from(vector) + 17 * usize::from(vector) / 8;
+        let mut set = vec![0; SVE_HEADER];
+        set[8..10].copy_from_slice(&vector.to_ne_bytes());
+        set[12] = SVE_LIVE;
+        set.resize(SVE_HEADER + registers, 9);
+        // Padding, fpsr and fpcr.
+        set.resize((SVE_HEADER + registers).next_multiple_of(16) + 16, 0);
+        set
+    }
+
+    #[test]
+    fn a_frame_is_known_again_and_what_is_on_its_way_through_it() {
+        for vector in [0, 16, 32, 64, 96] {
+            let mut state = state([0; 34]);
+            if vector != 0 {
+                state.scalable = scalable(vector);
+            }
+            let frame = state.frame(0x7000, 1 << 9, HOME);
+            assert_eq!(frame.len(), state.frame_bytes());
+            assert!(state.is_frame(&frame, HOME) && !state.is_frame(&frame[64..], HOME));
+            assert!(state.is_frame(&[frame.as_slice(), &[0; 9]].concat(), HOME));
+            assert!(!state.is_frame(&[frame.as_slice(), &[0, 1]].concat(), HOME));
+            assert!(!state.is_frame(&frame[..RESERVED_ALIGNED], HOME) && !state.is_frame(&[0; 4], HOME));
+        }
+        for (ip, expected) in [(0xfff, false), (0x1000, true), (0x1004, true), (0x100c, true), (0x1010, false)] {
+            let mut state = state([0; 34]);
+            state.set_ip(ip);
+            assert_eq!(heals(&state.registers, HOME), expected, "{ip:x}");
+        }
+    }
+
+    #[test]
+    fn scalable_vectors_follow_the_others_in_a_frame() {
+        let mut state = state([0; 34]);
+        state.scalable = scalable(32);
+        let frame = state.frame(0x7000, 0, HOME);
+        let record = &frame[RESERVED_ALIGNED + 528..];
+        // 32 vectors of 32 bytes, 17 predicates of 4, rounded up to 16.
+        assert_eq!(record[..4], SVE_MAGIC.to_ne_bytes());
+        assert_eq!(record[4..8], (16 + 1104_u32).to_ne_bytes());
+        assert_eq!(record[8..16], [32, 0, 0, 0, 0, 0, 0, 0]);
+        assert!(record[16..16 + 1092].iter().all(|&byte| byte == 9));
+        assert!(record[16 + 1092..].iter().all(|&byte| byte == 0));
+    }
+
+    #[test]
+    fn the_stub_is_no_landing_of_an_indirect_branch() {
+        let mut words = [0; 34];
+        words[PSTATE] = 0x6000_0c00;
+        let parked = parked(&state(words), 0x7000, HOME);
+        assert_eq!([parked.words[SP], parked.words[PC], parked.words[PSTATE]], [0x7000, 0x1004, 0x6000_0000]);
+    }
+
+    #[test]
+    fn a_wait_without_a_limit_begins_anew_and_others_end() {
+        let eintr = (-i64::from(libc::EINTR)).cast_unsigned();
+        let forever = u64::from(u32::MAX);
+        let call = Call { number: 22, arguments: [3, 4, 5, forever, 6, 8], stack_pointer: 0x7f00, ip: 0x4004 };
+        let mut words = [0; 34];
+        words[..9].copy_from_slice(&[eintr, 4, 5, forever, 6, 8, 0, 0, 22]);
+        [words[SP], words[PC]] = [0x7f00, 0x4004];
+        let forgiven = |words: [u64; 34], call: Option<&Call>| {
+            let mut state = state(words);
+            let forgiven = state.forgive_interruption(Duration::ZERO, |_| None, call);
+            assert_eq!(state.registers.words == words, !forgiven);
+            forgiven.then_some([state.registers.words[0], state.registers.words[PC]])
+        };
+        assert_eq!(forgiven(words, Some(&call)), Some([3, 0x4000]));
+        assert_eq!(forgiven(words, None), None);
+        // It is another call by now, or at another place, or came to something.
+        for (register, value) in [(0, 1), (1, 9), (5, 9), (8, 21), (SP, 0x7f10), (PC, 0x4000)] {
+            let mut words = words;
+            words[register] = value;
+            assert_eq!(forgiven(words, Some(&call)), None, "{register}");
+        }
+        let mut limited = words;
+        limited[3] = 50;
+        assert_eq!(forgiven(limited, Some(&Call { arguments: [3, 4, 5, 50, 6, 8], ..call })), None);
+        // What other calls answer is theirs.
+        words[8] = 63;
+        assert_eq!(forgiven(words, Some(&Call { number: 63, ..call })), None);
+    }
 }

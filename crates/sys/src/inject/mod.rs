@@ -16,8 +16,8 @@
 //!
 //! At the end the thread is made to trap before it returns to user mode. That is the place in the kernel (`get_signal`)
 //! at which it was found, so that its registers, among them the number of an interrupted call, can be put back as they
-//! were: the kernel restarts the call as if nothing had happened, a sleep with the time that is left. The bytes on the
-//! stack are put back as well. A tracer that died takes that last finesse with it: the call then begins anew.
+//! were: the kernel restarts the call as if nothing had happened, on x86-64 a sleep with the time that is left. The bytes
+//! on the stack are put back as well. A tracer that died takes that last finesse with it: the call then begins anew.
 //!
 //! Mirrors kernel/ptrace.c, kernel/signal.c, kernel/entry/common.c, kernel/rseq.c (6.18); what depends on the processor
 //! is in one module each. Limits: a thread with a seccomp filter needs it suspended (CAP_SYS_ADMIN), which is so only
@@ -43,6 +43,7 @@ use std::time::{Duration, Instant};
 
 use crate::fault;
 use ptrace::{Stop, Thread};
+use target::Call;
 pub use target::Target;
 
 /// Room for arguments in the target's memory, in bytes.
@@ -228,6 +229,8 @@ fn visit<T>(
     if let Some(processor) = target.processor(tid) {
         ptrace::run_on(processor);
     }
+    // Now that it is traced: the handler of a signal would run only after a stop.
+    let waited = if arch::KEEPS_ARGUMENTS { None } else { target.call(tid) };
     thread.interrupt().map_err(failed("interrupting it")).map_err(Miss::Thread)?;
     fault::point("interrupted");
     let (mut deadline, last) = (Instant::now() + patience, Instant::now() + PROMPT);
@@ -242,7 +245,7 @@ fn visit<T>(
     }
     let stopped = Instant::now();
     fault::point("stopped");
-    let parked = park(target, tid, thread, stopped).map_err(|why| {
+    let parked = park(target, tid, thread, waited.as_ref(), stopped).map_err(|why| {
         // As it was: nothing has been written but unused stack, or that its call is to be restarted.
         let _ = thread.detach();
         match why {
@@ -268,7 +271,13 @@ struct Parked<'a> {
     before: Vec<u8>,
 }
 
-fn park<'a>(target: &'a Target, tid: i32, thread: Thread, stopped: Instant) -> Result<Parked<'a>, Error> {
+fn park<'a>(
+    target: &'a Target,
+    tid: i32,
+    thread: Thread,
+    waited: Option<&Call>,
+    stopped: Instant,
+) -> Result<Parked<'a>, Error> {
     let home = target.verified_home()?;
     let mut state = arch::State::save(thread)?;
     let read = |at: u64| {
@@ -276,7 +285,7 @@ fn park<'a>(target: &'a Target, tid: i32, thread: Thread, stopped: Instant) -> R
         target.memory.read_exact_at(&mut bytes, at).ok().map(|()| bytes)
     };
     // At once: it may be let go soon, refused.
-    if state.forgive_interruption(ptrace::monotonic(), read) {
+    if state.forgive_interruption(ptrace::monotonic(), read, waited) {
         arch::set_registers(thread, &state.registers).map_err(failed("writing registers"))?;
     }
     // Not before it is stopped: until then it runs code of its own. In any case: another thread may put a filter on it
@@ -328,7 +337,7 @@ impl Parked<'_> {
         fault::point("stopped to leave");
         thread.set_signal_mask(self.mask).map_err(failed("restoring its signal mask"))?;
         fault::point("signal mask restored");
-        arch::set_registers(thread, &self.state.registers).map_err(failed("restoring its registers"))?;
+        self.state.restore(thread).map_err(failed("restoring its registers"))?;
         fault::point("registers restored");
         // From here the frame is of no use to it. Not putting the bytes back would harm nobody either: they lie below
         // what is in use.

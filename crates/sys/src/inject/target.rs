@@ -61,6 +61,28 @@ pub(super) fn mapping(line: &str) -> Option<Mapping<'_>> {
     Some(Mapping { start: address(start)?, end: address(end)?, permissions, inode, name })
 }
 
+/// A system call that a thread waits in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Call {
+    pub number: u64,
+    pub arguments: [u64; 6],
+    pub stack_pointer: u64,
+    /// Where it returns to.
+    pub ip: u64,
+}
+
+/// `/proc/PID/task/TID/syscall`; nothing of a thread that runs, or waits for something else.
+fn call(text: &str) -> Option<Call> {
+    let mut fields = text.split_ascii_whitespace();
+    let number = fields.next()?.parse().ok()?;
+    let mut words = [0; 8];
+    for word in &mut words {
+        *word = u64::from_str_radix(fields.next()?.strip_prefix("0x")?, 16).ok()?;
+    }
+    let [arguments @ .., stack_pointer, ip] = words;
+    Some(Call { number, arguments, stack_pointer, ip })
+}
+
 /// The value of a line of `/proc/PID/status`.
 fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
     status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
@@ -152,9 +174,12 @@ impl Target {
 
     /// Whether a thread waits in a call that the kernel ends with EINTR when the thread is stopped.
     fn is_in_fragile_call(&self, tid: i32) -> bool {
-        let call = text(&self.directory, &format!("task/{tid}/syscall")).unwrap_or_default();
-        let number = call.split(' ').next().and_then(|number| number.parse().ok());
-        number.is_some_and(|number| arch::INTERRUPTED_BY_STOP.contains(&number))
+        self.call(tid).is_some_and(|call| arch::INTERRUPTED_BY_STOP.contains(&call.number))
+    }
+
+    /// The system call that a thread waits in.
+    pub(super) fn call(&self, tid: i32) -> Option<Call> {
+        call(&text(&self.directory, &format!("task/{tid}/syscall")).ok()?)
     }
 
     /// The processor that a thread ran on last.
@@ -282,4 +307,19 @@ fn find_home(memory: &File, maps: &str) -> Result<Home, Error> {
     Err(Error::Unsupported(
         "its code has no return from signal handlers, through which it could heal itself".to_owned(),
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_call_is_known_of_who_waits_in_one() {
+        let waits = "22 0x4 0xffffe0 0x1 0xffffffff 0x0 0x8 0xfffff780 0xffff8001\n";
+        let arguments = [4, 0xff_ffe0, 1, 0xffff_ffff, 0, 8];
+        assert_eq!(call(waits), Some(Call { number: 22, arguments, stack_pointer: 0xffff_f780, ip: 0xffff_8001 }));
+        for other in ["-1 0x7fff12345678 0x7f0012345678\n", "running\n", "22 0x4 0xff\n", ""] {
+            assert_eq!(call(other), None, "{other}");
+        }
+    }
 }

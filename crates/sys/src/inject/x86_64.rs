@@ -9,6 +9,7 @@ use std::io;
 use std::time::Duration;
 
 use super::ptrace::Thread;
+use super::target::Call;
 use super::{Error, Home, failed};
 
 const NT_PRSTATUS: usize = 1;
@@ -20,6 +21,8 @@ pub const SIGRETURN: i64 = 15;
 pub const RED_ZONE: u64 = 128;
 /// Whether the kernel's own code, `[vdso]`, may hold the stub.
 pub const STUB_IN_VDSO: bool = false;
+/// Whether a call that was interrupted still has its first argument.
+pub const KEEPS_ARGUMENTS: bool = true;
 
 /// `mov $15,%rax; syscall`: what every C library's `restore_rt` and Go's `sigreturn` consist of.
 const STUB: [u8; 9] = [0x48, 0xc7, 0xc0, 0x0f, 0x00, 0x00, 0x00, 0x0f, 0x05];
@@ -134,6 +137,11 @@ impl State {
         Ok(Self { registers, vectors })
     }
 
+    /// Give the thread what a call may have changed.
+    pub fn restore(&self, thread: Thread) -> io::Result<()> {
+        set_registers(thread, &self.registers)
+    }
+
     pub fn stack_pointer(&self) -> u64 {
         self.registers.rsp
     }
@@ -155,7 +163,12 @@ impl State {
     /// it on when it restarts the call, and forgets it when the call is over (`syscall_get_nr`,
     /// `arch_do_signal_or_restart`), so that a new call of the same kind is known to be new, and the program never sees
     /// a register that is not as it was.
-    pub fn forgive_interruption(&mut self, now: Duration, read: impl Fn(u64) -> Option<[u8; 16]>) -> bool {
+    pub fn forgive_interruption(
+        &mut self,
+        now: Duration,
+        read: impl Fn(u64) -> Option<[u8; 16]>,
+        _waited: Option<&Call>,
+    ) -> bool {
         let called = self.registers.orig_rax & u64::from(u32::MAX);
         let interrupted = self.registers.rax as i64 == -i64::from(libc::EINTR);
         let stops = [&INTERRUPTED_BY_STOP[..], &INTERRUPTED_AT_TIMES].concat();
@@ -347,7 +360,7 @@ mod tests {
 
     fn stop(state: &mut State, millis: u64) -> i64 {
         state.registers.rax = -i64::from(libc::EINTR) as u64;
-        state.forgive_interruption(Duration::from_millis(millis), |_| None);
+        state.forgive_interruption(Duration::from_millis(millis), |_| None, None);
         state.registers.rax as i64
     }
 
