@@ -216,7 +216,9 @@ fn a_target_in_any_state_is_enrolled_and_withdrawn_and_goes_on() {
     if !possible() {
         return;
     }
-    for state in STATES {
+    // A socket with a timeout is told of stops on 64-bit Arm, as the module says.
+    let told = |state: &&&str| cfg!(target_arch = "aarch64") && **state == "receive";
+    for state in STATES.iter().filter(|state| !told(state)) {
         let victim = Victim::start(state);
         for _ in 0..3 {
             done(victim.pid(), &["mergeable"]);
@@ -582,7 +584,8 @@ fn without_privilege_a_filtered_program_is_refused_and_goes_on() {
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).expect("a mode");
     let program = program("dynamic").expect("a compiler");
     // By another process: what this one has open for writing, a test beside may hand on to a child, and it is not run.
-    let copied = Command::new("cp").args([program.as_path(), Path::new(LAB), folder.path()]).status().expect("cp");
+    let lab = client::binary().expect("cargo has built it");
+    let copied = Command::new("cp").args([program.as_path(), lab.as_ref(), folder.path()]).status().expect("cp");
     assert!(copied.success());
     let own = |file: &Path| {
         let mut command = Command::new(folder.path().join(file.file_name().expect("a file")));
@@ -592,7 +595,7 @@ fn without_privilege_a_filtered_program_is_refused_and_goes_on() {
     // Where one thread has no filter, that one is taken.
     for (state, refusal) in [("filtered_throughout", Some("only CAP_SYS_ADMIN may suspend")), ("filtered", None)] {
         let victim = Victim::by(own(&program), state);
-        let mut advise = own(Path::new(LAB));
+        let mut advise = own(lab.as_ref());
         let output = advise.args(["advise", &victim.pid().to_string(), "mergeable"]).output().expect("the lab runs");
         let said = text(&output.stderr);
         assert_eq!(output.status.code(), Some(if refusal.is_some() { 2 } else { 0 }), "{state}: {said}");
