@@ -23,8 +23,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// `pagefold-lab`, wherever these tests run.
-fn lab() -> Command {
-    Command::new(client::binary().expect("cargo has built it"))
+fn lab() -> PathBuf {
+    client::binary().expect("cargo has built it")
 }
 
 /// Where programs are made, or, if `PAGEFOLD_TARGETS` says where, lie made for a machine that has no compiler.
@@ -146,7 +146,7 @@ impl Drop for Victim {
 
 /// Run `pagefold-lab advise` on a process.
 fn advise(pid: u32, arguments: &[&str], fault: &str) -> Output {
-    let mut command = lab();
+    let mut command = Command::new(lab());
     command.args(["advise", &pid.to_string()]).args(arguments);
     if !fault.is_empty() {
         command.env("PAGEFOLD_FAULT_POINT", fault);
@@ -216,10 +216,14 @@ fn a_target_in_any_state_is_enrolled_and_withdrawn_and_goes_on() {
     if !possible() {
         return;
     }
-    // A socket with a timeout is told of stops on 64-bit Arm, as the module says.
-    let told = |state: &&&str| cfg!(target_arch = "aarch64") && **state == "receive";
-    for state in STATES.iter().filter(|state| !told(state)) {
+    for state in STATES {
         let victim = Victim::start(state);
+        if *state == "without_vdso" && cfg!(target_arch = "aarch64") {
+            // There the code that ends signal handlers is nowhere else.
+            assert!(refused(victim.pid(), &["mergeable"]).contains("no return from signal handlers"));
+            victim.finish();
+            continue;
+        }
         for _ in 0..3 {
             done(victim.pid(), &["mergeable"]);
             assert_ne!(enrolled(victim.pid()), 0, "{state}");
@@ -546,7 +550,7 @@ fn two_at_once_take_turns() {
     thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
-                let output = advise(victim.pid(), &["mergeable", "--cycles", "40"], "");
+                let output = advise(victim.pid(), &["mergeable", "--cycles", &cycles(40).to_string()], "");
                 let said = text(&output.stderr);
                 assert!(output.status.success() || said.contains("busy") || said.contains("traces it"), "{said}");
                 successes.fetch_add(u32::from(output.status.success()), Ordering::Relaxed);
@@ -584,8 +588,7 @@ fn without_privilege_a_filtered_program_is_refused_and_goes_on() {
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).expect("a mode");
     let program = program("dynamic").expect("a compiler");
     // By another process: what this one has open for writing, a test beside may hand on to a child, and it is not run.
-    let lab = client::binary().expect("cargo has built it");
-    let copied = Command::new("cp").args([program.as_path(), lab.as_ref(), folder.path()]).status().expect("cp");
+    let copied = Command::new("cp").args([program.as_path(), &lab(), folder.path()]).status().expect("cp");
     assert!(copied.success());
     let own = |file: &Path| {
         let mut command = Command::new(folder.path().join(file.file_name().expect("a file")));
@@ -595,7 +598,7 @@ fn without_privilege_a_filtered_program_is_refused_and_goes_on() {
     // Where one thread has no filter, that one is taken.
     for (state, refusal) in [("filtered_throughout", Some("only CAP_SYS_ADMIN may suspend")), ("filtered", None)] {
         let victim = Victim::by(own(&program), state);
-        let mut advise = own(lab.as_ref());
+        let mut advise = own(&lab());
         let output = advise.args(["advise", &victim.pid().to_string(), "mergeable"]).output().expect("the lab runs");
         let said = text(&output.stderr);
         assert_eq!(output.status.code(), Some(if refusal.is_some() { 2 } else { 0 }), "{state}: {said}");
@@ -666,7 +669,7 @@ fn a_busy_program_survives_many_cycles() {
     if !possible() {
         return;
     }
-    let mut busy = lab()
+    let mut busy = Command::new(lab())
         .args(["busy", "--threads", "3", "--memory", "2"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

@@ -38,6 +38,11 @@ pub const KEEPS_ARGUMENTS: bool = false;
 /// io_getevents, epoll_pwait, rt_sigtimedwait, semtimedop, semop, io_pgetevents, epoll_pwait2: see the head.
 pub const INTERRUPTED_BY_STOP: [u64; 7] = [4, 22, 137, 192, 193, 292, 441];
 
+/// System calls that end so if they wait for a socket with a timeout, or for whatever else cannot be restarted by itself:
+/// read, write, readv, writev, accept, connect, sendto, recvfrom, sendmsg, recvmsg, accept4, recvmmsg, sendmmsg,
+/// io_uring_enter. None has done anything then.
+const INTERRUPTED_AT_TIMES: [u64; 14] = [63, 64, 65, 66, 202, 203, 206, 207, 211, 212, 242, 243, 269, 426];
+
 /// `nop; mov x8, #139; svc #0`: the `nop` is there so that unwinders may look one instruction back. A call that the
 /// kernel restarts comes back to it.
 const NOP_STUB: [u8; 12] = [0x1f, 0x20, 0x03, 0xd5, 0x68, 0x11, 0x80, 0xd2, 0x01, 0x00, 0x00, 0xd4];
@@ -188,7 +193,7 @@ impl State {
         self.registers.words[PC] = ip;
     }
 
-    /// A call that answers EINTR because of the stop is to begin anew, if it waits without a limit. Its answer has
+    /// A call that answers EINTR because of the stop is to begin anew, if no argument of it limits its time. Its answer has
     /// replaced its first argument, which `waited` knows: the call that the thread was found waiting in once it was
     /// traced, from when on no handler of a signal has run in it. Whether it was so.
     pub fn forgive_interruption(
@@ -198,7 +203,8 @@ impl State {
         waited: Option<&Call>,
     ) -> bool {
         let words = &mut self.registers.words;
-        let Some(call) = waited.filter(|call| INTERRUPTED_BY_STOP.contains(&call.number)) else { return false };
+        let stops = [&INTERRUPTED_BY_STOP[..], &INTERRUPTED_AT_TIMES].concat();
+        let Some(call) = waited.filter(|call| stops.contains(&call.number)) else { return false };
         let limited = match call.number {
             22 => call.arguments[3] as i32 >= 0,
             137 => call.arguments[2] != 0,
@@ -416,8 +422,11 @@ mod tests {
         let mut limited = words;
         limited[3] = 50;
         assert_eq!(forgiven(limited, Some(&Call { arguments: [3, 4, 5, 50, 6, 8], ..call })), None);
-        // What other calls answer is theirs.
+        // read: a socket's timeout is not among its arguments.
         words[8] = 63;
-        assert_eq!(forgiven(words, Some(&Call { number: 63, ..call })), None);
+        assert_eq!(forgiven(words, Some(&Call { number: 63, ..call })), Some([3, 0x4000]));
+        // What other calls answer is theirs: openat.
+        words[8] = 56;
+        assert_eq!(forgiven(words, Some(&Call { number: 56, ..call })), None);
     }
 }

@@ -24,8 +24,8 @@
 //! while the thread is parked, and ends with the tracer: if that is killed in the microseconds between turning a call and
 //! the kernel's check of it, a filter that forbids the call judges it. Without that privilege the same goes for a filter
 //! that another thread puts on this one while it is parked. A few calls (epoll_wait(2), sigwaitinfo(2), sockets with a
-//! timeout: signal(7)) end with EINTR when their thread is stopped by whatever means; that is undone (for sockets on
-//! x86-64 only, with the timeout begun anew), but not by a tracer that is killed before the thread is parked. What a socket had sent or received
+//! timeout: signal(7)) end with EINTR when their thread is stopped by whatever means; that is undone, with a socket's
+//! timeout begun anew, but not by a tracer that is killed before the thread is parked. What a socket had sent or received
 //! in part is told as a short count, as after any stop. A signal that only the mask of ppoll(2) and its like held back
 //! ends that wait. 32-bit programs, strict seccomp, shadow stacks, and programs that dispatch system calls
 //! themselves are refused.
