@@ -70,6 +70,9 @@ pub fn choose(survey: &Survey, index: &Index, terms: &Terms) -> Chosen {
 fn of_process(survey: &Survey, index: &Index, terms: &Terms, regions: &[RegionPages]) -> Chosen {
     let Some(first) = regions.first() else { return Chosen::default() };
     let subject = first.subject;
+    if survey.subjects[subject].witness {
+        return Chosen::default();
+    }
     let has = survey.subjects[subject].regions.len() as u64;
     let room = (terms.max_map_count.saturating_sub(has) / 4) as usize;
     let prices = Prices { range: terms.costs.range, huge_page: terms.costs.huge_page };

@@ -171,10 +171,10 @@ pub fn classify(index: &mut Index, survey: &Survey, pairs: &Pairs, rule: Rule, t
     index.entries = entries;
     index.paired = paired;
     let index = &*index;
-    let domains = survey.domains();
+    let (domains, witnesses) = (survey.domains(), survey.witnesses());
 
     let partials: Vec<Partial> = walk(index, &domains, |partial: &mut Partial, start, members| {
-        partial.visit(index, rule, top, start, members);
+        partial.visit(index, rule, &witnesses, top, start, members);
     });
     let mut groups = Groups { merged_zero: merged_zeros(index, &domains), ..Groups::default() };
     let mut best = Vec::new();
@@ -238,14 +238,15 @@ fn forbid_zeros(index: &Index, domains: &[u32], merged: &BTreeMap<u32, u64>) {
     }
 }
 
-/// The one trust domain in which a content may be merged: the one that has it merged already, or else the one in which
-/// that frees most. None if it is merged in several.
-fn domain_of(index: &Index, sharing: Sharing, members: &[Member]) -> Option<u32> {
+/// The one trust domain in which a content may be merged: the one that has it merged already, or enrolled by a witness, or
+/// else the one in which that frees most. None if several have it so.
+fn domain_of(index: &Index, sharing: Sharing, witnesses: &[bool], members: &[Member]) -> Option<u32> {
     let mut best: Option<(Pages, u32)> = None;
     let mut merged: Option<u32> = None;
     for domain in members.chunk_by(|a, b| a.domain == b.domain) {
         let number = domain[0].domain;
-        if domain.iter().any(|member| member.merged) && merged.replace(number).is_some() {
+        let taken = |member: &Member| member.merged || witnesses[member.subject];
+        if domain.iter().any(taken) && merged.replace(number).is_some() {
             return None;
         }
         let freed = freed(index, sharing, domain, |_| true);
@@ -262,7 +263,7 @@ fn unique_pages(index: &Index) -> u64 {
 }
 
 impl Partial {
-    fn visit(&mut self, index: &Index, rule: Rule, top: usize, start: usize, members: &[Member]) {
+    fn visit(&mut self, index: &Index, rule: Rule, witnesses: &[bool], top: usize, start: usize, members: &[Member]) {
         let Rule { sharing, across_domains } = rule;
         self.paired += members.len() as u64;
         let fingerprint = index.entries[start].fingerprint();
@@ -288,7 +289,8 @@ impl Partial {
             frames(members.iter().filter(|member| !member.merged)) as usize + merged
         };
         let several = members.first().map(|first| first.domain) != members.last().map(|last| last.domain);
-        let chosen = if across_domains || !several { None } else { Some(domain_of(index, sharing, members)) };
+        let chosen =
+            if across_domains || !several { None } else { Some(domain_of(index, sharing, witnesses, members)) };
         let kept = if merged > 0 { None } else { members.first().map(|member| member.frame) };
         let shared = members.iter().any(|member| member.frame != member.ordinal);
         let mut counted = BTreeSet::new();
@@ -297,7 +299,7 @@ impl Partial {
         for domain in members.chunk_by(|a, b| a.domain == b.domain) {
             domains += 1;
             let copies = joining(if across_domains { members } else { domain });
-            let forbidden = chosen.is_some_and(|chosen| chosen != Some(domain[0].domain));
+            let elsewhere = chosen.is_some_and(|chosen| chosen != Some(domain[0].domain));
             self.groups.freed_within_domains += freed(index, sharing, domain, |_| true);
             for process in domain.chunk_by(|a, b| a.subject == b.subject) {
                 processes += 1;
@@ -306,6 +308,7 @@ impl Partial {
                     (_, 2..) => PageClass::DuplicateAcross,
                     _ => PageClass::DuplicateForeign,
                 };
+                let forbidden = elsewhere || witnesses[process[0].subject];
                 for member in process.iter().filter(|member| !member.merged) {
                     // Of a frame with several mappings, the first stands for it.
                     let counts = Some(member.frame) != kept && (!shared || counted.insert(member.frame));

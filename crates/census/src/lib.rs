@@ -20,10 +20,11 @@
 //!
 //! # Trust domains
 //!
-//! Without [`Options::across_domains`] a content that lies in several domains is covered in one of them at most. That
-//! keeps apart what is equal when the census is taken, and promises nothing for later: two covered pages of different
-//! domains whose contents become equal afterwards are merged while ksmd runs, and so are pages that programs enrolled
-//! themselves, whatever is chosen here.
+//! Without [`Options::across_domains`] a content that lies in several domains is covered in one of them at most: in none
+//! of the chosen ones if somebody who is not chosen has it enrolled ([`Options::enrolled`]). That keeps apart what is equal
+//! when the census is taken, and promises nothing for later: two covered pages of different domains whose contents become
+//! equal afterwards are merged while ksmd runs, and so are pages that programs enrolled themselves, whatever is chosen
+//! here.
 
 #![forbid(unsafe_code)]
 
@@ -81,6 +82,9 @@ pub struct Options {
     pub costs: Option<Costs>,
     /// Whether guided enrolment may merge pages of different trust domains.
     pub across_domains: bool,
+    /// Processes that are enrolled, chosen or not: what they hold in other trust domains is not to be merged with. Nothing of
+    /// them is counted beside it.
+    pub enrolled: Vec<ProcessId>,
     /// Regions that a process may have (`vm.max_map_count`).
     pub max_map_count: u64,
     /// Whether pages of zeros will be mapped to the kernel's page of zeros, whatever `use_zero_pages` says now.
@@ -121,6 +125,7 @@ impl Default for Options {
             across_domains: false,
             max_map_count: DEFAULT_MAX_MAP_COUNT,
             use_zero_pages: false,
+            enrolled: Vec::new(),
         }
     }
 }
@@ -174,7 +179,8 @@ pub fn take_under(
 ) -> Result<(Census, Index), Error> {
     let started = Instant::now();
     let threads = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build()?;
-    let mut survey = threads.install(|| survey::survey(host, &options.selection, &options.domains))?;
+    let mut survey =
+        threads.install(|| survey::survey(host, &options.selection, &options.domains, &options.enrolled))?;
     let mut sharing = observe::ksm(host).map(|ksm| Sharing::of(&ksm)).unwrap_or_default();
     sharing.use_zero_pages |= options.use_zero_pages;
     let nodes = if sharing.across_nodes { None } else { observe::Nodes::observe(host).ok() };

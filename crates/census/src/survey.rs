@@ -7,8 +7,9 @@ use pagefold_model::census::Unseen;
 use pagefold_model::domain::{Domain, Domains};
 use pagefold_model::process::Process;
 use pagefold_model::region::{Ineligible, Region};
-use pagefold_model::{Absent, Pid, Reading};
+use pagefold_model::{Absent, Pid, ProcessId, Reading};
 use rayon::prelude::*;
+use std::collections::BTreeSet;
 
 /// Which processes to look at. A process is chosen if it fits every kind of condition that is given, and within a kind
 /// any one.
@@ -63,6 +64,8 @@ pub struct Subject {
     pub domain: Domain,
     /// Its regions in address order, each with why KSM cannot take its pages.
     pub regions: Vec<(Region, Option<Ineligible>)>,
+    /// Whether it is there only for what it has enrolled, which others must not be merged with.
+    pub witness: bool,
 }
 
 /// Everybody who is counted.
@@ -79,14 +82,39 @@ impl Survey {
     pub fn domains(&self) -> Vec<u32> {
         crate::group::domain_numbers(self.subjects.iter().map(|subject| &subject.domain))
     }
+
+    /// Whether each subject is a witness, in the order of subjects.
+    pub fn witnesses(&self) -> Vec<bool> {
+        self.subjects.iter().map(|subject| subject.witness).collect()
+    }
 }
 
-/// Choose processes and read their regions.
-pub fn survey(host: &dyn Host, selection: &Selection, domains: &Domains) -> Result<Survey, Error> {
-    let (mut subjects, unseen) = choose(host, selection, |handle, process| {
+/// Choose processes and read their regions; of `enrolled` ones that are not chosen and of other trust domains than all that
+/// are, those regions that are enrolled.
+pub fn survey(
+    host: &dyn Host,
+    selection: &Selection,
+    domains: &Domains,
+    enrolled: &[ProcessId],
+) -> Result<Survey, Error> {
+    let look = |handle: &dyn Handle, process: Process| {
         let regions = judge(handle, &process, observe::regions(handle)?);
-        Ok(Subject { domain: domains.domain(&process), process, regions })
-    })?;
+        Ok(Subject { domain: domains.domain(&process), process, regions, witness: false })
+    };
+    let (mut subjects, unseen) = choose(host, selection, look)?;
+    let chosen: BTreeSet<ProcessId> = subjects.iter().map(|subject| subject.process.id).collect();
+    let chosen_domains: BTreeSet<Domain> = subjects.iter().map(|subject| subject.domain.clone()).collect();
+    let pids: Vec<Pid> = enrolled.iter().filter(|id| !chosen.contains(id)).map(|id| id.pid).collect();
+    if !pids.is_empty() {
+        // What has ended meanwhile, or cannot be read, is no longer or never known to hold anything.
+        let (others, _) = choose(host, &Selection { pids, ..Selection::default() }, look)?;
+        let foreign = |subject: &Subject| chosen_domains.iter().any(|domain| *domain != subject.domain);
+        subjects.extend(others.into_iter().filter(foreign).map(|mut subject| {
+            subject.regions.retain(|(region, _)| region.may_hold_merged());
+            subject.witness = true;
+            subject
+        }));
+    }
     subjects.sort_by(|a, b| (&a.domain, a.process.id).cmp(&(&b.domain, b.process.id)));
     Ok(Survey { subjects, unseen })
 }

@@ -94,6 +94,7 @@ pub fn tally(survey: Survey, index: &Index, groups: &Groups, plan: &Plan) -> Cen
         .map(|((subject, counts), pages)| SubjectCensus {
             process: subject.process,
             domain: subject.domain,
+            witness: subject.witness,
             counts,
             regions: subject
                 .regions

@@ -22,6 +22,9 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 /// How often each kind of change is killed in the short form, at most.
 const KILLS: usize = 8;
 
+/// How often a point that was not reached is tried, at most.
+const TRIES: usize = 4;
+
 /// The labs' pages.
 const PAGE: u64 = 4096;
 
@@ -173,13 +176,15 @@ impl Change {
         };
         let began = Instant::now();
         let points = self.points(&ksm);
-        let step = if std::env::var_os("PAGEFOLD_SOAK").is_some() { 1 } else { points.div_ceil(KILLS).max(4) };
+        let soak = std::env::var_os("PAGEFOLD_SOAK").is_some();
+        let step = if soak { 1 } else { points.div_ceil(KILLS).max(4) };
         let first = UNIX_EPOCH.elapsed().unwrap().as_secs() as usize / 86_400 % step;
         let tried: Vec<usize> = (1 + first..=points).step_by(step).collect();
-        let killed = tried.iter().filter(|&&point| self.kill(&ksm, point)).count();
+        let killed = tried.iter().filter(|&&point| (0..TRIES).any(|_| self.kill(&ksm, point))).count();
         println!("killed at {killed} of {points} points, {} tried, in {:.1?}", tried.len(), began.elapsed());
-        // A run that ksmd was quicker for, or that tried fewer threads, lacks the last points.
-        assert!(killed * 2 >= tried.len(), "killed at {killed}, {} tried", tried.len());
+        // How many points there are depends on how fast the machine is when it is counted, so that few of a few tell little.
+        let (of, least) = if soak { (10, 9) } else { (2, 1) };
+        assert!(killed * of >= tried.len() * least, "killed at {killed}, {} tried", tried.len());
     }
 }
 

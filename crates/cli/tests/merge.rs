@@ -249,6 +249,30 @@ fn domains_stay_apart_unless_asked_for() {
 }
 
 #[test]
+fn one_merge_after_another_keeps_domains_apart() {
+    let Some(_ksm) = ksm() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let specs = ["shared-content=s:800", "within=300,copies=3"];
+    let roots = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
+    let his: Vec<_> = (0..2).map(|_| Lab::layout(&[&["--uid", "65534"], &specs[..]].concat()).unwrap()).collect();
+    let merged = report(&merge(state.path(), &[&roots[0], &roots[1]], &["--json", "--min-profit", "0"]), 0);
+    assert_eq!(merged["kept_apart_from"], 0, "{merged}");
+    assert_eq!(enrolled(&roots[0], roots[0].region("shared-content")), 800);
+    let labs: Vec<&Lab<Region>> = his.iter().collect();
+    let text = merge(state.path(), &labs, &["--dry-run", "--min-profit", "0"]);
+    let text = String::from_utf8_lossy(&text.stdout).into_owned();
+    assert!(text.contains("2 processes of other trust domains are enrolled already"), "{text}");
+    let merged = report(&merge(state.path(), &labs, &["--json", "--min-profit", "0"]), 0);
+    assert_eq!((&merged["kept_apart_from"], &merged["processes"]), (&2.into(), &2.into()), "{merged}");
+    for lab in labs {
+        assert_eq!(enrolled(lab, lab.region("shared-content")), 0, "root has it enrolled: {merged}");
+    }
+    let across = report(&merge(state.path(), &[&his[0], &his[1]], &["--json", "--across-domains"]), 0);
+    assert!(across["outcome"]["saved"].as_u64() >= Some(800 * 4096), "{across}");
+    assert_eq!(enrolled(&his[0], his[0].region("shared-content")), 800);
+}
+
+#[test]
 fn a_deadline_ends_it_and_the_report_says_so() {
     let Some(ksm) = ksm() else { return };
     let state = tempfile::tempdir().unwrap();

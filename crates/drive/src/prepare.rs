@@ -1,5 +1,6 @@
 //! From a host to a plan: the census that a plan needs, and the plan.
 
+use crate::verify;
 use pagefold_census::plan;
 use pagefold_census::{Ages, DEFAULT_MAX_MAP_COUNT, Second, Selection};
 use pagefold_host::{Host, observe};
@@ -47,6 +48,7 @@ pub fn prepare(
     stop: &AtomicBool,
 ) -> Result<(Census, Plan), pagefold_census::Error> {
     let max_map_count = observe::max_map_count(host).unwrap_or(DEFAULT_MAX_MAP_COUNT);
+    let apart = !request.across_domains && !request.whole;
     let options = pagefold_census::Options {
         selection: request.selection.clone(),
         domains: request.domains.clone(),
@@ -56,6 +58,8 @@ pub fn prepare(
         across_domains: request.across_domains,
         max_map_count,
         use_zero_pages: true,
+        // Who enrols processes whole wants all that they hold, and is told who else is enrolled.
+        enrolled: if apart { verify::enrolled(host).unwrap_or_default() } else { Vec::new() },
         ..Default::default()
     };
     let (census, index) = match &ages {

@@ -1,7 +1,7 @@
 //! Changing a host, with everything put back.
 //!
 //! A [`Session`] holds the one lock that lets somebody change KSM's settings and enrolments, and writes each change
-//! into the [`journal`](crate::journal) before it is made. What was changed for a time only comes back when the session
+//! into the [`journal`] before it is made. What was changed for a time only comes back when the session
 //! ends, newest first: at the end of the work, on an error, in a panic. After `kill -9` the next session, or
 //! `pagefold recover`, finds the journal and puts it back. What cannot be put back now but may be later stays written
 //! down, and the next session tries again.

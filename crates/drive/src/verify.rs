@@ -7,6 +7,7 @@ use pagefold_host::{Host, Process, observe, parse};
 use pagefold_model::outcome::Found;
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::{Absent, AddressRange, Bytes, Pages, Pfn, ProcessId, Reading};
+use std::collections::BTreeSet;
 
 /// Pages looked at at once.
 const BATCH: u64 = 1 << 16;
@@ -82,21 +83,21 @@ fn look(host: &dyn Host, target: &Target, frames: &mut Vec<Pfn>, found: &mut Fou
     Ok(())
 }
 
-/// Processes outside of a plan that are enrolled, wholly or in part (6.14).
+/// Processes that are enrolled, wholly or in part. Before 6.14 those of which ksmd keeps track of something.
+pub fn enrolled(host: &dyn Host) -> Reading<Vec<ProcessId>> {
+    let is = |handle: &dyn Process| {
+        let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
+        let tracked = ksm.rmap_items.is_ok_and(|pages| pages > 0) || ksm.merging_pages.is_ok_and(|pages| pages > 0);
+        ksm.mergeable.unwrap_or(false) || tracked
+    };
+    let handles = host.pids()?.into_iter().filter_map(|pid| host.open(pid).ok());
+    Ok(handles.filter(|handle| is(&**handle)).map(|handle| handle.id()).collect())
+}
+
+/// How many processes outside of a plan are enrolled.
 pub fn bystanders(host: &dyn Host, plan: &Plan) -> Reading<u64> {
-    let mut count = 0;
-    for pid in host.pids()? {
-        if plan.targets.iter().any(|target| target.process.id.pid == pid) {
-            continue;
-        }
-        let Ok(handle) = host.open(pid) else { continue };
-        match parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel)).mergeable {
-            Ok(enrolled) => count += u64::from(enrolled),
-            Err(Absent::NotOnThisKernel) => return Err(Absent::NotOnThisKernel),
-            Err(_) => {}
-        }
-    }
-    Ok(count)
+    let targets: BTreeSet<ProcessId> = plan.targets.iter().map(|target| target.process.id).collect();
+    Ok(enrolled(host)?.iter().filter(|id| !targets.contains(id)).count() as u64)
 }
 
 /// Take hold of a process again: the same or none.

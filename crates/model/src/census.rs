@@ -100,6 +100,8 @@ pub struct SubjectCensus {
     pub process: Process,
     /// Its trust domain.
     pub domain: Domain,
+    /// Whether it was not chosen, and looked at only for what it has enrolled, which others must not be merged with.
+    pub witness: bool,
     /// Its pages.
     pub counts: Counts,
     /// Its regions with anything resident, in address order.

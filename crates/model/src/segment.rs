@@ -114,10 +114,11 @@ pub fn best_ranges(stretches: impl IntoIterator<Item = Stretch>, prices: Prices)
 
 /// The best ranges of several regions that are `at_most` so many together. `stretches` gives those of a region.
 ///
-/// If the best ranges are too many, the price of a range is raised to the lowest whole number of bytes at which they
-/// fit. What is chosen then is worth more, at the true price, than any other choice of as many or fewer ranges: if one
-/// were worth more, it would be so at the raised price too, which takes no less off what is chosen. A choice of more
-/// ranges that still fits may be worth more, where the numbers of ranges leap over the bound.
+/// If the best ranges are too many, the price of a range is raised until they fit (`dear_enough`). That may leave out
+/// ranges that are worth just as much as others that are in: just below that price too many are chosen, and are worth the
+/// same. So up to some place those are taken, and behind it those that fit: up to the place that makes the most ranges that
+/// fit. Where no huge page has a price this is the best choice
+/// there is. Where one has, a choice of just so many ranges may be worth less than one of fewer, and the better is taken.
 pub fn best_ranges_within<I>(
     regions: usize,
     stretches: impl Fn(usize) -> I,
@@ -127,30 +128,116 @@ pub fn best_ranges_within<I>(
 where
     I: IntoIterator<Item = Stretch>,
 {
-    let at = |range: i64| -> Vec<Vec<Range<u32>>> {
-        (0..regions).map(|region| best_ranges(stretches(region), Prices { range, ..prices })).collect()
-    };
-    let fits = |chosen: &[Vec<Range<u32>>]| chosen.iter().map(Vec::len).sum::<usize>() <= at_most;
-    let mut chosen = at(prices.range);
-    if fits(&chosen) {
-        return chosen;
+    let Choices { few: mut chosen, many } = dear_enough(regions, &stretches, prices, at_most);
+    let mut room = at_most - chosen.iter().map(Vec::len).sum::<usize>();
+    for (region, (few, many)) in chosen.iter_mut().zip(many).enumerate() {
+        let filled = spliced(few, &many, room);
+        if worth(stretches(region), &filled, prices) >= worth(stretches(region), few, prices) {
+            room -= filled.len() - few.len();
+            *few = filled;
+        }
     }
+    chosen
+}
+
+/// The ranges of some regions that are best at one price.
+struct Choices {
+    /// Those that fit.
+    few: Vec<Vec<Range<u32>>>,
+    /// Others that are worth the same: just too many, or the same if those fit that are best at the given price.
+    many: Vec<Vec<Range<u32>>>,
+}
+
+/// The best ranges at the lowest price of a range, not below the given one, at which they are at most so many.
+///
+/// The price is found in fractions of a byte that are so small that all of `at_most` ranges together do not make up for
+/// one: then the ranges that fit at a price are the best, too, a fraction below, where the others are chosen.
+fn dear_enough<I>(regions: usize, stretches: impl Fn(usize) -> I, prices: Prices, at_most: usize) -> Choices
+where
+    I: IntoIterator<Item = Stretch>,
+{
     let all = |region| {
         stretches(region).into_iter().filter_map(|stretch| Some(stretch.worth?.max(0) * i64::from(stretch.pages)))
     };
+    let total = (0..regions).flat_map(all).sum::<i64>().max(prices.range) + 1;
+    let fractions = (at_most as i64).saturating_add(1).min(i64::MAX / 8 / total.max(prices.huge_page + 1)).max(1);
+    let fine = |stretch: Stretch| Stretch {
+        worth: stretch.worth.map(|worth| worth.saturating_mul(fractions)),
+        hole: stretch.hole.saturating_mul(fractions),
+        ..stretch
+    };
+    let at = |range: i64| -> Vec<Vec<Range<u32>>> {
+        let prices = Prices { range, huge_page: prices.huge_page * fractions };
+        (0..regions).map(|region| best_ranges(stretches(region).into_iter().map(fine), prices)).collect()
+    };
+    let fits = |chosen: &[Vec<Range<u32>>]| chosen.iter().map(Vec::len).sum::<usize>() <= at_most;
+    let mut many = at(prices.range * fractions);
+    if fits(&many) {
+        return Choices { few: many.clone(), many };
+    }
     // At a price of all that there is to gain, nothing is chosen.
-    let (mut too_low, mut enough) = (prices.range, (0..regions).flat_map(all).sum::<i64>().max(prices.range) + 1);
-    chosen = vec![Vec::new(); regions];
+    let (mut too_low, mut enough) = (prices.range * fractions, total * fractions);
+    let mut few = vec![Vec::new(); regions];
     while enough - too_low > 1 {
         let middle = too_low + (enough - too_low) / 2;
         let candidate = at(middle);
         if fits(&candidate) {
-            (enough, chosen) = (middle, candidate);
+            (enough, few) = (middle, candidate);
         } else {
-            too_low = middle;
+            (too_low, many) = (middle, candidate);
         }
     }
-    chosen
+    Choices { few, many }
+}
+
+/// `many` up to a place and `few` behind it: the place of which come the most ranges that are at most `room` more than
+/// `few` has. The page before it is in both or in neither, or nothing goes on over it.
+fn spliced(few: &[Range<u32>], many: &[Range<u32>], room: usize) -> Vec<Range<u32>> {
+    let starts = |ranges: &[Range<u32>], place: u32| ranges.partition_point(|range| range.start < place);
+    // Where the last range ends that starts before the place.
+    let end =
+        |ranges: &[Range<u32>], place: u32| starts(ranges, place).checked_sub(1).map_or(0, |last| ranges[last].end);
+    let mut best = (0, 0);
+    for place in few.iter().chain(many).flat_map(|range| [range.start + 1, range.end]) {
+        let (few_end, many_end) = (end(few, place), end(many, place));
+        let alike = (few_end >= place) == (many_end >= place) || few_end <= place && many_end <= place;
+        let more = starts(many, place).checked_sub(starts(few, place)).filter(|&more| alike && more <= room);
+        best = best.max((more.unwrap_or(0), place));
+    }
+    let (more, place) = best;
+    if more == 0 {
+        return few.to_vec();
+    }
+    let mut ranges = many[..starts(many, place)].to_vec();
+    if let Some(last) = ranges.last_mut() {
+        let goes_on = end(few, place) > place;
+        last.end = if goes_on { end(few, place) } else { last.end.min(place) };
+    }
+    ranges.extend_from_slice(&few[starts(few, place)..]);
+    ranges
+}
+
+/// What ranges are worth, with all prices.
+fn worth(stretches: impl IntoIterator<Item = Stretch>, ranges: &[Range<u32>], prices: Prices) -> i64 {
+    let mut sum = -(ranges.len() as i64) * prices.range;
+    let (mut at, mut next, mut split) = (0, 0, None);
+    for stretch in stretches {
+        let end = at + stretch.pages;
+        while ranges.get(next).is_some_and(|range| range.end <= at) {
+            next += 1;
+        }
+        for range in ranges[next..].iter().take_while(|range| range.start < end) {
+            let pages = range.end.min(end) - range.start.max(at);
+            sum += stretch.worth.unwrap_or(0) * i64::from(pages);
+            sum -= if range.start < at { stretch.hole } else { 0 };
+            if stretch.merges && stretch.huge.is_some() && split != stretch.huge {
+                split = stretch.huge;
+                sum -= prices.huge_page;
+            }
+        }
+        at = end;
+    }
+    sum
 }
 
 #[cfg(test)]
@@ -285,18 +372,47 @@ mod tests {
         ) {
             let second: Vec<Stretch> = second.into_iter().map(page).collect();
             let regions = [first, second];
-            let chosen = best_ranges_within(2, |region| regions[region].iter().copied(), prices, at_most);
-            let (mut value, mut count) = (0, 0);
-            for (pages, ranges) in regions.iter().zip(&chosen) {
-                let (of, ranges) = value_of(pages, ranges, prices).expect("nothing forbidden is covered");
-                value += of;
-                count += ranges;
-            }
-            prop_assert!(count <= at_most);
+            let sum = |chosen: &[Vec<Range<u32>>]| {
+                let of = |(pages, ranges): (&Vec<Stretch>, &Vec<Range<u32>>)| {
+                    let value = value_of(pages, ranges, prices).expect("nothing forbidden is covered");
+                    assert_eq!(value.0, worth(pages.iter().copied(), ranges, prices));
+                    value
+                };
+                regions.iter().zip(chosen).map(of).fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1))
+            };
+            let Choices { few, .. } = dear_enough(2, |region| regions[region].iter().copied(), prices, at_most);
+            let (value, count) = sum(&few);
+            let filled = best_ranges_within(2, |region| regions[region].iter().copied(), prices, at_most);
+            let (more, more_ranges) = sum(&filled);
+            prop_assert!(count <= more_ranges && more_ranges <= at_most && more >= value);
             let [first, second] = regions.map(|pages| every_choice(&pages, prices));
             for (a, in_first) in &first {
                 for (b, in_second) in second.iter().filter(|(_, ranges)| in_first + ranges <= count) {
                     prop_assert!(a + b <= value, "{in_first} and {in_second} ranges are worth {a} and {b}");
+                }
+            }
+        }
+
+        #[test]
+        fn no_choice_that_fits_is_better(
+            regions in prop::collection::vec(prop::collection::vec((-8i64..8, 0..3u8), 0..7), 2..3),
+            range in 0i64..6,
+            at_most in 0usize..6,
+        ) {
+            // Small numbers, so that many choices are worth the same.
+            let pages = |region: &Vec<(i64, u8)>| {
+                region.iter().map(|&(worth, hole)| Stretch { hole: i64::from(hole == 2) * 3, ..page(worth) }).collect()
+            };
+            let regions: Vec<Vec<Stretch>> = regions.iter().map(pages).collect();
+            let prices = Prices { range, huge_page: 0 };
+            let chosen = best_ranges_within(2, |region| regions[region].iter().copied(), prices, at_most);
+            let of = |(pages, ranges): (&Vec<Stretch>, &Vec<Range<u32>>)| value_of(pages, ranges, prices).expect("all may be");
+            let (value, count) = regions.iter().zip(&chosen).map(of).fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1));
+            prop_assert!(count <= at_most);
+            let every: Vec<_> = regions.iter().map(|pages| every_choice(pages, prices)).collect();
+            for (a, in_first) in &every[0] {
+                for (b, in_second) in every[1].iter().filter(|(_, ranges)| in_first + ranges <= at_most) {
+                    prop_assert!(a + b <= value, "{in_first} and {in_second} ranges are worth {a} and {b}, not {value}");
                 }
             }
         }

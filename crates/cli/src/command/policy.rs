@@ -54,7 +54,7 @@ enum What {
 
 #[derive(Args, Debug)]
 struct Set {
-    /// default, ksmtuned, advisor[:SECONDS], flat-out, guided or a TOML file
+    /// default, ksmtuned, advisor or advisor:SECONDS, flat-out, guided or a TOML file
     #[arg(value_name = "POLICY")]
     policy: String,
     /// Stay and adapt the settings every minute, until Ctrl-C; only ksmtuned does

@@ -61,7 +61,7 @@ pub struct Options {
     /// Run it also where it cannot or must not be enrolled, or KSM not be driven, with a warning
     #[arg(long)]
     best_effort: bool,
-    /// Drive KSM while it runs: default, ksmtuned, advisor[:SECONDS], flat-out, guided or a TOML file
+    /// Drive KSM while it runs: default, ksmtuned, advisor or advisor:SECONDS, flat-out, guided or a TOML file
     #[arg(long, value_name = "POLICY")]
     policy: Option<String>,
     /// ksmd's share of one CPU at most, for the policy `guided` [default: 10]

@@ -74,7 +74,7 @@ pub fn plan(census: &Census, constraints: &Constraints, excluded: &dyn Fn(&Proce
     let mut plan = Plan { whole: constraints.whole, ..Plan::default() };
     let mut everybody = true;
     let mut freed = Bytes::ZERO;
-    for (position, subject) in census.subjects.iter().enumerate() {
+    for (position, subject) in census.subjects.iter().enumerate().filter(|(_, subject)| !subject.witness) {
         let process = &subject.process;
         let mut leave = |why: String| {
             plan.left_alone.push(LeftAlone { pid: process.id.pid, comm: process.comm.clone(), why });

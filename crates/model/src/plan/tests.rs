@@ -40,6 +40,7 @@ fn census(ranges: &[(usize, AddressRange)], arguments: &[&[&str]]) -> Census {
     let subjects = arguments.iter().enumerate().map(|(i, arguments)| SubjectCensus {
         process: process(i as u32 + 1, arguments),
         domain: Domain::Host,
+        witness: false,
         counts: Counts::default(),
         regions: vec![RegionCensus { region: region.clone(), ineligible: None, counts: Counts::default() }],
     });

@@ -78,8 +78,13 @@ mod tests {
     fn every_extent_is_a_row_that_comes_back() {
         let id = ProcessId { pid: Pid(7), start_time: 99 };
         let process = Process { comm: "lab".to_owned(), ..Process::absent(id, &Absent::Denied) };
-        let subject =
-            SubjectCensus { process, domain: Domain::User(1000), counts: Counts::default(), regions: Vec::new() };
+        let subject = SubjectCensus {
+            process,
+            domain: Domain::User(1000),
+            witness: false,
+            counts: Counts::default(),
+            regions: Vec::new(),
+        };
         let extent = |start: u64| Extent {
             subject: 0,
             range: AddressRange { start, end: start + 8 * 4096 },

@@ -28,6 +28,8 @@ pub struct MergeReport {
     pub huge_page_size: u64,
     /// The processes that the census looked at.
     pub processes: u64,
+    /// Processes of other trust domains that are enrolled already. They were looked at, too: what they hold is in no plan.
+    pub kept_apart_from: u64,
     /// What was planned.
     pub plan: PlanReport,
     /// What it came to; absent for a dry run, and where nothing pays.
@@ -242,7 +244,8 @@ impl MergeReport {
             host,
             page_size: page_size.bytes(),
             huge_page_size,
-            processes: census.subjects.len() as u64,
+            processes: census.subjects.iter().filter(|subject| !subject.witness).count() as u64,
+            kept_apart_from: census.subjects.iter().filter(|subject| subject.witness).count() as u64,
             plan: PlanReport::of(plan, page_size),
             outcome: None,
             not_seen: census

@@ -221,6 +221,20 @@ fn notes(report: &MergeReport, top: usize, remedy: &str, style: Style) -> String
     for left in report.plan.left_alone.iter().take(top) {
         let _ = writeln!(text, "Left alone: {} ({}): {}.", left.pid, printable(&left.comm), printable(&left.why));
     }
+    if report.kept_apart_from > 0 {
+        let others = if report.kept_apart_from == 1 {
+            "1 process of another trust domain is".to_owned()
+        } else {
+            format!("{} of other trust domains are", processes(report.kept_apart_from))
+        };
+        text.push_str(&style.paragraph(
+            &format!(
+                "{others} enrolled already. What they hold was left out: who shares a page can tell by the time of a write \
+                 that somebody else holds it. `--across-domains` merges it all the same."
+            ),
+            2,
+        ));
+    }
     if let Some(outcome) = &report.outcome {
         if let Some(others @ 1..) = outcome.other_enrolled_processes {
             text.push_str(&style.paragraph(
