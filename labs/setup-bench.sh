@@ -1,10 +1,10 @@
 #!/bin/sh
 # Prepares what `make bench-merge` needs beyond labs/setup.sh: a database and the simulations of labs/mpi, all from
-# Debian (some 860 MB installed). Does only what is still to be done. Needs root only where packages are missing.
+# Debian (some 1160 MB installed). Does only what is still to be done. Needs root only where packages are missing.
 set -eu
 
-# quantum-espresso-data holds the pseudopotentials.
-packages="sqlite3 openmpi-bin meep-mpi-default openfoam quantum-espresso quantum-espresso-data"
+# quantum-espresso-data holds the pseudopotentials, cp2k-data these and the basis sets.
+packages="sqlite3 openmpi-bin meep-mpi-default openfoam quantum-espresso quantum-espresso-data cp2k cp2k-data"
 
 command -v apt-get > /dev/null || { echo "setup-bench: this needs Debian's apt-get" >&2; exit 1; }
 missing=

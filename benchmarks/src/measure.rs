@@ -112,7 +112,7 @@ impl Order {
             last = now;
         };
         let threads = rayon::ThreadPoolBuilder::new().num_threads(self.threads).build()?;
-        let survey = threads.install(|| survey::survey(host, &self.selection(), &DomainRule::User.into()))?;
+        let survey = threads.install(|| survey::survey(host, &self.selection(), &DomainRule::User.into(), &[]))?;
         lap("survey");
         let mut index = threads.install(|| Index::list(host, &survey, false))?;
         lap("list");

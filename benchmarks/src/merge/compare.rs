@@ -315,7 +315,7 @@ impl Comparison {
         );
         if self.workload.all_policies {
             text.push_str(&format!(
-                " The slow policies are measured until what can be saved is, or nothing more comes in three full scans, \
+                " The slow policies are measured until what can be saved is, or nothing more comes in ten full scans, \
                  but for {} at most. ksmtuned, as if memory were short from its first step on, takes a step every 60 s; \
                  the advisor's first step, at the end of a full scan, counts all CPU that ksmd used since boot, which \
                  slows it. ~: not reached by then and extrapolated: each is taken to have saved what flat-out merging \

@@ -6,6 +6,12 @@
 //! The decks are in `labs/mpi`, each a script that prepares, runs, and prints the physical result, which must be the
 //! same under each.
 //!
+//! Bars are judged on CP2K alone. It was added before any run of it with KSM, its deck chosen by plain runs and one
+//! census, and no setting was made with it in view; should one be changed after a look at its runs, another code has to
+//! take its place. Of the others bars are told and not judged. Quantum ESPRESSO was held out before: its first kept run
+//! missed the bar of what lasts (10.3 of 17.1 %), the second round of guided runs was then moved forward (commit
+//! 98ce66d), and the run after that met it.
+//!
 //! Guided is what the product offers for such programs: `pagefold run --policy guided` before the job, whose process
 //! beside it merges again and again until the job has ended. That process is in the job's control group, so that its
 //! memory is charged to the savings; its CPU time is read until it ends, and KSM must then be set as before.
@@ -46,7 +52,7 @@ pub struct Code {
     pub name: &'static str,
     /// What it does.
     pub title: &'static str,
-    /// Whether nothing but this benchmark runs it: no test, and so no setting, was made with it in view.
+    /// Whether it judges: it was added before any run of it with KSM, and no setting was made with it in view.
     pub held_out: bool,
     /// By how much numbers in the result may differ, relative to themselves. 0 where a run repeats its result to the last
     /// printed digit.
@@ -60,15 +66,17 @@ pub const CODES: &[Code] = &[
     Code {
         name: "espresso",
         title: "Quantum ESPRESSO: silane, ground state (SCF), 4 pools",
-        held_out: true,
+        held_out: false,
         tolerance: 0.0,
     },
+    Code { name: "cp2k", title: "CP2K: a water molecule (GPW, PIMD), 4 beads", held_out: true, tolerance: 0.0 },
 ];
 
 /// Those that are named, or all.
 pub fn chosen(names: &[String]) -> Result<Vec<Code>> {
     let unknown = names.iter().find(|name| CODES.iter().all(|code| code.name != **name));
-    ensure!(unknown.is_none(), "there is no simulation {unknown:?}; the ones in labs/mpi are meep, openfoam, espresso");
+    let all = || CODES.iter().map(|code| code.name).collect::<Vec<_>>().join(", ");
+    ensure!(unknown.is_none(), "there is no simulation {unknown:?}; the ones in labs/mpi are {}", all());
     Ok(CODES.iter().copied().filter(|code| names.is_empty() || names.iter().any(|name| name == code.name)).collect())
 }
 
@@ -140,9 +148,7 @@ pub fn measure(code: Code, rounds: usize, conditions: &Conditions) -> Result<Fin
             runs.push(run);
         }
     }
-    let (table, bars) = judge(code, &runs, conditions.cpu)?;
-    findings.tables.push(table);
-    findings.bars = bars;
+    judge(code, &runs, conditions.cpu, &mut findings)?;
     Ok(findings)
 }
 
@@ -157,8 +163,8 @@ fn agree(left: &str, right: &str, tolerance: f64) -> bool {
     left.len() == right.len() && left.iter().zip(&right).all(alike)
 }
 
-/// A table of the modes and, for the code that was held out, the bars.
-fn judge(code: Code, runs: &[Run], cpu: u32) -> Result<(Table, Vec<Bar>)> {
+/// Find a table of the modes, and the bars: of a code that was not held out they are told and decide nothing.
+fn judge(code: Code, runs: &[Run], cpu: u32, findings: &mut Findings) -> Result<()> {
     // Each run with the one without merging in its round.
     let pairs = |mode: Mode| {
         let off = |round| runs.iter().find(move |run| run.mode == Mode::Off && run.round == round);
@@ -212,9 +218,6 @@ fn judge(code: Code, runs: &[Run], cpu: u32) -> Result<(Table, Vec<Bar>)> {
         if code.tolerance > 0.0 { format!(" within {:e}", code.tolerance) } else { " to the last digit".to_owned() },
         runs.first().map_or("", |run| &run.result).split_whitespace().collect::<Vec<_>>().join(" ")
     ));
-    if !code.held_out {
-        return Ok((table, Vec::new()));
-    }
     let most = [Mode::Whole(2000), Mode::Whole(20_000)].map(|mode| Spread::of(lasting(mode)).median);
     let most = most.into_iter().fold(0.0, f64::max);
     let (slower, _) = geometric_mean(&slow_downs(Mode::Guided));
@@ -222,8 +225,9 @@ fn judge(code: Code, runs: &[Run], cpu: u32) -> Result<(Table, Vec<Bar>)> {
     let bars = vec![
         Bar {
             claim: format!(
-                "{}, which no test is tuned to: at most {:.0} % slower, {:.0} % beyond the bound on CPU",
+                "{}, {}: at most {:.0} % slower, {:.0} % beyond the bound on CPU",
                 code.name,
+                if code.held_out { "held out" } else { "not held out" },
                 allowed * 100.0,
                 HOT_SLOW_DOWN * 100.0
             ),
@@ -240,7 +244,13 @@ fn judge(code: Code, runs: &[Run], cpu: u32) -> Result<(Table, Vec<Bar>)> {
             met: most > 0.0 && saved >= HOT_SAVINGS * most,
         },
     ];
-    Ok((table, bars))
+    findings.tables.push(table);
+    if code.held_out {
+        findings.bars = bars;
+    } else {
+        findings.told = bars.iter().map(|bar| format!("told, not judged: {}: {}", bar.claim, bar.measured)).collect();
+    }
+    Ok(())
 }
 
 /// The geometric mean of ratios, and its 95 % interval by Student's t on their logarithms; none with a single ratio.
@@ -495,6 +505,29 @@ mod tests {
     fn results_agree_within_their_tolerance() {
         assert!(agree("E = 1.0000, eV", "E = 1.0001, eV", 1e-3) && !agree("E = 1.0000, eV", "E = 1.0001, eV", 0.0));
         assert!(!agree("E = 1", "F = 1", 1.0) && !agree("E = 1", "E = 1 2", 1.0));
+    }
+
+    #[test]
+    fn only_what_was_held_out_decides() {
+        let run = |mode: Mode| Run {
+            mode,
+            round: 1,
+            seconds: 30.0,
+            memory: 1e9,
+            at_work: if mode == Mode::Off { 1e9 } else { 9e8 },
+            faults: 0,
+            ksmd: 0.0,
+            pagefold: 0.0,
+            result: String::new(),
+        };
+        for &code in CODES {
+            let mut findings = Findings::default();
+            judge(code, &Mode::ALL.map(run), 10, &mut findings).unwrap();
+            let found = (findings.bars.len(), findings.told.len());
+            assert_eq!(found, if code.held_out { (2, 0) } else { (0, 2) }, "{}", code.name);
+            assert!(findings.bars.iter().all(|bar| bar.met));
+        }
+        assert!(CODES.iter().any(|code| code.held_out));
     }
 
     #[test]

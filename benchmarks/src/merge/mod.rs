@@ -264,6 +264,7 @@ fn versions(pagefold: &Pagefold) -> BTreeMap<String, String> {
         ("meep", vec!["dpkg-query", "-W", "meep-mpi-default"]),
         ("openfoam", vec!["dpkg-query", "-W", "openfoam"]),
         ("espresso", vec!["dpkg-query", "-W", "quantum-espresso"]),
+        ("cp2k", vec!["dpkg-query", "-W", "cp2k"]),
     ];
     let ask = |words: &[&str]| {
         let output = Command::new(words[0]).args(&words[1..]).output().ok()?;
