@@ -26,12 +26,15 @@ demo: setup ## Take a census of a small fleet of real programs on this machine, 
 test: setup ## Run every test; as root the live ones too (real KSM, other processes, guests)
 	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --doc
 	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --lib --bins
+	$(CARGO) build $(LOCKED) --workspace --all-features --examples
 	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --test '*'
 
 .PHONY: soak
 soak: setup ## Enrol and withdraw busy programs thousands of times, a database under load among them (as root; minutes)
 	labs/soak.sh
 	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) -p pagefold --all-features --test killed
+	$(CARGO) build $(LOCKED) --release -p pagefold-engine --examples
+	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) --release -p pagefold-engine --test members random
 
 .PHONY: bench
 bench: ## Measure what the documentation claims (minutes; wants a quiet machine)
@@ -47,6 +50,25 @@ bench-merge: setup ## Measure what merging brings and costs under all policies (
 ifeq ($(shell grep -m1 -cw aes /proc/cpuinfo),1)
 bench: export RUSTFLAGS := $(strip $(RUSTFLAGS) -C target-feature=+aes)
 endif
+
+PREFIX ?= /usr/local
+
+.PHONY: install-library
+install-library: ## Install libpagefold.so, its header, pkg-config file and man page under PREFIX (/usr/local)
+	$(CARGO) build $(LOCKED) --release -p pagefold-engine
+	install -D -m 644 target/release/libpagefold_engine.so $(DESTDIR)$(PREFIX)/lib/libpagefold.so.0
+	ln -sf libpagefold.so.0 $(DESTDIR)$(PREFIX)/lib/libpagefold.so
+	install -D -m 644 crates/engine/include/pagefold.h $(DESTDIR)$(PREFIX)/include/pagefold.h
+	install -D -m 644 crates/engine/man/pagefold.3 $(DESTDIR)$(PREFIX)/share/man/man3/pagefold.3
+	version=$$($(CARGO) pkgid -p pagefold-engine | sed 's/.*[#@]//'); \
+	sed -e 's|@PREFIX@|$(PREFIX)|' -e "s|@VERSION@|$$version|" crates/engine/pagefold.pc.in | \
+	install -D -m 644 /dev/stdin $(DESTDIR)$(PREFIX)/lib/pkgconfig/pagefold.pc
+
+.PHONY: check-hera
+check-hera: ## Compare the stand-in for HERA with itself in all its modes of memory (minutes; needs OpenMPI)
+	$(CARGO) build $(LOCKED) --release -p pagefold-engine
+	$(MAKE) install-library DESTDIR=$(CURDIR)/target/installed PREFIX=
+	labs/hera/check.sh $(CURDIR)/target/installed/lib
 
 .PHONY: lint
 lint: style deny ## Check formatting, lints, scripts, licences and duplicate dependencies
@@ -79,7 +101,7 @@ aarch64: ## Build for 64-bit Arm, and run the tests of the portable crates under
 	LOCKED="$(LOCKED)" .ci/aarch64
 
 .PHONY: aarch64-live
-aarch64-live: ## Run the tests of injection in an emulated 64-bit Arm machine (minutes; ARGS: of cargo test)
+aarch64-live: ## Run the tests of injection in an emulated 64-bit Arm machine (a quarter of an hour; ARGS: of cargo test)
 	LOCKED="$(LOCKED)" labs/arm64.sh $(ARGS)
 
 # Root installs what is missing (with new package lists where those of a fresh machine are empty or old), and a failure is

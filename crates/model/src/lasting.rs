@@ -14,7 +14,7 @@ const MERGE: f64 = 6e-6;
 
 /// CPU seconds of the program for a write to a merged page: the fault, a frame, the copy of 4 KiB. Measured as 1 to 3 us
 /// on 6.18 (x86-64), the fault being most of it.
-const BREAK: f64 = 2.5e-6;
+pub const BREAK: f64 = 2.5e-6;
 
 /// For how many seconds memory is taken to be held where nothing else is known. With it, the price of CPU time
 /// ([`CPU_SECOND_BYTES`]) makes one core worth 6 GiB held all the while, about what comes with a core in a server.
@@ -23,9 +23,9 @@ const HELD: f64 = 60.0;
 /// The quantile of the normal distribution for a one-sided confidence of 95 %.
 const Z95: f64 = 1.645;
 
-/// For how many seconds a merged page has to last to pay for merging and breaking it.
-fn must_last(page_bytes: u64) -> f64 {
-    (MERGE + BREAK) * CPU_SECOND_BYTES as f64 * HELD / page_bytes as f64
+/// For how long a merged page has to last to pay for merging and breaking it.
+pub fn must_last(page_bytes: u64) -> Duration {
+    Duration::from_secs_f64((MERGE + BREAK) * CPU_SECOND_BYTES as f64 * HELD / page_bytes as f64)
 }
 
 /// The age from which a content is expected to last long enough to pay, if nothing else is known of it.
@@ -38,7 +38,7 @@ pub fn ripe_after(page_bytes: u64) -> Duration {
     let (mut young, mut ripe) = (0.0, HELD);
     for _ in 0..40 {
         let age = (young + ripe) / 2.0;
-        if lasts(age) < must_last(page_bytes) { young = age } else { ripe = age }
+        if lasts(age) < must_last(page_bytes).as_secs_f64() { young = age } else { ripe = age }
     }
     Duration::from_secs_f64(ripe)
 }
@@ -77,7 +77,7 @@ impl Seen {
 
     /// Whether merging such pages pays: unless they are known to last shorter than what merging and breaking one costs.
     pub fn pays(&self, page_bytes: u64) -> bool {
-        self.rate_at_least() * must_last(page_bytes) <= 1.0
+        self.rate_at_least() * must_last(page_bytes).as_secs_f64() <= 1.0
     }
 }
 

@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 pub mod account;
+pub mod allowance;
 pub mod census;
 pub mod class;
 pub mod content;
@@ -16,6 +17,7 @@ pub mod domain;
 pub mod estimate;
 pub mod exclusion;
 pub mod guard;
+pub mod hot;
 pub mod identity;
 pub mod ksm;
 pub mod lasting;

@@ -68,6 +68,13 @@ impl Multiply {
     }
 }
 
+impl std::fmt::Debug for Hasher {
+    /// Without the key, which whoever fills the pages must not see.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Hasher").field("multiply", &self.multiply).finish_non_exhaustive()
+    }
+}
+
 impl Hasher {
     /// A hasher for pages of `page_len` bytes, a multiple of 64, under a key from the kernel's random generator.
     pub fn random(page_len: usize) -> io::Result<Self> {

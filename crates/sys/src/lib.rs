@@ -11,3 +11,4 @@ pub mod inject;
 pub mod launch;
 pub mod mapping;
 pub mod pagemap;
+pub mod userfault;

@@ -11,6 +11,7 @@ use std::os::fd::AsRawFd;
 
 const PAGE_IS_FILE: u64 = 1 << 2;
 const PAGE_IS_PRESENT: u64 = 1 << 3;
+const PAGE_IS_SWAPPED: u64 = 1 << 4;
 const PAGE_IS_PFNZERO: u64 = 1 << 5;
 const PAGE_IS_HUGE: u64 = 1 << 6;
 
@@ -59,12 +60,73 @@ pub struct ResidentRange {
 /// How many ranges one call returns at most; larger results are fetched in several.
 const BATCH: usize = 4096;
 
+/// A range of pages that are mapped alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MappedRange {
+    /// First address.
+    pub start: u64,
+    /// First address after it.
+    pub end: u64,
+    /// Whether they are pages of a file or of shared memory, not written since they were mapped privately.
+    pub file: bool,
+    /// Whether they map the kernel's zero page.
+    pub zero: bool,
+    /// Whether huge pages of the PMD level map them.
+    pub huge: bool,
+    /// Whether they are swapped out.
+    pub swapped: bool,
+}
+
+/// Which pages a scan finds and what it tells of them, in the ioctl's terms.
+struct Wanted {
+    inverted: u64,
+    all_of: u64,
+    any_of: u64,
+    told: u64,
+}
+
 /// Hand the resident anonymous pages of `range` to `found`, in address order. Left out: file pages, shared memory,
 /// swapped-out pages and mappings of the kernel's zero page.
 ///
 /// `pagemap` is an open `/proc/PID/pagemap`. Errors are the ioctl's: `ENOTTY` before 6.7, `ESRCH` when the process's
 /// memory is gone.
 pub fn resident(pagemap: &File, range: Range<u64>, mut found: impl FnMut(ResidentRange)) -> io::Result<()> {
+    let wanted = Wanted {
+        inverted: PAGE_IS_FILE | PAGE_IS_PFNZERO,
+        all_of: PAGE_IS_PRESENT | PAGE_IS_FILE | PAGE_IS_PFNZERO,
+        any_of: 0,
+        told: PAGE_IS_HUGE,
+    };
+    scan(pagemap, range, &wanted, |region| {
+        let huge = region.categories & PAGE_IS_HUGE != 0;
+        found(ResidentRange { start: region.start, end: region.end, huge });
+    })
+}
+
+/// Hand all pages of `range` that are resident or swapped out to `found`, in address order.
+///
+/// `pagemap` and errors are as for [`resident`].
+pub fn mapped(pagemap: &File, range: Range<u64>, mut found: impl FnMut(MappedRange)) -> io::Result<()> {
+    let wanted = Wanted {
+        inverted: 0,
+        all_of: 0,
+        any_of: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+        told: PAGE_IS_FILE | PAGE_IS_PFNZERO | PAGE_IS_HUGE | PAGE_IS_SWAPPED,
+    };
+    scan(pagemap, range, &wanted, |region| {
+        let is = |category| region.categories & category != 0;
+        found(MappedRange {
+            start: region.start,
+            end: region.end,
+            file: is(PAGE_IS_FILE),
+            zero: is(PAGE_IS_PFNZERO),
+            huge: is(PAGE_IS_HUGE),
+            swapped: is(PAGE_IS_SWAPPED),
+        });
+    })
+}
+
+fn scan(pagemap: &File, range: Range<u64>, wanted: &Wanted, mut found: impl FnMut(PageRegion)) -> io::Result<()> {
     let mut batch = vec![PageRegion::default(); BATCH];
     let mut start = range.start;
     while start < range.end {
@@ -77,18 +139,15 @@ pub fn resident(pagemap: &File, range: Range<u64>, mut found: impl FnMut(Residen
             vec: batch.as_mut_ptr() as u64,
             vec_len: batch.len() as u64,
             max_pages: 0,
-            category_inverted: PAGE_IS_FILE | PAGE_IS_PFNZERO,
-            category_mask: PAGE_IS_PRESENT | PAGE_IS_FILE | PAGE_IS_PFNZERO,
-            category_anyof_mask: 0,
-            return_mask: PAGE_IS_HUGE,
+            category_inverted: wanted.inverted,
+            category_mask: wanted.all_of,
+            category_anyof_mask: wanted.any_of,
+            return_mask: wanted.told,
         };
         // SAFETY: `request` is a valid `pm_scan_arg` of the size it states, and `vec` points to `vec_len` writable
         // `page_region`s that outlive the call. Without PM_SCAN_WP_MATCHING the kernel changes nothing else.
         let count = unsafe { pagemap_scan(pagemap.as_raw_fd(), &mut request) }?;
-        for region in batch.iter().take(count as usize) {
-            let huge = region.categories & PAGE_IS_HUGE != 0;
-            found(ResidentRange { start: region.start, end: region.end, huge });
-        }
+        batch.iter().take(count as usize).copied().for_each(&mut found);
         if request.walk_end <= start {
             return Err(io::Error::other("PAGEMAP_SCAN made no progress"));
         }

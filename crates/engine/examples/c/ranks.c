@@ -1,0 +1,114 @@
+/*
+ * Processes that hold the same table, and each a work array that is mostly zeros: like the ranks of an MPI program. They
+ * merge when all of them have come to a barrier, and tell what it saved.
+ *
+ *     cc -O2 ranks.c $(pkg-config --cflags --libs pagefold) -o ranks && ./ranks 4 64
+ *
+ * SPDX-License-Identifier: MIT OR Apache-2.0
+ */
+#define _GNU_SOURCE
+#include <pagefold.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static void fail(const char *what)
+{
+	fprintf(stderr, "%s: %s\n", what, pagefold_error());
+	exit(1);
+}
+
+/* Words that follow from their place. */
+static uint64_t word(uint64_t place)
+{
+	place *= 0x9e3779b97f4a7c15u;
+	return (place ^ place >> 31) | 1;
+}
+
+/* This process's memory, in KiB, shared pages divided by those who share them. */
+static long pss(void)
+{
+	FILE *file = fopen("/proc/self/smaps_rollup", "r");
+	char line[256];
+	long kib = 0;
+	while (file && fgets(line, sizeof line, file))
+		if (sscanf(line, "Pss: %ld", &kib) == 1)
+			break;
+	if (file)
+		fclose(file);
+	return kib;
+}
+
+static int rank_of_many(int rank, size_t bytes, const char *domain, pthread_barrier_t *barrier)
+{
+	pagefold_options options = PAGEFOLD_OPTIONS_INIT;
+	options.max_slowdown = -1; /* it does nothing else */
+	pagefold_engine *engine = pagefold_join(domain, &options);
+	if (!engine)
+		fail("join");
+	uint64_t *table = pagefold_allocate(engine, bytes), *work = pagefold_allocate(engine, bytes);
+	if (!table || !work)
+		fail("allocate");
+	size_t words = bytes / sizeof *table;
+	for (size_t i = 0; i < words; i++)
+		table[i] = word(i);
+	memset(work, 0, bytes);
+	work[words / 2] = word(rank);
+	pthread_barrier_wait(barrier);
+	long before = pss();
+
+	/* Nobody writes here. What the others hold is known after the first merge, and found by the second. */
+	pagefold_merged merged, sum = { 0 };
+	for (int round = 0; round < 2; round++) {
+		pthread_barrier_wait(barrier);
+		if (pagefold_merge(engine, &merged))
+			fail("merge");
+		sum.merged += merged.merged;
+		sum.zeros += merged.zeros;
+		sum.nanoseconds += merged.nanoseconds;
+	}
+	pthread_barrier_wait(barrier);
+	printf("rank %d: %lu pages merged, %lu of zeros given back in %.1f ms; %ld MiB before, %ld after\n", rank,
+	       (unsigned long)sum.merged, (unsigned long)sum.zeros, sum.nanoseconds / 1e6, before / 1024, pss() / 1024);
+
+	pthread_barrier_wait(barrier);
+	table[0] = word(rank); /* its own copy, from here on */
+	int wrong = table[0] != word(rank) || work[words / 2] != word(rank);
+	for (size_t i = 1; i < words; i++)
+		wrong |= table[i] != word(i) || (i != words / 2 && work[i] != 0);
+	if (pagefold_free(engine, table, bytes) || pagefold_free(engine, work, bytes))
+		fail("free");
+	pagefold_leave(engine);
+	return wrong;
+}
+
+int main(int argc, char **argv)
+{
+	int ranks = argc > 1 ? atoi(argv[1]) : 4;
+	size_t bytes = (argc > 2 ? strtoul(argv[2], NULL, 10) : 64) << 20;
+	char domain[64];
+	snprintf(domain, sizeof domain, "ranks-%d", getpid());
+	pthread_barrier_t *barrier = mmap(NULL, sizeof *barrier, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	pthread_barrierattr_t shared;
+	pthread_barrierattr_init(&shared);
+	pthread_barrierattr_setpshared(&shared, PTHREAD_PROCESS_SHARED);
+	if (ranks < 1 || bytes == 0 || barrier == MAP_FAILED || pthread_barrier_init(barrier, &shared, ranks)) {
+		fprintf(stderr, "usage: ranks RANKS MIB\n");
+		return 2;
+	}
+	for (int rank = 0; rank < ranks; rank++) {
+		fflush(stdout);
+		if (fork() == 0)
+			return rank_of_many(rank, bytes, domain, barrier);
+	}
+	int wrong = 0, status;
+	while (wait(&status) > 0)
+		wrong |= status != 0;
+	puts(wrong ? "memory differs" : "all memory as it was written");
+	return wrong;
+}

@@ -1,0 +1,104 @@
+/*
+ * libpagefold: merges identical memory pages of programs that trust each other, in user space.
+ *
+ * A domain is processes of one user, by a name. A member hands private anonymous memory to its engine and merges at
+ * points at which nobody writes to it; see pagefold(3).
+ *
+ * Functions that return int give 0, or -1 with pagefold_error() saying why. All may be called by any thread. Sizes are in
+ * bytes; addresses and sizes of ranges are of whole pages.
+ *
+ * SPDX-License-Identifier: MIT OR Apache-2.0
+ */
+#ifndef PAGEFOLD_H
+#define PAGEFOLD_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A member of a domain. */
+typedef struct pagefold_engine pagefold_engine;
+
+/* How a member behaves. Begin with PAGEFOLD_OPTIONS_INIT. */
+typedef struct pagefold_options {
+	size_t size;         /* of this structure */
+	const char *root;    /* where domains are kept; NULL: $PAGEFOLD_RUNTIME, else /dev/shm/pagefold-UID */
+	double max_slowdown; /* share of the program's own time; negative: no bound */
+	unsigned threads;    /* that merge at the same time */
+} pagefold_options;
+
+#define PAGEFOLD_OPTIONS_INIT { sizeof(pagefold_options), NULL, 0.02, 1 }
+
+/* What merging did. */
+typedef struct pagefold_merged {
+	uint64_t looked_at;  /* pages whose contents were looked at */
+	uint64_t zeros;      /* pages of zeros that were given back */
+	uint64_t merged;     /* pages that map the store now */
+	uint64_t stored;     /* pages whose contents went to the store */
+	uint64_t runs;       /* runs of pages that were mapped as one */
+	uint64_t not_worth;  /* pages with a partner whose run would not pay */
+	uint64_t broken;     /* pages that were written since they were merged */
+	uint64_t left_alone; /* pages that were written too soon before */
+	uint64_t failed;     /* pages that could not be merged */
+	uint64_t cut_short;  /* merges whose time was over before they had looked at everything */
+	uint64_t nanoseconds; /* of the program's time */
+} pagefold_merged;
+
+/* How a member and its domain stand. */
+typedef struct pagefold_standing {
+	uint64_t pages;    /* of this member's memory, resident or not */
+	uint64_t merged;   /* of them, those that map the store and were not written since */
+	uint64_t store;    /* bytes that the domain's store takes, of all members together */
+	uint64_t mappings; /* that this process has */
+	pagefold_merged so_far;
+} pagefold_standing;
+
+enum pagefold_advice {
+	PAGEFOLD_MERGEABLE,   /* it may be merged: the default */
+	PAGEFOLD_UNMERGEABLE, /* nothing more of it is merged */
+};
+
+/* Become a member of a domain, or found it. options may be NULL. NULL on failure. */
+pagefold_engine *pagefold_join(const char *domain, const pagefold_options *options);
+
+/* Leave. What is merged stays merged; memory of pagefold_allocate stays. engine may be NULL. */
+void pagefold_leave(pagefold_engine *engine);
+
+/* New memory that may be merged, of so many bytes, rounded up to whole pages. NULL on failure. */
+void *pagefold_allocate(pagefold_engine *engine, size_t bytes);
+
+/* Give memory of pagefold_allocate back, all of it. */
+int pagefold_free(pagefold_engine *engine, void *memory, size_t bytes);
+
+/* Hand private anonymous memory of the program over. No device may have it pinned. */
+int pagefold_adopt(pagefold_engine *engine, void *memory, size_t bytes);
+
+/* Take memory that was handed over back, as it was handed over. What of it is merged stays so until it is written. */
+int pagefold_forsake(pagefold_engine *engine, void *memory, size_t bytes);
+
+/* Say what a range is to be taken for. */
+int pagefold_advise(pagefold_engine *engine, void *memory, size_t bytes, enum pagefold_advice advice);
+
+/* Make a range read as zeros, and take no memory: what madvise(MADV_DONTNEED) does to ordinary memory. */
+int pagefold_clear(pagefold_engine *engine, void *memory, size_t bytes);
+
+/*
+ * Merge what is identical now. Nobody may write to, unmap or replace memory of the engine until it returns. merged may be
+ * NULL.
+ */
+int pagefold_merge(pagefold_engine *engine, pagefold_merged *merged);
+
+/* How this member and its domain stand. */
+int pagefold_standing_of(pagefold_engine *engine, pagefold_standing *standing);
+
+/* Why the last call of this thread failed. Valid until its next one. */
+const char *pagefold_error(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,112 @@
+//! A thread that merges while the program runs, within a share of one CPU.
+
+use crate::{Engine, Error};
+use pagefold_model::allowance::pause;
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// It ends when this is dropped, once the merge in hand is done. A child that is forked has none.
+#[derive(Debug)]
+pub struct Background {
+    /// The process that has the thread.
+    process: u32,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    status: Mutex<Status>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Status {
+    end: bool,
+    rounds: u64,
+    failed: Option<Error>,
+}
+
+impl Engine {
+    /// Merge again and again, in a thread that takes at most a share of one CPU, from 0 to 1, and rests longer and
+    /// longer while there is nothing to merge.
+    ///
+    /// # Errors
+    /// [`Error::NotPermitted`] where writers cannot be made to wait; [`Error::Domain`] where there can be no thread.
+    ///
+    /// # Safety
+    /// Until what this gives is dropped, nobody unmaps or replaces adopted memory but by the engine's own functions.
+    pub unsafe fn merge_in_background(self: &Arc<Self>, share: f64) -> Result<Background, Error> {
+        // Whether it may is told now, and not in the thread.
+        drop(pagefold_sys::userfault::UserFault::new().map_err(Error::NotPermitted)?);
+        let shared = Arc::new(Shared::default());
+        let (engine, told) = (Arc::clone(self), Arc::clone(&shared));
+        let failed = |source: io::Error| Error::Domain { name: self.name.clone(), source };
+        let thread = thread::Builder::new().name("pagefold".to_owned());
+        let thread = thread.spawn(move || rounds(&engine, share, &told)).map_err(failed)?;
+        Ok(Background { process: std::process::id(), shared, thread: Some(thread) })
+    }
+}
+
+fn rounds(engine: &Engine, share: f64, shared: &Shared) {
+    let mut idle = 0;
+    loop {
+        let began = Instant::now();
+        // SAFETY: whoever started this has promised it.
+        let done = unsafe { engine.merge_while_running() };
+        let took = began.elapsed();
+        let mut status = shared.status.lock().unwrap_or_else(PoisonError::into_inner);
+        status.rounds += 1;
+        match done {
+            Ok(merged) if merged.merged.0 + merged.zeros.0 > merged.looked_at.0 / 64 => idle = 0,
+            Ok(_) => idle += 1,
+            Err(error) => {
+                status.failed = Some(error);
+                status.end = true;
+            }
+        }
+        shared.changed.notify_all();
+        let rest = pause(took, share, idle);
+        let waited = shared.changed.wait_timeout_while(status, rest, |status| !status.end);
+        let (status, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if status.end {
+            return;
+        }
+    }
+}
+
+impl Background {
+    /// Wait until so many merges were done since the beginning, or it has failed, or a time is over. How many were
+    /// done.
+    ///
+    /// # Errors
+    /// What ended it; [`Error::Forked`] in a child, which has no such thread.
+    pub fn wait(&self, merges: u64, at_most: Duration) -> Result<u64, Error> {
+        if self.process != std::process::id() {
+            return Err(Error::Forked);
+        }
+        let status = self.shared.status.lock().unwrap_or_else(PoisonError::into_inner);
+        let waits = |status: &mut Status| status.rounds < merges && !status.end;
+        let waited = self.shared.changed.wait_timeout_while(status, at_most, waits);
+        let (mut status, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        status.failed.take().map_or(Ok(status.rounds), Err)
+    }
+}
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        if self.process != std::process::id() {
+            // In a child there is no thread that would end, or that would give up what it had locked.
+            std::mem::forget(self.thread.take());
+            return;
+        }
+        self.shared.status.lock().unwrap_or_else(PoisonError::into_inner).end = true;
+        self.shared.changed.notify_all();
+        if let Some(thread) = self.thread.take() {
+            // A panic in it was told on standard error.
+            let _ = thread.join();
+        }
+    }
+}

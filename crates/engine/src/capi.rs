@@ -1,0 +1,305 @@
+//! The C interface, `include/pagefold.h`: each function checks its pointers, calls the engine, and keeps the reason of
+//! a failure for `pagefold_error`. No panic crosses into C.
+
+use crate::{Advice, Engine, Merged, Options, Standing, memory};
+use pagefold_model::AddressRange;
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, OsStr, c_char, c_double, c_int, c_uint, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
+
+/// `pagefold_options`.
+#[repr(C)]
+pub struct pagefold_options {
+    size: usize,
+    root: *const c_char,
+    max_slowdown: c_double,
+    threads: c_uint,
+}
+
+/// `pagefold_merged`.
+#[repr(C)]
+pub struct pagefold_merged {
+    looked_at: u64,
+    zeros: u64,
+    merged: u64,
+    stored: u64,
+    runs: u64,
+    not_worth: u64,
+    broken: u64,
+    left_alone: u64,
+    failed: u64,
+    cut_short: u64,
+    nanoseconds: u64,
+}
+
+/// `pagefold_standing`.
+#[repr(C)]
+pub struct pagefold_standing {
+    pages: u64,
+    merged: u64,
+    store: u64,
+    mappings: u64,
+    so_far: pagefold_merged,
+}
+
+impl From<Merged> for pagefold_merged {
+    fn from(merged: Merged) -> Self {
+        Self {
+            looked_at: merged.looked_at.0,
+            zeros: merged.zeros.0,
+            merged: merged.merged.0,
+            stored: merged.stored.0,
+            runs: merged.runs,
+            not_worth: merged.not_worth.0,
+            broken: merged.broken.0,
+            left_alone: merged.left_alone.0,
+            failed: merged.failed.0,
+            cut_short: merged.cut_short,
+            nanoseconds: merged.time.as_nanos() as u64,
+        }
+    }
+}
+
+impl From<Standing> for pagefold_standing {
+    fn from(standing: Standing) -> Self {
+        Self {
+            pages: standing.pages.0,
+            merged: standing.merged.0,
+            store: standing.store.0,
+            mappings: standing.mappings,
+            so_far: standing.so_far.into(),
+        }
+    }
+}
+
+thread_local! {
+    static WHY: RefCell<CString> = RefCell::default();
+}
+
+/// Keep why something failed.
+fn keep(why: &str) {
+    let why = CString::new(why.replace('\0', "?")).unwrap_or_default();
+    WHY.with(|kept| kept.replace(why));
+}
+
+/// Do something whose failure is told.
+fn told<T>(work: impl FnOnce() -> Result<T, String>) -> Option<T> {
+    let done = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err("a defect in pagefold: it panicked".into()));
+    done.inspect_err(|why| keep(why)).ok()
+}
+
+/// An error with all its causes.
+fn chain(error: crate::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(&error);
+    while let Some(error) = cause {
+        text += &format!(": {error}");
+        cause = error.source();
+    }
+    text
+}
+
+fn status(done: Option<()>) -> c_int {
+    if done.is_some() { 0 } else { -1 }
+}
+
+/// Call an engine that may be null.
+///
+/// # Safety
+/// `engine` is null or of `pagefold_join`, and was not left.
+unsafe fn call<T>(engine: *const Engine, work: impl FnOnce(&Engine) -> Result<T, crate::Error>) -> Option<T> {
+    // SAFETY: the caller's promise.
+    let engine = unsafe { engine.as_ref() };
+    told(|| work(engine.ok_or("engine is NULL")?).map_err(chain))
+}
+
+fn range(memory: *mut c_void, bytes: usize) -> AddressRange {
+    let start = memory.expose_provenance() as u64;
+    AddressRange { start, end: start.saturating_add(bytes as u64) }
+}
+
+/// See `pagefold.h`.
+///
+/// # Safety
+/// `domain` is a string; `options` is null or of the size it says, and its root null or a string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagefold_join(domain: *const c_char, options: *const pagefold_options) -> *mut Engine {
+    let joined = told(|| {
+        if domain.is_null() {
+            return Err("domain is NULL".to_owned());
+        }
+        // SAFETY: not null, so a string by the caller's promise.
+        let name = unsafe { CStr::from_ptr(domain) }.to_str().map_err(|_| "domain is no UTF-8".to_owned())?;
+        // SAFETY: null or valid, by the caller's promise.
+        let given = unsafe { options.as_ref() };
+        let mut options = Options::default();
+        if let Some(given) = given {
+            if given.size != size_of::<pagefold_options>() {
+                return Err("options are of another version: begin with PAGEFOLD_OPTIONS_INIT".to_owned());
+            }
+            options.max_slowdown = (given.max_slowdown >= 0.0).then_some(given.max_slowdown);
+            options.threads = given.threads as usize;
+            if !given.root.is_null() {
+                // SAFETY: not null, so a string by the caller's promise.
+                let root = unsafe { CStr::from_ptr(given.root) };
+                options.root = Some(OsStr::from_bytes(root.to_bytes()).into());
+            }
+        }
+        Engine::join(name, &options).map_err(chain)
+    });
+    joined.map_or(ptr::null_mut(), |engine| Box::into_raw(Box::new(engine)))
+}
+
+/// See `pagefold.h`.
+///
+/// # Safety
+/// `engine` is null or of `pagefold_join`, was not left, and no other thread uses it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagefold_leave(engine: *mut Engine) {
+    if !engine.is_null() {
+        // SAFETY: it was made by `Box::into_raw`, and nobody uses it any more.
+        let engine = unsafe { Box::from_raw(engine) };
+        told(|| {
+            drop(engine);
+            Ok(())
+        });
+    }
+}
+
+/// See `pagefold.h`.
+///
+/// # Safety
+/// `engine` is null or of `pagefold_join`, and was not left.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagefold_allocate(engine: *mut Engine, bytes: usize) -> *mut c_void {
+    // SAFETY: the caller's promise.
+    let start = unsafe {
+        call(engine, |engine| {
+            let region = engine.allocate(bytes)?;
+            let start = region.range().start;
+            std::mem::forget(region);
+            Ok(start)
+        })
+    };
+    start.map_or(ptr::null_mut(), |start| ptr::with_exposed_provenance_mut(start as usize))
+}
+
+/// See `pagefold.h`.
+///
+/// # Safety
+/// As for `pagefold_allocate`; the memory is of that, and no longer used.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagefold_free(engine: *mut Engine, memory: *mut c_void, bytes: usize) -> c_int {
+    let bytes = bytes.checked_next_multiple_of(rustix::param::page_size()).unwrap_or(bytes);
+    let range = range(memory, bytes);
+    let free = |engine: &Engine| {
+        engine.forsake(range)?;
+        // SAFETY: the caller's promise.
+        unsafe { memory::release(range) }.map_err(|source| crate::Error::Memory(range.bytes(), source))
+    };
+    // SAFETY: the caller's promise.
+    status(unsafe { call(engine, free) })
+}
+
+/// See `pagefold.h`.
+///
+/// # Safety
+/// As for `pagefold_allocate`, and what `Engine::adopt` asks for.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagefold_adopt(engine: *mut Engine, memory: *mut c_void, bytes: usize) -> c_int {
+    // SAFETY: the caller's promise.
+    let adopt = |engine: &Engine| unsafe { engine.adopt(range(memory, bytes)) };
+    // SAFETY: the caller's promise.
+    status(unsafe { call(engine, adopt) })
+}
+
+/// See `pagefold.h`.
+///
+/// # Safety
+/// As for `pagefold_allocate`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagefold_forsake(engine: *mut Engine, memory: *mut c_void, bytes: usize) -> c_int {
+    // SAFETY: the caller's promise.
+    status(unsafe { call(engine, |engine| engine.forsake(range(memory, bytes))) })
+}
+
+/// See `pagefold.h`.
+///
+/// # Safety
+/// As for `pagefold_allocate`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagefold_advise(
+    engine: *mut Engine,
+    memory: *mut c_void,
+    bytes: usize,
+    advice: c_int,
+) -> c_int {
+    let advice = match advice {
+        0 => Advice::Mergeable,
+        1 => Advice::Unmergeable,
+        _ => {
+            keep("this version knows no such advice");
+            return -1;
+        }
+    };
+    // SAFETY: the caller's promise.
+    status(unsafe { call(engine, |engine| engine.advise(range(memory, bytes), advice)) })
+}
+
+/// See `pagefold.h`.
+///
+/// # Safety
+/// As for `pagefold_allocate`, and nobody needs what is in the memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagefold_clear(engine: *mut Engine, memory: *mut c_void, bytes: usize) -> c_int {
+    // SAFETY: the caller's promise.
+    let clear = |engine: &Engine| unsafe { engine.clear(range(memory, bytes)) };
+    // SAFETY: the caller's promise.
+    status(unsafe { call(engine, clear) })
+}
+
+/// See `pagefold.h`.
+///
+/// # Safety
+/// As for `pagefold_allocate`, and what `Engine::merge` asks for; `merged` is null or to be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagefold_merge(engine: *mut Engine, merged: *mut pagefold_merged) -> c_int {
+    // SAFETY: the caller's promise.
+    let merge = |engine: &Engine| unsafe { engine.merge() };
+    // SAFETY: the caller's promise.
+    let done = unsafe { call(engine, merge) };
+    if let Some(done) = done
+        && !merged.is_null()
+    {
+        // SAFETY: not null, so to be written, by the caller's promise.
+        unsafe { merged.write(done.into()) };
+    }
+    status(done.map(|_| ()))
+}
+
+/// See `pagefold.h`.
+///
+/// # Safety
+/// As for `pagefold_allocate`; `standing` is to be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagefold_standing_of(engine: *mut Engine, standing: *mut pagefold_standing) -> c_int {
+    if standing.is_null() {
+        keep("standing is NULL");
+        return -1;
+    }
+    // SAFETY: the caller's promise.
+    let found = unsafe { call(engine, Engine::standing) };
+    if let Some(found) = found {
+        // SAFETY: not null, so to be written, by the caller's promise.
+        unsafe { standing.write(found.into()) };
+    }
+    status(found.map(|_| ()))
+}
+
+/// See `pagefold.h`.
+#[unsafe(no_mangle)]
+pub extern "C" fn pagefold_error() -> *const c_char {
+    WHY.with(|kept| kept.borrow().as_ptr())
+}

@@ -1,0 +1,103 @@
+//! Where a domain keeps what its members share: a directory of one user, which nobody else can enter.
+
+use rustix::fs::{Mode, OFlags};
+use std::fs::{DirBuilder, File};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+/// Says where domains are kept instead.
+pub const VARIABLE: &str = "PAGEFOLD_RUNTIME";
+
+/// Why there is no directory for a domain.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A name that is no name of a file.
+    #[error("{0:?} is no name for a domain: letters, digits, '.', '_' and '-', not '.' first, at most 64")]
+    Name(String),
+    /// Somebody else could change what is in it.
+    #[error("others can change what is in {0}: remove it, or set PAGEFOLD_RUNTIME to a directory of yours alone")]
+    Exposed(PathBuf),
+    /// It cannot be made or used.
+    #[error("cannot use {path}")]
+    Io {
+        /// Which path.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// Where the domains of this user are kept: `$PAGEFOLD_RUNTIME`, else under `/dev/shm`, which is memory.
+pub fn root() -> PathBuf {
+    let own = || Path::new("/dev/shm").join(format!("pagefold-{}", rustix::process::geteuid().as_raw()));
+    std::env::var_os(VARIABLE).filter(|path| !path.is_empty()).map_or_else(own, PathBuf::from)
+}
+
+/// The directory of a domain under a root, made if it is not there.
+///
+/// # Errors
+/// If the name is none, or anybody else could change what is in it, or those of mkdir(2).
+pub fn of_domain(root: &Path, name: &str) -> Result<PathBuf, Error> {
+    let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    if !(1..=64).contains(&name.len()) || name.starts_with('.') || !name.bytes().all(letter) {
+        return Err(Error::Name(name.to_owned()));
+    }
+    let path = root.join(name);
+    // Nobody else may put another directory in the place of the domain's, or look into that.
+    for (path, forbidden) in [(root, 0o022), (&path, 0o077)] {
+        let failed = |source| Error::Io { path: path.to_owned(), source };
+        match DirBuilder::new().mode(0o700).create(path) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(failed(error)),
+            _ => {}
+        }
+        let found = path.symlink_metadata().map_err(failed)?;
+        let private =
+            found.is_dir() && found.uid() == rustix::process::geteuid().as_raw() && found.mode() & forbidden == 0;
+        if !private {
+            return Err(Error::Exposed(path.to_owned()));
+        }
+    }
+    Ok(path)
+}
+
+/// Open a file for reading and writing, no symbolic link; a new one is for this user alone.
+///
+/// # Errors
+/// Those of open(2).
+pub fn open(path: &Path, make: bool) -> io::Result<File> {
+    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let flags = if make { flags | OFlags::CREATE } else { flags };
+    Ok(rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn names_of_domains_are_names_of_files() {
+        let root = tempfile::tempdir().unwrap();
+        for name in ["job42", "a.b-c_d", "x"] {
+            assert_eq!(of_domain(root.path(), name).unwrap(), root.path().join(name));
+        }
+        let long = "x".repeat(65);
+        for name in ["", ".", "..", "a/b", "/tmp", ".hidden", "ä", "a b", "a\0b", &long] {
+            assert!(matches!(of_domain(root.path(), name), Err(Error::Name(_))), "{name:?}");
+        }
+    }
+
+    #[test]
+    fn what_others_could_change_is_refused() {
+        let root = tempfile::tempdir().unwrap();
+        let path = of_domain(root.path(), "open").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        assert!(matches!(of_domain(root.path(), "open"), Err(Error::Exposed(exposed)) if exposed == path));
+        std::os::unix::fs::symlink(root.path(), root.path().join("link")).unwrap();
+        assert!(matches!(of_domain(root.path(), "link"), Err(Error::Exposed(_))));
+        fs::write(root.path().join("file"), "").unwrap();
+        assert!(matches!(of_domain(root.path(), "file"), Err(Error::Exposed(_))));
+    }
+}

@@ -1,0 +1,318 @@
+//! Which contents the members of a domain hold, and which lie in the store: a table in shared memory, without locks.
+//!
+//! An entry is two words. The first is the fingerprint of a content; it is written once, by compare and exchange
+//! against the 0 of an empty entry, and an entry keeps its fingerprint for as long as the table stands. The second is a
+//! [`State`]: where the content lies in the store, if it does, and who saw it last. Entries are found by linear
+//! probing. Every change is one atomic operation on one word, so a member that dies at any point leaves a table that is
+//! whole.
+//!
+//! A fingerprint only says where to look: contents are compared byte by byte before anything is mapped, and a sighting
+//! that is wrong costs a page moved to the store for nothing.
+//!
+//! A table does not grow. Under the domain's lock a larger one is made beside it, without the entries that nobody has
+//! seen for long, and takes its place. What members still write into the old one is lost, which [`pass`](crate::pass)
+//! knows.
+
+use crate::words::Words;
+use std::fs::File;
+use std::io;
+use std::sync::atomic::Ordering;
+
+/// Words of an entry.
+const ENTRY: usize = 2;
+
+/// A content of which nobody saw a partner in so many epochs is taken to have none.
+const RECENT: u8 = 3;
+
+/// Which page was seen to hold a content: a tag of the page among all pages of all members, never 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tag(u32);
+
+impl Tag {
+    const BITS: u32 = 22;
+
+    /// Of a page, by a member's own random number and the page's address. Two pages share one with probability 2^-22,
+    /// and are then not known to be partners.
+    pub fn of(member: u64, address: u64) -> Self {
+        // The mixer of splitmix64 (G. Steele et al., OOPSLA 2014).
+        let mut word = member ^ address.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        Self(((word ^ word >> 31) as u32 >> (32 - Self::BITS)).max(1))
+    }
+}
+
+/// The second word of an entry: bits 0 to 31 the slot in the store and one, 32 whether it is condemned, 33 whether the
+/// content was seen in two places, 34 to 55 where it was seen, 56 to 63 the epoch of that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct State(u64);
+
+const SLOT: u64 = u32::MAX as u64;
+const CONDEMNED: u64 = 1 << 32;
+const PAIRED: u64 = 1 << 33;
+const TAG_AT: u32 = 34;
+const EPOCH_AT: u32 = 56;
+
+impl State {
+    /// Where the content lies, if it does and is there to stay.
+    pub fn slot(self) -> Option<u32> {
+        self.any_slot().filter(|_| self.0 & CONDEMNED == 0)
+    }
+
+    /// Where the content lies, if it does.
+    pub fn any_slot(self) -> Option<u32> {
+        ((self.0 & SLOT) as u32).checked_sub(1)
+    }
+
+    /// Whether it may go away any moment.
+    pub fn is_condemned(self) -> bool {
+        self.0 & CONDEMNED != 0
+    }
+
+    /// Whether it was seen in two places of late.
+    pub fn is_paired(self) -> bool {
+        self.0 & PAIRED != 0
+    }
+
+    fn tag(self) -> u32 {
+        (self.0 >> TAG_AT) as u32 & ((1 << Tag::BITS) - 1)
+    }
+
+    fn is_recent(self, epoch: u8) -> bool {
+        self.tag() != 0 && epoch.wrapping_sub((self.0 >> EPOCH_AT) as u8) <= RECENT
+    }
+
+    /// With one more sighting.
+    fn seen(self, tag: Tag, epoch: u8) -> Self {
+        let recent = self.is_recent(epoch);
+        let paired = recent && (self.is_paired() || self.tag() != tag.0);
+        let kept = self.0 & (SLOT | CONDEMNED);
+        let paired = if paired { PAIRED } else { 0 };
+        Self(kept | paired | u64::from(tag.0) << TAG_AT | u64::from(epoch) << EPOCH_AT)
+    }
+
+    fn with_slot(self, slot: Option<u32>) -> Self {
+        Self(self.0 & !(SLOT | CONDEMNED) | slot.map_or(0, |slot| u64::from(slot) + 1))
+    }
+
+    fn condemned(self, condemned: bool) -> Self {
+        Self(if condemned { self.0 | CONDEMNED } else { self.0 & !CONDEMNED })
+    }
+}
+
+/// The table. A number names an entry for as long as the table stands.
+#[derive(Debug)]
+pub struct Index {
+    words: Words,
+    mask: usize,
+}
+
+impl Index {
+    /// The table in a file, of so many entries, a power of two; a new file is a table without any.
+    ///
+    /// # Errors
+    /// Those of mapping, and `ENOSPC` where there is no room for it.
+    pub fn map(file: &File, entries: usize) -> io::Result<Self> {
+        assert!(entries.is_power_of_two(), "a table of {entries} entries");
+        let words = Words::map(file, entries * ENTRY)?;
+        Words::allocate(file, 0..words.len() as u64)?;
+        Ok(Self { words, mask: entries - 1 })
+    }
+
+    /// How many entries there are in a table of so many bytes.
+    pub fn entries_in(bytes: u64) -> usize {
+        bytes as usize / ENTRY / size_of::<u64>()
+    }
+
+    /// How many entries there is room for.
+    pub fn capacity(&self) -> usize {
+        self.mask + 1
+    }
+
+    /// The entry of a fingerprint, which is not 0, made if there is none; `None` if the table is as full as it may be
+    /// there.
+    pub fn entry(&self, fingerprint: u64) -> Option<usize> {
+        debug_assert_ne!(fingerprint, 0, "zeros are not stored");
+        // Half a table of probes is a full table, whatever the counters say.
+        for probe in 0..=self.mask / 2 {
+            let number = (fingerprint as usize).wrapping_add(probe) & self.mask;
+            let word = &self.words[number * ENTRY];
+            let mut found = word.load(Ordering::Relaxed);
+            if found == 0 {
+                match word.compare_exchange(0, fingerprint, Ordering::Relaxed, Ordering::Relaxed) {
+                    Ok(_) => return Some(number),
+                    Err(other) => found = other,
+                }
+            }
+            if found == fingerprint {
+                return Some(number);
+            }
+        }
+        None
+    }
+
+    /// What is known of an entry. Ordered with all other accesses of this kind.
+    pub fn state(&self, number: usize) -> State {
+        State(self.words[number * ENTRY + 1].load(Ordering::SeqCst))
+    }
+
+    /// The fingerprint of an entry, 0 if it is empty.
+    pub fn fingerprint(&self, number: usize) -> u64 {
+        self.words[number * ENTRY].load(Ordering::Relaxed)
+    }
+
+    /// A page was seen to hold a content. What was known before.
+    pub fn see(&self, number: usize, tag: Tag, epoch: u8) -> State {
+        self.change(number, |state| Some(state.seen(tag, epoch))).unwrap_or_else(|state| state)
+    }
+
+    /// Say where a content lies, unless it lies somewhere already; where it lies then.
+    ///
+    /// # Errors
+    /// If it is condemned where it lies.
+    pub fn publish(&self, number: usize, slot: u32) -> Result<u32, State> {
+        let free = |state: State| state.any_slot().is_none().then(|| state.with_slot(Some(slot)));
+        match self.change(number, free) {
+            Ok(_) => Ok(slot),
+            Err(other) => other.slot().ok_or(other),
+        }
+    }
+
+    /// Condemn a content that lies in the store, or pardon it. Under the domain's lock.
+    pub fn condemn(&self, number: usize, condemned: bool) {
+        let lies = |state: State| state.any_slot().is_some().then(|| state.condemned(condemned));
+        let _ = self.change(number, lies);
+    }
+
+    /// A condemned content no longer lies in the store. Under the domain's lock.
+    pub fn forget_slot(&self, number: usize) {
+        let _ = self.change(number, |state| state.is_condemned().then(|| state.with_slot(None)));
+    }
+
+    /// The entries that are not empty.
+    pub fn entries(&self) -> impl Iterator<Item = usize> {
+        (0..self.capacity()).filter(|&number| self.fingerprint(number) != 0)
+    }
+
+    /// How many entries are not empty.
+    pub fn used(&self) -> usize {
+        self.entries().count()
+    }
+
+    /// Whether an entry says anything that is still of use.
+    pub fn is_alive(&self, number: usize, epoch: u8) -> bool {
+        let state = self.state(number);
+        state.any_slot().is_some() || state.is_recent(epoch)
+    }
+
+    /// Take over the entries of another table that are of use, before anybody else sees this one.
+    pub fn take_over(&self, other: &Self, epoch: u8) {
+        for from in other.entries().filter(|&number| other.is_alive(number, epoch)) {
+            if let Some(to) = self.entry(other.fingerprint(from)) {
+                self.words[to * ENTRY + 1].store(other.state(from).0, Ordering::SeqCst);
+            }
+        }
+    }
+
+    /// Change a state by what it is: what it was, or, if there was nothing to change, what it is.
+    fn change(&self, number: usize, to: impl Fn(State) -> Option<State>) -> Result<State, State> {
+        let word = &self.words[number * ENTRY + 1];
+        word.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |word| to(State(word)).map(|state| state.0))
+            .map(State)
+            .map_err(State)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    fn table(entries: usize) -> Index {
+        Index::map(&tempfile::tempfile().unwrap(), entries).unwrap()
+    }
+
+    fn tag(page: u64) -> Tag {
+        Tag::of(7, page * 4096)
+    }
+
+    #[test]
+    fn a_content_is_paired_once_two_pages_have_it() {
+        let index = table(16);
+        let number = index.entry(99).unwrap();
+        assert_eq!(index.entry(99), Some(number));
+        index.see(number, tag(1), 0);
+        index.see(number, tag(1), 1);
+        assert!(!index.state(number).is_paired(), "the same page twice");
+        index.see(number, tag(2), 1);
+        assert!(index.state(number).is_paired());
+        index.see(number, tag(2), 2);
+        assert!(index.state(number).is_paired(), "until nobody has seen it for long");
+        index.see(number, tag(2), 3 + RECENT);
+        assert!(!index.state(number).is_paired());
+    }
+
+    #[test]
+    fn epochs_begin_again() {
+        let index = table(16);
+        let number = index.entry(5).unwrap();
+        index.see(number, tag(1), 254);
+        index.see(number, tag(2), 1);
+        assert!(index.state(number).is_paired());
+        assert!(index.is_alive(number, 4) && !index.is_alive(number, 5));
+    }
+
+    #[test]
+    fn the_first_to_store_a_content_says_where() {
+        let index = table(16);
+        let number = index.entry(5).unwrap();
+        index.see(number, tag(1), 0);
+        assert_eq!(index.publish(number, 0), Ok(0));
+        assert_eq!(index.publish(number, 8), Ok(0));
+        assert_eq!(index.state(number).slot(), Some(0));
+        index.forget_slot(number);
+        assert_eq!(index.state(number).slot(), Some(0), "only what is condemned goes");
+        index.condemn(number, true);
+        assert_eq!((index.state(number).slot(), index.state(number).any_slot()), (None, Some(0)));
+        assert!(index.publish(number, 8).is_err());
+        index.forget_slot(number);
+        assert_eq!(index.publish(number, 8), Ok(8));
+        assert!(index.is_alive(number, 100));
+    }
+
+    #[test]
+    fn a_full_table_says_so_and_a_larger_one_takes_over_what_is_of_use() {
+        let small = table(16);
+        let made: Vec<usize> = (1..=16).filter_map(|print| small.entry(print)).collect();
+        assert!(made.len() >= 8);
+        assert_eq!(small.used(), made.len());
+        let (young, old) = (made[0], made[1]);
+        small.see(young, tag(1), 9);
+        small.see(old, tag(1), 1);
+        let _ = small.publish(made[2], 3);
+        let large = table(64);
+        large.take_over(&small, 9);
+        assert_eq!(large.used(), 2);
+        let number = large.entry(small.fingerprint(made[2])).unwrap();
+        assert_eq!(large.used(), 2, "it was there");
+        assert_eq!(large.state(number).slot(), Some(3));
+    }
+
+    #[test]
+    fn all_threads_agree_on_where_a_content_lies() {
+        let index = &table(4096);
+        let places: Vec<Vec<u32>> = thread::scope(|scope| {
+            let threads: Vec<_> = (0..4u32)
+                .map(|thread| {
+                    scope.spawn(move || {
+                        let place = |print| index.publish(index.entry(print).unwrap(), thread).unwrap();
+                        (1..=1500).map(place).collect()
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert!(places.iter().all(|seen| *seen == places[0]));
+        assert_eq!(index.used(), 1500);
+    }
+}

@@ -1,0 +1,493 @@
+//! Samepage merging in user space: identical pages of programs that trust each other become private mappings of one
+//! shared memory, and pages of zeros are given back. The kernel's copy-on-write does the rest.
+//!
+//! ```no_run
+//! use pagefold_engine::{Engine, Options};
+//!
+//! let engine = Engine::join("job42", &Options::default())?;
+//! let region = engine.allocate(1 << 30)?;
+//! // ... fill and compute ...
+//! // SAFETY: at this point of the program nobody writes to the region.
+//! let merged = unsafe { engine.merge() }?;
+//! println!("{} pages merged in {:?}", merged.merged.0, merged.time);
+//! # drop(region);
+//! # Ok::<(), pagefold_engine::Error>(())
+//! ```
+//!
+//! A **domain** is processes of one user that trust each other, by a name. They share a store (a memfd) and an index of
+//! what lies in it (a directory only that user can enter, under `/dev/shm`). A member **adopts** private anonymous
+//! memory and **merges** at points at which nobody writes to it. Everything is done by the process itself, without
+//! privilege and without KSM; what is merged counts as shared memory, so that PSS and cgroups show the saving.
+//!
+//! What is merged in one call: pages that hold what another member, or another page of this one, was seen to hold. A
+//! content goes to the store once it was seen in two places, so what only one member has is never touched, and members
+//! that merge one after another find each other's contents one merge later.
+//!
+//! # What is promised
+//! - Memory reads the same before and after, whatever happens: contents are compared byte by byte before one mapping
+//!   takes the place of another in a single step (`memory`).
+//! - No content goes away under a process that may map it, however that came to map it: by merging, or by being forked
+//!   (`references`, `domain`). One that nobody maps any more leaves the store.
+//! - A member may die at any point. Nobody waits for it, and what it had is free for others.
+//! - With [`Options::max_slowdown`] the time that the engine takes from its program stays below that share.
+//!
+//! # What a program does to its regions
+//! - **write**: the kernel copies the page. At the next merge it becomes ordinary memory again, and is left alone for
+//!   longer and longer if it does not last ([`pagefold_model::hot`]).
+//! - **fork**: the child has the same memory. It may use the engine, too, and is a member of its own then; unless
+//!   another thread was using the engine while it was forked, which is told ([`Error::Forked`]).
+//! - **munmap, mremap, mmap in the place**: what is no longer private anonymous memory, or the store, is left alone.
+//!   Memory that was moved keeps its contents and is no longer merged.
+//! - **`madvise(MADV_DONTNEED)`**: a merged page reads as what it was merged with afterwards, and not as zeros, because
+//!   it is a mapping of a file. Use [`Engine::clear`].
+//! - **core dumps**: merged memory is file memory, which `/proc/PID/coredump_filter` leaves out by default; joining a
+//!   domain puts it in (bit 2, core(5)).
+//! - **devices and direct I/O**: memory that is pinned for a device (RDMA) must not be adopted, and nothing that reads
+//!   into adopted memory behind the program's back (`O_DIRECT`, io_uring, process_vm_writev) may be under way during a
+//!   merge: it would go on writing to the old frames. Nothing tells a process of its own pins.
+//! - **advice and locks on memory**: what merging maps has none: `MADV_WIPEONFORK`, `MADV_DONTFORK`, `MADV_DONTDUMP`,
+//!   mlock, mbind and protection keys are lost on merged pages. Memory that has them is not for adoption, nor are
+//!   stacks.
+//! - **closing descriptors that are not its own** (`closefrom`): between merges the engine finds out and joins anew;
+//!   during a merge it must not be done.
+//! - **memory that was forsaken** may still be merged in part; it must not be moved by mremap during a merge.
+//!
+//! # Unsafe
+//! `unsafe` is in `memory`, in `words`, and where `pass` calls `memory`; each block says why it holds. The one promise
+//! that is the caller's is that nobody writes to adopted memory during a merge.
+
+mod background;
+mod capi;
+mod directory;
+mod domain;
+mod index;
+mod layout;
+mod lock;
+mod memory;
+mod pass;
+mod references;
+mod statistics;
+mod store;
+mod words;
+
+pub use background::Background;
+pub use directory::VARIABLE;
+pub use statistics::{Merged, Standing};
+
+use crate::domain::Domain;
+use crate::pass::{Region as Adopted, Stillness};
+use pagefold_model::allowance::Allowance;
+use pagefold_model::{AddressRange, Bytes, Pages};
+use pagefold_sys::fingerprint::Hasher;
+use pagefold_sys::userfault::UserFault;
+use rustix::rand::{GetRandomFlags, getrandom};
+use std::fs::File;
+use std::io;
+use std::mem::ManuallyDrop;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+/// Why something could not be done.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// There is no place for the domain.
+    #[error(transparent)]
+    Directory(#[from] directory::Error),
+    /// The domain cannot be joined or used.
+    #[error("the domain {name:?} cannot be used")]
+    Domain {
+        /// Its name.
+        name: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// This process was forked while another thread used the engine.
+    #[error("forked while another thread was using the engine: join again, and fork between calls")]
+    Forked,
+    /// The range cannot be adopted.
+    #[error("{start:#x}-{end:#x} {why}")]
+    Range {
+        /// First address.
+        start: u64,
+        /// First address after it.
+        end: u64,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// Writers cannot be made to wait.
+    #[error(
+        "merging while the program runs needs userfaultfd: CAP_SYS_PTRACE, vm.unprivileged_userfaultfd=1, or access to \
+         /dev/userfaultfd; merging at safe points does not"
+    )]
+    NotPermitted(#[source] io::Error),
+    /// There is no memory.
+    #[error("no memory for a region of {0}")]
+    Memory(Bytes, #[source] io::Error),
+}
+
+/// How a member behaves.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Options {
+    /// Where domains are kept; by default `$PAGEFOLD_RUNTIME`, else `/dev/shm/pagefold-UID`.
+    pub root: Option<PathBuf>,
+    /// By how much the program may be slowed down, as a share of the time that it would take by itself; `None` for no
+    /// bound. What a merge has no time for waits for a later one.
+    pub max_slowdown: Option<f64>,
+    /// Threads that merge at the same time.
+    pub threads: usize,
+}
+
+impl Default for Options {
+    /// At most 2 % slower, on one thread.
+    fn default() -> Self {
+        Self { root: None, max_slowdown: Some(0.02), threads: 1 }
+    }
+}
+
+/// What a range is to be taken for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Advice {
+    /// It may be merged. The default.
+    Mergeable,
+    /// It stays as it is: what is merged stays merged until it is written, and nothing more is.
+    Unmergeable,
+}
+
+/// A member of a domain. Leaves it when dropped; what is merged stays merged.
+#[derive(Debug)]
+pub struct Engine {
+    name: String,
+    directory: PathBuf,
+    options: Options,
+    state: ManuallyDrop<Mutex<State>>,
+    /// The process that used it last: if `state` is locked in another, by a thread that there is not.
+    holder: AtomicU32,
+}
+
+/// What a member knows of itself.
+#[derive(Debug)]
+struct State {
+    /// The process that joined: a child is not yet a member.
+    process: u32,
+    domain: Domain,
+    hasher: Hasher,
+    /// This member's own number, for [`index::Tag`].
+    random: u64,
+    regions: Vec<Adopted>,
+    allowance: Allowance,
+    started: Instant,
+    so_far: Merged,
+    /// Where the last merge that was cut short had come to.
+    cursor: u64,
+    /// How long the last merge took to find out what there is.
+    surveying: Duration,
+    /// How many pages the last merge noted in the index.
+    sighted: usize,
+}
+
+/// Memory of a member. Unmapped when dropped.
+#[derive(Debug)]
+pub struct Region<'e> {
+    engine: &'e Engine,
+    range: AddressRange,
+}
+
+impl Engine {
+    /// Become a member of the domain of a name, or found it.
+    ///
+    /// # Errors
+    /// If there is no directory for it, or files cannot be had.
+    pub fn join(name: &str, options: &Options) -> Result<Self, Error> {
+        let root = options.root.clone().unwrap_or_else(directory::root);
+        let failed = |source| Error::Domain { name: name.to_owned(), source };
+        domain::sweep(&root);
+        let (directory, state) = loop {
+            let directory = directory::of_domain(&root, name)?;
+            match State::join(&directory, options) {
+                // The last member took it away.
+                Err(error) if error.kind() == io::ErrorKind::Interrupted || !directory.exists() => {}
+                joined => break (directory, joined.map_err(failed)?),
+            }
+        };
+        dump_merged_memory();
+        Ok(Self {
+            name: name.to_owned(),
+            directory,
+            options: options.clone(),
+            state: ManuallyDrop::new(Mutex::new(state)),
+            holder: AtomicU32::new(std::process::id()),
+        })
+    }
+
+    /// New memory of so many bytes, rounded up to whole pages, that may be merged.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn allocate(&self, bytes: usize) -> Result<Region<'_>, Error> {
+        self.with(|state| {
+            let bytes = (bytes as u64).next_multiple_of(state.domain.page());
+            let range = memory::reserve(bytes).map_err(|source| Error::Memory(Bytes(bytes), source))?;
+            state.regions.push(Adopted::new(range, state.domain.page()));
+            Ok(Region { engine: self, range })
+        })?
+    }
+
+    /// Take memory of the program into the engine's hands, until [`Engine::forsake`].
+    ///
+    /// # Errors
+    /// [`Error::Range`] if it is not of whole pages, or overlaps what is adopted already.
+    ///
+    /// # Safety
+    /// The range is private anonymous memory. No device has it pinned. Once [`Engine::merge`] may run, whoever unmaps
+    /// or replaces part of it does so between merges.
+    pub unsafe fn adopt(&self, range: AddressRange) -> Result<(), Error> {
+        self.with(|state| {
+            let refused = |why| Err(Error::Range { start: range.start, end: range.end, why });
+            let page = state.domain.page();
+            if range.start >= range.end || !range.start.is_multiple_of(page) || !range.end.is_multiple_of(page) {
+                return refused("is not of whole pages");
+            }
+            if state.regions.iter().any(|region| region.range().overlap(range).is_some()) {
+                return refused("overlaps what is adopted already");
+            }
+            state.regions.push(Adopted::new(range, page));
+            Ok(())
+        })?
+    }
+
+    /// Leave memory that was adopted alone from now on. What of it is merged stays so until it is written.
+    pub fn forsake(&self, range: AddressRange) -> Result<(), Error> {
+        self.with(|state| state.regions.retain(|region| region.range() != range))
+    }
+
+    /// Say what a range of regions is to be taken for.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn advise(&self, range: AddressRange, advice: Advice) -> Result<(), Error> {
+        self.with(|state| state.regions.iter_mut().for_each(|region| region.advise(range, advice)))
+    }
+
+    /// Merge what is identical now.
+    ///
+    /// Where there is a bound on the slow-down and nothing is left of it, nothing is done.
+    ///
+    /// # Errors
+    /// [`Error::Domain`]; what was merged before stays merged.
+    ///
+    /// # Safety
+    /// Nobody writes to, unmaps or replaces adopted memory until it returns, and no mutable borrow of it is used.
+    pub unsafe fn merge(&self) -> Result<Merged, Error> {
+        self.with(|state| {
+            let merged = state.merge(&self.options, &self.directory, &Stillness::Promised);
+            merged.map_err(|source| Error::Domain { name: self.name.clone(), source })
+        })?
+    }
+
+    /// Merge what is identical, while the program runs: writers wait for as long as the pages that they write to are in
+    /// hand, some hundred microseconds.
+    ///
+    /// # Errors
+    /// [`Error::NotPermitted`] where writers cannot be made to wait, [`Error::Domain`].
+    ///
+    /// # Safety
+    /// Until it returns nobody unmaps, moves or replaces adopted memory but by the engine's own functions, or closes
+    /// descriptors that are not its own. Adopted memory holds no thread's stack, and no mutex with priority inheritance
+    /// or that is robust: the kernel does not wait to write to those. No direct or asynchronous I/O into it is under
+    /// way.
+    pub unsafe fn merge_while_running(&self) -> Result<Merged, Error> {
+        let stillness = Stillness::Enforced(UserFault::new().map_err(Error::NotPermitted)?);
+        self.with(|state| {
+            let merged = state.merge(&self.options, &self.directory, &stillness);
+            merged.map_err(|source| Error::Domain { name: self.name.clone(), source })
+        })?
+    }
+
+    /// Make whole pages of a region read as zeros, and take no memory. What `madvise(MADV_DONTNEED)` does to ordinary
+    /// memory.
+    ///
+    /// # Errors
+    /// [`Error::Range`] if it is not of whole pages of one region; [`Error::Memory`].
+    ///
+    /// # Safety
+    /// No borrow of it is used afterwards.
+    pub unsafe fn clear(&self, range: AddressRange) -> Result<(), Error> {
+        self.with(|state| {
+            let page = state.domain.page();
+            let whole = range.start.is_multiple_of(page) && range.end.is_multiple_of(page) && range.start < range.end;
+            if !whole || !state.regions.iter().any(|region| region.range().overlap(range) == Some(range)) {
+                let why = "is not of whole pages of one region";
+                return Err(Error::Range { start: range.start, end: range.end, why });
+            }
+            // SAFETY: it lies in a region, whose owner says that nobody uses what is in it.
+            unsafe { memory::clear(range) }.map_err(|source| Error::Memory(range.bytes(), source))?;
+            state.regions.iter_mut().for_each(|region| region.forget(range));
+            Ok(())
+        })?
+    }
+
+    /// How this member and its domain stand.
+    ///
+    /// # Errors
+    /// [`Error::Domain`].
+    pub fn standing(&self) -> Result<Standing, Error> {
+        self.with(|state| {
+            let standing = state.standing();
+            standing.map_err(|source| Error::Domain { name: self.name.clone(), source })
+        })?
+    }
+
+    /// Do something with the state, as a member: a child that was forked joins first.
+    fn with<T>(&self, work: impl FnOnce(&mut State) -> T) -> Result<T, Error> {
+        let process = std::process::id();
+        let mut state = self.lock(process)?;
+        self.holder.store(process, Ordering::Relaxed);
+        let joined = if state.process == process { Ok(()) } else { state.rejoin(&self.directory) };
+        let done = joined.map(|()| work(&mut state));
+        done.map_err(|source| Error::Domain { name: self.name.clone(), source })
+    }
+
+    fn lock(&self, process: u32) -> Result<MutexGuard<'_, State>, Error> {
+        match self.state.try_lock() {
+            Ok(state) => return Ok(state),
+            Err(std::sync::TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
+            Err(std::sync::TryLockError::WouldBlock) => {}
+        }
+        // Whoever has just locked it here says so at once.
+        let said = || self.holder.load(Ordering::Relaxed) == process;
+        if !(0..MOMENTS).any(|_| {
+            said() || {
+                std::thread::sleep(MOMENT);
+                false
+            }
+        }) {
+            return Err(Error::Forked);
+        }
+        Ok(self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner))
+    }
+}
+
+/// How long to wait until a thread that has the state says so, and how often.
+const MOMENT: Duration = Duration::from_millis(1);
+const MOMENTS: usize = 50;
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        let forked = matches!(self.lock(std::process::id()), Err(Error::Forked));
+        if !forked {
+            // SAFETY: it is dropped here only, and nothing uses it afterwards.
+            unsafe { ManuallyDrop::drop(&mut self.state) };
+        }
+        // What a thread that there is not was at may be half done, and stays until the process ends.
+    }
+}
+
+impl State {
+    fn join(directory: &std::path::Path, options: &Options) -> io::Result<Self> {
+        let page = rustix::param::page_size() as u64;
+        let (domain, hasher) = Domain::join(directory, page)?;
+        Ok(Self {
+            process: std::process::id(),
+            domain,
+            hasher,
+            random: random()?,
+            regions: Vec::new(),
+            allowance: Allowance::new(options.max_slowdown),
+            started: Instant::now(),
+            so_far: Merged::default(),
+            cursor: 0,
+            surveying: Duration::ZERO,
+            sighted: 0,
+        })
+    }
+
+    /// Become a member once more: in a child that was forked, or when the program has closed the store, or all members
+    /// that could hand it on. The references that there were stay with the mapping that a parent and its children
+    /// share.
+    fn rejoin(&mut self, directory: &std::path::Path) -> io::Result<()> {
+        // The directory may have been removed.
+        if let Some((root, name)) = directory.parent().zip(directory.file_name().and_then(|name| name.to_str())) {
+            directory::of_domain(root, name).map_err(io::Error::other)?;
+        }
+        let (domain, hasher) = Domain::join(directory, self.domain.page())?;
+        // What this process maps already is referred to anew before the former references go. A former store is
+        // nobody's to free: whoever still has it joins anew, too.
+        domain.references.add(pass::slots_mapped(&domain)?)?;
+        self.domain = domain;
+        (self.hasher, self.process, self.random) = (hasher, std::process::id(), random()?);
+        Ok(())
+    }
+
+    fn standing(&self) -> io::Result<Standing> {
+        let page = self.domain.page();
+        let pages = self.regions.iter().map(|region| region.range().bytes().0 / page).sum();
+        let (merged, mappings) = pass::merged_now(&self.domain, &self.regions)?;
+        Ok(Standing {
+            pages: Pages(pages),
+            merged,
+            store: Bytes(self.domain.store.bytes()?),
+            mappings,
+            so_far: self.so_far,
+        })
+    }
+}
+
+impl Drop for State {
+    fn drop(&mut self) {
+        // What is merged stays mapped, and so has to stay referred to. In a child that never joined, by its parent's.
+        if pass::slots_mapped(&self.domain).map_or(true, |mut slots| slots.next().is_some()) {
+            self.domain.references.keep();
+        } else {
+            self.domain.leave();
+        }
+    }
+}
+
+impl Region<'_> {
+    /// Where it is.
+    pub fn range(&self) -> AddressRange {
+        self.range
+    }
+
+    /// Its bytes.
+    pub fn as_slice(&self) -> &[u8] {
+        // SAFETY: it is mapped until drop; merging, whose caller promises that nobody writes meanwhile, does not change
+        // what it reads as.
+        unsafe { memory::bytes(self.range) }
+    }
+
+    /// Its bytes, to write. Not while [`Engine::merge`] runs, as its caller promises.
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: as for `as_slice`; `&mut self` makes it the only borrow.
+        unsafe { memory::bytes_to_write(self.range) }
+    }
+}
+
+impl Drop for Region<'_> {
+    fn drop(&mut self) {
+        // A child that cannot use the engine keeps the memory until it ends.
+        if self.engine.forsake(self.range).is_ok() {
+            // SAFETY: the region is its own, and no borrow of it outlives it.
+            let unmapped = unsafe { memory::release(self.range) };
+            debug_assert!(unmapped.is_ok(), "unmapping one's own region: {unmapped:?}");
+        }
+    }
+}
+
+fn random() -> io::Result<u64> {
+    let mut bytes = [0; 8];
+    getrandom(&mut bytes, GetRandomFlags::empty())?;
+    Ok(u64::from_ne_bytes(bytes))
+}
+
+/// Have core dumps hold private mappings of files, which merged memory is. Where that cannot be, they do without.
+fn dump_merged_memory() {
+    const MAPPED_PRIVATE: u64 = 1 << 2;
+    let path = "/proc/self/coredump_filter";
+    let filter = std::fs::read_to_string(path).ok().and_then(|text| u64::from_str_radix(text.trim(), 16).ok());
+    if let (Some(filter), Ok(mut file)) = (filter, File::options().write(true).open(path)) {
+        let _ = io::Write::write_all(&mut file, format!("{:#x}", filter | MAPPED_PRIVATE).as_bytes());
+    }
+}

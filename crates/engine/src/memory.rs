@@ -1,0 +1,193 @@
+//! The few things that are done to memory, each of them so that the program sees the same bytes before and after.
+//!
+//! Pages are exchanged by mapping what is to come at an address of our own, comparing it there with what is in the
+//! place, and moving it over with mremap(2), which replaces the old mapping in one step for all who look (mm/mremap.c,
+//! 6.18). The page tables move with it, so that nothing is faulted in twice. Where the kernel has unmapped the place
+//! and then fails for want of memory, what was to come is copied there; if there is no memory for that either the
+//! process must end.
+
+use crate::store::Store;
+use pagefold_model::AddressRange;
+use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mremap_fixed, munmap};
+use std::ffi::c_void;
+use std::io;
+use std::ptr;
+use std::slice;
+
+fn pointer(address: u64) -> *mut c_void {
+    ptr::with_exposed_provenance_mut(address as usize)
+}
+
+/// The bytes of a range of this process.
+///
+/// # Safety
+/// All of it is mapped readable, and nobody writes or unmaps any of it while the borrow lives.
+pub unsafe fn bytes<'a>(range: AddressRange) -> &'a [u8] {
+    // SAFETY: the caller's promise. Every value of a byte is a valid one.
+    unsafe { slice::from_raw_parts(pointer(range.start).cast(), range.bytes().0 as usize) }
+}
+
+/// Memory that is on its way to another place. Unmapped when dropped on the way.
+#[derive(Debug)]
+pub struct Incoming {
+    start: *mut c_void,
+    bytes: usize,
+}
+
+impl Incoming {
+    /// Slots of the store from one on, privately, with their page tables filled.
+    ///
+    /// # Errors
+    /// Those of mmap(2) and of MADV_POPULATE_READ, which is 5.14's: without it pages are faulted in as they are
+    /// compared.
+    pub fn of_store(store: &Store, slot: u32, bytes: u64) -> io::Result<Self> {
+        let bytes = bytes as usize;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
+        let start =
+            unsafe { mmap(ptr::null_mut(), bytes, access, MapFlags::PRIVATE, store.file(), store.offset(slot)) }?;
+        let incoming = Self { start, bytes };
+        // SAFETY: the range is this value's own; the advice changes no content.
+        match unsafe { madvise(start, bytes, Advice::LinuxPopulateRead) } {
+            Ok(()) | Err(rustix::io::Errno::INVAL) => Ok(incoming),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Ordinary memory with the content of a range.
+    ///
+    /// # Safety
+    /// As for [`bytes`], until this returns.
+    ///
+    /// # Errors
+    /// Those of mmap(2).
+    pub unsafe fn copy_of(range: AddressRange) -> io::Result<Self> {
+        let bytes = range.bytes().0 as usize;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
+        let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) }?;
+        let incoming = Self { start, bytes };
+        // SAFETY: the source is readable by the caller's promise, the destination new and of the same length.
+        unsafe { ptr::copy_nonoverlapping(pointer(range.start).cast::<u8>(), start.cast::<u8>(), bytes) };
+        Ok(incoming)
+    }
+
+    /// Its bytes.
+    pub fn as_slice(&self) -> &[u8] {
+        // SAFETY: it is mapped readable until drop; what it maps of the store is not written while it is referred to,
+        // and nobody else knows this address.
+        unsafe { slice::from_raw_parts(self.start.cast(), self.bytes) }
+    }
+
+    /// Put it in the place of what is at an address.
+    ///
+    /// # Safety
+    /// There lies private memory with the same content, nobody writes to it until this returns, and no borrow of it is
+    /// mutable.
+    ///
+    /// # Errors
+    /// Those of mremap(2), with the content as it was: `ENOMEM` where there would be too many mappings.
+    pub unsafe fn take_place_at(self, address: u64) -> io::Result<()> {
+        // Memory that is enrolled in KSM is withdrawn as it moves, which a signal may interrupt when it is too late.
+        // SAFETY: the range is this value's own; the advice changes no content. Where there is no KSM it is refused.
+        let _ = unsafe { madvise(self.start, self.bytes, Advice::LinuxUnmergeable) };
+        // SAFETY: the source is this value's own; the caller lets the destination be replaced.
+        match unsafe { mremap_fixed(self.start, self.bytes, self.bytes, MremapFlags::MAYMOVE, pointer(address)) } {
+            Ok(_) => std::mem::forget(self),
+            Err(error) => {
+                if !self.copy_to(address)? {
+                    return Err(error.into());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Copy it to an address, if nothing is mapped there any more; whether that was so.
+    fn copy_to(&self, address: u64) -> io::Result<bool> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::PRIVATE | MapFlags::FIXED_NOREPLACE;
+        // SAFETY: nothing is replaced.
+        match unsafe { mmap_anonymous(pointer(address), self.bytes, access, flags) } {
+            Ok(start) => {
+                // SAFETY: both are mapped, of the same length, and the destination is new.
+                unsafe { ptr::copy_nonoverlapping(self.start.cast::<u8>(), start.cast::<u8>(), self.bytes) };
+                Ok(true)
+            }
+            Err(rustix::io::Errno::EXIST) => Ok(false),
+            Err(_) => {
+                // The program's memory is not there, and cannot be brought back: whatever it did next would be wrong.
+                eprintln!("pagefold: no memory to put {} bytes back at {address:#x}", self.bytes);
+                std::process::abort()
+            }
+        }
+    }
+}
+
+impl Drop for Incoming {
+    fn drop(&mut self) {
+        // SAFETY: the range is this value's own, and no borrow of it outlives it.
+        let unmapped = unsafe { munmap(self.start, self.bytes) };
+        debug_assert!(unmapped.is_ok(), "unmapping what did not go anywhere: {unmapped:?}");
+    }
+}
+
+/// Give back the frames of ordinary memory that holds zeros: it reads as zeros afterwards.
+///
+/// # Safety
+/// The range is private anonymous memory, holds zeros, and nobody writes to it until this returns.
+///
+/// # Errors
+/// Those of madvise(2).
+pub unsafe fn give_back_zeros(range: AddressRange) -> io::Result<()> {
+    // SAFETY: the caller's promise makes the content afterwards what it was before.
+    Ok(unsafe { madvise(pointer(range.start), range.bytes().0 as usize, Advice::LinuxDontNeed) }?)
+}
+
+/// Ordinary memory without content, somewhere.
+///
+/// # Errors
+/// Those of mmap(2).
+pub fn reserve(bytes: u64) -> io::Result<AddressRange> {
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
+    let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes as usize, access, MapFlags::PRIVATE) }?;
+    let start = start.expose_provenance() as u64;
+    Ok(AddressRange { start, end: start + bytes })
+}
+
+/// Make a range ordinary memory without content, whatever it was.
+///
+/// # Safety
+/// Nobody needs what is there, and no borrow of it lives.
+///
+/// # Errors
+/// Those of mmap(2).
+pub unsafe fn clear(range: AddressRange) -> io::Result<()> {
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    let flags = MapFlags::PRIVATE | MapFlags::FIXED;
+    // SAFETY: the caller lets the range be replaced.
+    unsafe { mmap_anonymous(pointer(range.start), range.bytes().0 as usize, access, flags) }?;
+    Ok(())
+}
+
+/// Unmap a range.
+///
+/// # Safety
+/// As for [`clear`].
+///
+/// # Errors
+/// Those of munmap(2).
+pub unsafe fn release(range: AddressRange) -> io::Result<()> {
+    // SAFETY: the caller lets the range go.
+    Ok(unsafe { munmap(pointer(range.start), range.bytes().0 as usize) }?)
+}
+
+/// The bytes of a range of this process, to write.
+///
+/// # Safety
+/// All of it is mapped writable, and nobody else uses any of it while the borrow lives.
+pub unsafe fn bytes_to_write<'a>(range: AddressRange) -> &'a mut [u8] {
+    // SAFETY: the caller's promise. Every value of a byte is a valid one.
+    unsafe { slice::from_raw_parts_mut(pointer(range.start).cast(), range.bytes().0 as usize) }
+}

@@ -1,0 +1,704 @@
+//! One merge: survey, heal, look, decide, store, map, tidy.
+//!
+//! | step | what |
+//! |---|---|
+//! | survey | page tables: what is ordinary memory and resident, what is merged, what was written since |
+//! | heal | what was written since becomes ordinary memory again, so that its slots can be freed |
+//! | look | fingerprints of candidates, on all threads; each content is noted in the index |
+//! | decide | runs of pages with a partner that pay, by the prices and the code of guided planning |
+//! | store | contents that were seen twice and lie nowhere yet, in the order in which they lie in memory |
+//! | map | each run: refer, check, compare, exchange |
+//! | tidy | references that are no longer needed; slots that nobody refers to |
+//!
+//! A run is mapped as one if its pages lie one behind another in the store, too. Since contents are stored in the order
+//! of their pages, memory that is equal over many pages is one mapping in all members but for where it differs.
+
+use crate::domain::Domain;
+use crate::index::Tag;
+use crate::layout::{self, Kind};
+use crate::memory::{self, Incoming};
+use crate::statistics::Merged;
+use crate::{Advice, Options, State};
+use pagefold_model::hot::Note;
+use pagefold_model::lasting::{self, must_last};
+use pagefold_model::savings::Costs;
+use pagefold_model::segment::{Prices, Stretch, best_ranges_within};
+use pagefold_model::{AddressRange, PageSize, Pages};
+use pagefold_sys::userfault::{Held, UserFault};
+use pagefold_sys::{fault, pagemap};
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// Pages that a thread takes at a time: as many as a huge page has on x86-64, so that holding writers up splits none.
+const CHUNK: u64 = 512;
+
+/// Of the mappings that a process may have (`vm.max_map_count`), so many of 8 may be there after a merge.
+const MAPPINGS: u64 = 6;
+
+/// `vm.max_map_count` where it cannot be read (include/linux/mm.h, DEFAULT_MAX_MAP_COUNT).
+const MAX_MAP_COUNT: u64 = 65_530;
+
+/// A merge does not begin before there is room for so many times what finding out took the last time.
+const SURVEYS: u32 = 8;
+
+/// References are made anew once an eighth of them, and so many, are not needed.
+const SPARE: u64 = 64;
+
+/// A hole that no range bridges.
+const APART: i64 = i64::MAX;
+
+/// Memory that may be merged.
+#[derive(Debug)]
+pub struct Region {
+    range: AddressRange,
+    page: u64,
+    notes: Vec<Note>,
+    unmergeable: Vec<AddressRange>,
+}
+
+impl Region {
+    /// Of whole pages.
+    pub fn new(range: AddressRange, page: u64) -> Self {
+        let pages = (range.bytes().0 / page) as usize;
+        Self { range, page, notes: vec![Note::default(); pages], unmergeable: Vec::new() }
+    }
+
+    /// Where it is.
+    pub fn range(&self) -> AddressRange {
+        self.range
+    }
+
+    /// Take a range for something else.
+    pub fn advise(&mut self, range: AddressRange, advice: Advice) {
+        let Some(range) = self.range.overlap(range) else { return };
+        let mut kept: Vec<AddressRange> = self.unmergeable.iter().flat_map(|known| known.outside(&[range])).collect();
+        if advice == Advice::Unmergeable {
+            kept.push(range);
+        }
+        self.unmergeable = AddressRange::union(kept);
+    }
+
+    /// Forget what is known of pages: what was in them is no more.
+    pub fn forget(&mut self, range: AddressRange) {
+        let Some(range) = self.range.overlap(range) else { return };
+        for address in (range.start..range.end).step_by(self.page as usize) {
+            *self.note(address) = Note::default();
+        }
+    }
+
+    fn note(&mut self, address: u64) -> &mut Note {
+        &mut self.notes[((address - self.range.start) / self.page) as usize]
+    }
+}
+
+/// What a survey found.
+#[derive(Debug, Default)]
+struct Survey {
+    /// Parts of regions, each within one mapping, that may hold anything of the following.
+    parts: Vec<AddressRange>,
+    /// Resident ordinary memory that may be looked at, and whether it is a part of huge pages; ascending within a
+    /// region.
+    candidates: Vec<(AddressRange, bool)>,
+    /// What was merged and written since, mapped as merging maps it.
+    broken: Vec<AddressRange>,
+    /// Pages of this process that map the store, of regions or not.
+    stored: u64,
+    /// Mappings of this process.
+    mappings: u64,
+}
+
+/// A page that was looked at.
+#[derive(Clone, Copy, Debug)]
+struct Page {
+    address: u64,
+    /// Whether it is a part of a huge page.
+    huge: bool,
+    /// Its content in the index, unless that is zeros.
+    entry: usize,
+}
+
+/// Where a content lies, or is to lie: one behind another if the numbers are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    Slot(u32),
+    /// In the order in which contents are to be stored.
+    Next(u32),
+}
+
+impl Place {
+    fn follows(self, other: Self) -> bool {
+        match (other, self) {
+            (Self::Slot(before), Self::Slot(slot)) => before + 1 == slot,
+            (Self::Next(before), Self::Next(order)) => before + 1 == order,
+            _ => false,
+        }
+    }
+}
+
+/// Pages one behind another, to be mapped as one.
+#[derive(Clone, Copy, Debug)]
+struct Run<'p> {
+    pages: &'p [Page],
+    slot: u32,
+}
+
+impl Run<'_> {
+    fn range(&self, page: u64) -> AddressRange {
+        let start = self.pages[0].address;
+        AddressRange { start, end: start + self.pages.len() as u64 * page }
+    }
+}
+
+/// Why nobody writes to pages that are in hand.
+#[derive(Debug)]
+pub enum Stillness {
+    /// The caller of `Engine::merge` has promised it.
+    Promised,
+    /// Writers are held up.
+    Enforced(UserFault),
+}
+
+impl Stillness {
+    /// Nobody writes to a range until what this gives is dropped.
+    fn of(&self, range: AddressRange) -> io::Result<Option<Held<'_>>> {
+        match self {
+            Self::Promised => Ok(None),
+            Self::Enforced(power) => power.hold(range.start..range.end).map(Some),
+        }
+    }
+}
+
+impl State {
+    /// Merge what is identical now.
+    pub fn merge(&mut self, options: &Options, directory: &Path, stillness: &Stillness) -> io::Result<Merged> {
+        let (began, now) = (Instant::now(), self.started.elapsed());
+        let room = self.allowance.room(now);
+        let mut merged = Merged::default();
+        // Small merges that only find out what there is would use up what there is room for.
+        if room.is_some_and(|room| room <= self.surveying * SURVEYS) {
+            merged.cut_short = 1;
+            self.so_far += merged;
+            return Ok(merged);
+        }
+        if !self.domain.is_whole() {
+            self.rejoin(directory)?;
+        }
+        // The other half is for what is found.
+        let deadline = room.map(|room| began + room / 2);
+        let done = self.merge_until(deadline, options.threads.max(1), now, stillness, &mut merged);
+        merged.time = began.elapsed();
+        self.allowance.spend(merged.time + Duration::from_secs_f64(lasting::BREAK * merged.broken.0 as f64));
+        self.so_far += merged;
+        done.map(|()| merged)
+    }
+
+    fn merge_until(
+        &mut self,
+        deadline: Option<Instant>,
+        threads: usize,
+        now: Duration,
+        stillness: &Stillness,
+        merged: &mut Merged,
+    ) -> io::Result<()> {
+        let page = self.domain.page();
+        let began = Instant::now();
+        let mut survey = self.survey(now, merged)?;
+        self.surveying = began.elapsed();
+        survey.enforce(stillness, merged, page);
+        let healed = heal(&survey, stillness);
+        fault::point("after healing");
+        let (zeros, looked) = self.look(&survey, deadline, threads, stillness, merged);
+        let pages = self.sight(looked, threads, merged)?;
+        let most = max_map_count() / 8 * MAPPINGS;
+        let mappings = survey.mappings + 2 * healed.len() as u64;
+        let at_most = (most.saturating_sub(mappings) / 2) as usize;
+
+        let mut split = HashSet::new();
+        for run in choose(&zeros, |_| true, |_| page as i64, &split, page, usize::MAX) {
+            let run = &zeros[run];
+            let range = Run { pages: run, slot: 0 }.range(page);
+            if give_back(range, stillness).is_ok_and(|done| done) {
+                merged.zeros += Pages(run.len() as u64);
+                split.extend(run.iter().filter(|found| found.huge).map(|found| huge_page(found.address, page)));
+                self.noted(range, |note| note.merged(now));
+            } else {
+                merged.failed += Pages(run.len() as u64);
+            }
+        }
+        fault::point("after giving zeros back");
+
+        let (partners, places, wanted) = places(&self.domain, &pages);
+        let follows = |at: usize| places[at].follows(places[at - 1]);
+        // Each of two that share a content that is to be stored gives back half of it.
+        let worth = |at: usize| if matches!(places[at], Place::Slot(_)) { page as i64 } else { page as i64 / 2 };
+        let chosen = choose(&partners, follows, worth, &split, page, at_most);
+        let taken: usize = chosen.iter().map(Range::len).sum();
+        merged.not_worth += Pages((partners.len() - taken) as u64);
+        let stored = self.store(&partners, &places, &chosen, wanted, threads, stillness, merged)?;
+        let at_once = if matches!(stillness, Stillness::Enforced(_)) { CHUNK as usize } else { usize::MAX };
+        let runs = runs(&partners, &places, &chosen, &stored, at_once);
+        let run: usize = runs.iter().map(|run| run.pages.len()).sum();
+        merged.failed += Pages((taken - run) as u64);
+        let outcomes = parallel(threads, &runs, |run| map(&self.domain, run, stillness).is_ok_and(|done| done));
+        let mut mapped = 0;
+        for (run, done) in runs.iter().zip(outcomes) {
+            let pages = Pages(run.pages.len() as u64);
+            if done {
+                merged.merged += pages;
+                merged.runs += 1;
+                mapped += pages.0;
+                self.noted(run.range(page), |note| note.merged(now));
+            } else {
+                merged.failed += pages;
+            }
+        }
+        fault::point("after mapping");
+        let healed: u64 = healed.iter().map(|range| range.bytes().0 / page).sum();
+        self.tidy(survey.stored - healed + mapped)
+    }
+
+    /// Find out what there is.
+    fn survey(&mut self, now: Duration, merged: &mut Merged) -> io::Result<Survey> {
+        let page = self.domain.page();
+        let (parts, mappings) = layout::own(self.domain.store.identity(), page)?;
+        let pagemap = File::open("/proc/self/pagemap")?;
+        let must_last = must_last(page);
+        let stored =
+            parts.iter().filter(|part| part.kind != Kind::Ordinary).map(|part| part.range.bytes().0 / page).sum();
+        let mut survey = Survey { mappings, stored, ..Survey::default() };
+        self.regions.sort_by_key(|region| region.range.start);
+        for region in &mut self.regions {
+            let first = parts.partition_point(|part| part.range.end <= region.range.start);
+            for part in &parts[first..] {
+                let Some(range) = part.range.overlap(region.range) else { break };
+                survey.parts.push(range);
+                let mut found = Vec::new();
+                pagemap::mapped(&pagemap, range.start..range.end, |mapped| found.push(mapped))?;
+                for mapped in found {
+                    let range = AddressRange { start: mapped.start, end: mapped.end };
+                    let addresses = (range.start..range.end).step_by(page as usize);
+                    match part.kind {
+                        Kind::Stored { .. } if mapped.file => {}
+                        Kind::Stored { plain, .. } => {
+                            for address in addresses {
+                                region.note(address).broken(now, must_last);
+                            }
+                            merged.broken += Pages(range.bytes().0 / page);
+                            if plain {
+                                survey.broken.push(range);
+                            }
+                        }
+                        Kind::Ordinary if mapped.file || mapped.zero || mapped.swapped => {}
+                        Kind::Ordinary => {
+                            for address in addresses {
+                                let note = region.note(address);
+                                if note.is_merged() {
+                                    // Given back as zeros, and written since.
+                                    note.broken(now, must_last);
+                                    merged.broken += Pages(1);
+                                }
+                                if !note.may_merge(now) {
+                                    merged.left_alone += Pages(1);
+                                    continue;
+                                }
+                                match survey.candidates.last_mut() {
+                                    Some((last, huge)) if last.end == address && *huge == mapped.huge => {
+                                        last.end += page
+                                    }
+                                    _ => {
+                                        let range = AddressRange { start: address, end: address + page };
+                                        survey.candidates.push((range, mapped.huge));
+                                    }
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+            let allowed = |&(range, huge): &(AddressRange, bool)| {
+                range.outside(&region.unmergeable).into_iter().map(move |range| (range, huge))
+            };
+            if !region.unmergeable.is_empty() {
+                survey.candidates = survey.candidates.iter().flat_map(allowed).collect();
+            }
+        }
+        Ok(survey)
+    }
+
+    /// Fingerprint candidates until the deadline: pages of zeros, and others with their fingerprints, by address.
+    fn look(
+        &mut self,
+        survey: &Survey,
+        deadline: Option<Instant>,
+        threads: usize,
+        stillness: &Stillness,
+        merged: &mut Merged,
+    ) -> (Vec<Page>, Vec<(Page, u64)>) {
+        let page = self.domain.page();
+        let mut chunks: Vec<(AddressRange, bool)> = Vec::new();
+        for &(range, huge) in &survey.candidates {
+            let starts = (range.start..range.end).step_by((CHUNK * page) as usize);
+            chunks.extend(starts.map(|start| (AddressRange { start, end: range.end.min(start + CHUNK * page) }, huge)));
+        }
+        // What the last merge did not come to is first.
+        let first = chunks.partition_point(|(range, _)| range.start < self.cursor);
+        chunks.rotate_left(first);
+        let hasher = &self.hasher;
+        let looked = parallel(threads, &chunks, |&(range, huge)| {
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                return None;
+            }
+            // What cannot be held up is left for another time.
+            let Ok(_still) = stillness.of(range) else { return Some(Vec::new()) };
+            // SAFETY: the survey found it resident ordinary memory, and nobody writes to or unmaps it meanwhile.
+            let bytes = unsafe { memory::bytes(range) };
+            let addresses = (range.start..range.end).step_by(page as usize);
+            let look = |(address, bytes)| (Page { address, huge, entry: 0 }, hasher.fingerprint(bytes));
+            Some(addresses.zip(bytes.chunks_exact(page as usize)).map(look).collect::<Vec<_>>())
+        });
+        let reached = looked.iter().position(Option::is_none);
+        merged.cut_short += u64::from(reached.is_some());
+        self.cursor = reached.map_or(0, |at| chunks[at].0.start);
+        let (mut zeros, mut others) = (Vec::new(), Vec::new());
+        for (page, fingerprint) in looked.into_iter().flatten().flatten() {
+            match fingerprint {
+                0 => zeros.push(page),
+                _ => others.push((page, fingerprint)),
+            }
+        }
+        merged.looked_at += Pages((zeros.len() + others.len()) as u64);
+        zeros.sort_unstable_by_key(|page| page.address);
+        others.sort_unstable_by_key(|(page, _)| page.address);
+        (zeros, others)
+    }
+
+    /// Note each content in the index. Pages for which there is no room are left out.
+    fn sight(&mut self, looked: Vec<(Page, u64)>, threads: usize, merged: &mut Merged) -> io::Result<Vec<Page>> {
+        // What the last merge looked at is there already.
+        self.domain.make_room(looked.len().saturating_sub(self.sighted))?;
+        self.sighted = looked.len();
+        let (domain, random, epoch) = (&self.domain, self.random, self.domain.epoch());
+        let chunks: Vec<&[(Page, u64)]> = looked.chunks(CHUNK as usize).collect();
+        let sighted = parallel(threads, &chunks, |chunk| {
+            let sight = |&(page, fingerprint): &(Page, u64)| {
+                let entry = domain.index.entry(fingerprint)?;
+                domain.index.see(entry, Tag::of(random, page.address), epoch);
+                Some(Page { entry, ..page })
+            };
+            chunk.iter().filter_map(sight).collect::<Vec<Page>>()
+        });
+        let pages: Vec<Page> = sighted.into_iter().flatten().collect();
+        merged.failed += Pages((looked.len() - pages.len()) as u64);
+        Ok(pages)
+    }
+
+    /// Store the contents that were chosen and lie nowhere yet: their slots, in the order in which they were to be
+    /// stored.
+    #[expect(clippy::too_many_arguments, reason = "it is one step of one function")]
+    fn store(
+        &self,
+        partners: &[Page],
+        places: &[Place],
+        chosen: &[Range<usize>],
+        wanted: u32,
+        threads: usize,
+        stillness: &Stillness,
+        merged: &mut Merged,
+    ) -> io::Result<HashMap<u32, u32>> {
+        let page = self.domain.page();
+        // The first page of each content: later ones of the same order hold the same.
+        let mut seen = vec![false; wanted as usize];
+        let mut first = Vec::new();
+        for at in chosen.iter().flat_map(Range::clone) {
+            if let Place::Next(order) = places[at]
+                && !std::mem::replace(&mut seen[order as usize], true)
+            {
+                first.push((order, partners[at]));
+            }
+        }
+        if first.is_empty() {
+            return Ok(HashMap::new());
+        }
+        let reserved = self.domain.reserve(first.len() as u32)?;
+        let contents: Vec<(u32, Page, u32)> = first
+            .into_iter()
+            .zip(reserved.into_iter().flatten())
+            .map(|((order, page), slot)| (order, page, slot))
+            .collect();
+        let behind = |a: &(u32, Page, u32), b: &(u32, Page, u32)| a.1.address + page == b.1.address && a.2 + 1 == b.2;
+        let pieces: Vec<&[(u32, Page, u32)]> =
+            contents.chunk_by(behind).flat_map(|piece| piece.chunks(CHUNK as usize)).collect();
+        let stored = parallel(threads, &pieces, |piece| {
+            let start = piece[0].1.address;
+            let range = AddressRange { start, end: start + piece.len() as u64 * page };
+            let Ok(still) = stillness.of(range) else { return Vec::new() };
+            // SAFETY: these pages were looked at, so they are resident, and nobody writes to or unmaps them meanwhile.
+            let bytes = unsafe { memory::bytes(range) };
+            // Between then and now they may have been written, unless that was promised.
+            let same = |((_, page, _), bytes): (&(u32, Page, u32), &[u8])| {
+                self.hasher.fingerprint(bytes) == self.domain.index.fingerprint(page.entry)
+            };
+            let unchanged = still.is_none() || piece.iter().zip(bytes.chunks_exact(page as usize)).all(same);
+            if !unchanged || self.domain.store.write(piece[0].2, bytes).is_err() {
+                return Vec::new();
+            }
+            drop(still);
+            fault::point("between storing and publishing");
+            let publish = |&(order, page, slot): &(u32, Page, u32)| {
+                Some((order, self.domain.index.publish(page.entry, slot).ok()?))
+            };
+            piece.iter().filter_map(publish).collect::<Vec<(u32, u32)>>()
+        });
+        let slots: HashMap<u32, u32> = stored.into_iter().flatten().collect();
+        let own = contents.iter().filter(|(order, _, slot)| slots.get(order) == Some(slot)).count();
+        merged.stored += Pages(own as u64);
+        Ok(slots)
+    }
+
+    /// Give up what is not needed. So many pages map the store now.
+    fn tidy(&mut self, mapped: u64) -> io::Result<()> {
+        if self.domain.references.count() > mapped + mapped / 8 + SPARE {
+            let slots: Vec<u32> = slots_mapped(&self.domain)?.collect();
+            self.domain.refer_only(slots)?;
+        }
+        if self.domain.passed() {
+            self.domain.collect()?;
+        }
+        Ok(())
+    }
+
+    fn noted(&mut self, range: AddressRange, mut note: impl FnMut(&mut Note)) {
+        for region in &mut self.regions {
+            let Some(range) = region.range.overlap(range) else { continue };
+            for address in (range.start..range.end).step_by(region.page as usize) {
+                note(region.note(address));
+            }
+        }
+    }
+}
+
+impl Survey {
+    /// Leave out what writers cannot be kept from. Whole parts are registered, so that no mapping is split more than
+    /// regions split it.
+    fn enforce(&mut self, stillness: &Stillness, merged: &mut Merged, page: u64) {
+        let Stillness::Enforced(power) = stillness else { return };
+        let refused: Vec<AddressRange> =
+            self.parts.iter().copied().filter(|part| power.register(part.start..part.end).is_err()).collect();
+        let mut can = |range: AddressRange| {
+            let can = !refused.iter().any(|part| part.overlap(range).is_some());
+            merged.failed += Pages(if can { 0 } else { range.bytes().0 / page });
+            can
+        };
+        self.broken.retain(|&range| can(range));
+        self.candidates.retain(|&(range, _)| can(range));
+    }
+}
+
+/// Make ordinary memory of what was written since it was merged. What cannot be for want of mappings stays as it is.
+fn heal(survey: &Survey, stillness: &Stillness) -> Vec<AddressRange> {
+    let heal = |&range: &AddressRange| {
+        let Ok(_still) = stillness.of(range) else { return false };
+        // SAFETY: the survey found it mapped, to be read and written, and nobody writes to or unmaps it meanwhile.
+        let copy = unsafe { Incoming::copy_of(range) };
+        // SAFETY: what takes its place is private memory with the same content.
+        copy.and_then(|copy| unsafe { copy.take_place_at(range.start) }).is_ok()
+    };
+    let most = max_map_count() / 8 * MAPPINGS;
+    let fit = (most.saturating_sub(survey.mappings) / 2) as usize;
+    survey.broken.iter().take(fit).copied().filter(heal).collect()
+}
+
+/// Give zeros back, if they still are.
+fn give_back(range: AddressRange, stillness: &Stillness) -> io::Result<bool> {
+    let still = stillness.of(range)?;
+    // SAFETY: these pages were looked at, so they are resident, and nobody writes to or unmaps them meanwhile.
+    let zeros = still.is_none() || unsafe { memory::bytes(range) }.iter().all(|&byte| byte == 0);
+    if zeros {
+        // SAFETY: it is ordinary memory, holds zeros, and nobody writes to it meanwhile.
+        unsafe { memory::give_back_zeros(range) }?;
+    }
+    Ok(zeros)
+}
+
+/// The number of the huge page that an address lies in: one entry of a page directory, which maps as many pages as a
+/// page holds entries of eight bytes.
+fn huge_page(address: u64, page: u64) -> u64 {
+    address / (page * page / 8)
+}
+
+/// The runs that are worth it, at most so many, as ranges of positions among some pages. `follows` says whether one of
+/// them can be mapped as one with the one before, which lies right before it; `worth` what a page gives back. Huge
+/// pages that are split already have nothing to lose.
+fn choose(
+    pages: &[Page],
+    follows: impl Fn(usize) -> bool,
+    worth: impl Fn(usize) -> i64,
+    split: &HashSet<u64>,
+    page: u64,
+    at_most: usize,
+) -> Vec<Range<usize>> {
+    let Some(size) = PageSize::new(page) else { return Vec::new() };
+    let costs = Costs::of(size);
+    let mut stretches: Vec<Stretch> = Vec::new();
+    for (at, found) in pages.iter().enumerate() {
+        let huge = found.huge.then(|| huge_page(found.address, page)).filter(|huge| !split.contains(huge));
+        let worth = Some(worth(at));
+        let behind = at > 0 && pages[at - 1].address + page == found.address && follows(at);
+        match stretches.last_mut() {
+            Some(last) if behind && last.huge == huge && last.worth == worth => last.pages += 1,
+            _ => {
+                let hole = if behind { 0 } else { APART };
+                stretches.push(Stretch { pages: 1, worth, merges: true, huge, hole });
+            }
+        }
+    }
+    let prices = Prices { range: costs.range, huge_page: costs.huge_page };
+    let chosen = best_ranges_within(1, |_| stretches.iter().copied(), prices, at_most);
+    chosen.into_iter().flatten().map(|range| range.start as usize..range.end as usize).collect()
+}
+
+/// The pages that have a partner, where each content lies or in which order it is to be stored, and how many are to be.
+fn places(domain: &Domain, pages: &[Page]) -> (Vec<Page>, Vec<Place>, u32) {
+    let mut orders: HashMap<usize, u32> = HashMap::new();
+    let (mut partners, mut places) = (Vec::new(), Vec::new());
+    for &page in pages {
+        let state = domain.index.state(page.entry);
+        let place = match state.slot() {
+            Some(slot) => Place::Slot(slot),
+            None if state.is_condemned() || !state.is_paired() => continue,
+            None => {
+                let next = orders.len() as u32;
+                Place::Next(*orders.entry(page.entry).or_insert(next))
+            }
+        };
+        partners.push(page);
+        places.push(place);
+    }
+    (partners, places, orders.len() as u32)
+}
+
+/// What was chosen, as runs of so many pages at most that lie one behind another in the store, too. The kernel makes
+/// one mapping of those that adjoin.
+fn runs<'p>(
+    partners: &'p [Page],
+    places: &[Place],
+    chosen: &[Range<usize>],
+    stored: &HashMap<u32, u32>,
+    at_once: usize,
+) -> Vec<Run<'p>> {
+    let slot = |at: usize| match places[at] {
+        Place::Slot(slot) => Some(slot),
+        Place::Next(order) => stored.get(&order).copied(),
+    };
+    let mut runs: Vec<Run<'p>> = Vec::new();
+    for range in chosen {
+        let mut start = range.start;
+        for at in range.clone() {
+            let ends =
+                at + 1 == range.end || slot(at + 1) != slot(at).map(|slot| slot + 1) || at - start + 1 >= at_once;
+            if ends {
+                runs.extend(slot(start).map(|slot| Run { pages: &partners[start..=at], slot }));
+                start = at + 1;
+            }
+        }
+    }
+    runs
+}
+
+/// Map a run from the store, if that holds what the run does.
+fn map(domain: &Domain, run: &Run<'_>, stillness: &Stillness) -> io::Result<bool> {
+    let range = run.range(domain.page());
+    let slots = run.slot..run.slot + run.pages.len() as u32;
+    // In this order: see `domain`.
+    domain.references.add(slots.clone())?;
+    let lies = |(page, slot): (&Page, u32)| domain.index.state(page.entry).slot() == Some(slot);
+    if !domain.is_present() || !run.pages.iter().zip(slots).all(lies) {
+        return Ok(false);
+    }
+    fault::point("between referring and mapping");
+    let incoming = Incoming::of_store(&domain.store, run.slot, range.bytes().0)?;
+    let _still = stillness.of(range)?;
+    // SAFETY: the run was looked at, so it is resident, and nobody writes to or unmaps it meanwhile.
+    if incoming.as_slice() != unsafe { memory::bytes(range) } {
+        return Ok(false);
+    }
+    // SAFETY: both hold the same, and nobody writes to the run until it is done.
+    unsafe { incoming.take_place_at(range.start) }?;
+    Ok(true)
+}
+
+/// All slots that this process maps, whoever mapped them.
+///
+/// # Errors
+/// Those of reading `/proc/self/maps`.
+pub fn slots_mapped(domain: &Domain) -> io::Result<impl Iterator<Item = u32>> {
+    let page = domain.page();
+    let (parts, _) = layout::own(domain.store.identity(), page)?;
+    Ok(parts.into_iter().flat_map(move |part| match part.kind {
+        Kind::Stored { slot, .. } => slot..slot + (part.range.bytes().0 / page) as u32,
+        Kind::Ordinary => 0..0,
+    }))
+}
+
+/// Pages of regions that map the store and were not written since, and all mappings of this process.
+///
+/// # Errors
+/// Those of reading `/proc/self/maps` and `pagemap`.
+pub fn merged_now(domain: &Domain, regions: &[Region]) -> io::Result<(Pages, u64)> {
+    let page = domain.page();
+    let (parts, mappings) = layout::own(domain.store.identity(), page)?;
+    let pagemap = File::open("/proc/self/pagemap")?;
+    let mut bytes = 0;
+    for part in parts.iter().filter(|part| part.kind != Kind::Ordinary) {
+        for range in regions.iter().filter_map(|region| part.range.overlap(region.range)) {
+            bytes += range.bytes().0;
+            let written = |mapped: &pagemap::MappedRange| !mapped.file;
+            pagemap::mapped(&pagemap, range.start..range.end, |mapped| {
+                bytes -= if written(&mapped) { mapped.end - mapped.start } else { 0 };
+            })?;
+        }
+    }
+    Ok((Pages(bytes / page), mappings))
+}
+
+/// `vm.max_map_count`.
+fn max_map_count() -> u64 {
+    let read = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok();
+    read.and_then(|text| text.trim().parse().ok()).unwrap_or(MAX_MAP_COUNT)
+}
+
+/// Do the same with each of some items, on so many threads. The results are in the order of the items.
+fn parallel<T: Sync, R: Send>(threads: usize, items: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    if threads <= 1 || items.len() <= 1 {
+        return items.iter().map(work).collect();
+    }
+    let next = AtomicUsize::new(0);
+    let worker = || {
+        let mut done = Vec::new();
+        loop {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            let Some(item) = items.get(at) else { return done };
+            done.push((at, work(item)));
+        }
+    };
+    let mut done: Vec<(usize, R)> = std::thread::scope(|scope| {
+        // Where there can be no more threads, fewer do it.
+        let spawn = |_| std::thread::Builder::new().spawn_scoped(scope, worker).ok();
+        let workers: Vec<_> = (1..threads.min(items.len())).map_while(spawn).collect();
+        let mut done = worker();
+        for worker in workers {
+            match worker.join() {
+                Ok(more) => done.extend(more),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        done
+    });
+    done.sort_unstable_by_key(|&(at, _)| at);
+    done.into_iter().map(|(_, result)| result).collect()
+}

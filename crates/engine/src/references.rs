@@ -1,0 +1,260 @@
+//! Which slots of the store a process may map: what keeps contents from being taken away under it.
+//!
+//! A member's references are a file of one bit a slot, mapped shared by the member, and locked by flock(2) through the
+//! open file of that mapping, whose descriptor is closed at once. So the lock lives exactly as long as the mapping
+//! does: in the member, and in every process that was forked of it, however (the kernel releases such a lock with the
+//! last reference to the open file, fs/file_table.c `__fput`; a mapping is a reference). It ends when all of those have
+//! ended, were killed or called exec. Whoever can take the lock knows that nobody refers to what the file says.
+//!
+//! References are only ever added. A process that forked may map whatever it did when it forked, and the child cannot
+//! be asked. So to drop references a member makes a new file of what it maps now, and lets go of the old one, which a
+//! child still holds.
+
+use crate::directory;
+use crate::words::{WORD, Words};
+use rustix::fs::{FlockOperation, SeekFrom, flock, seek};
+use rustix::rand::{GetRandomFlags, getrandom};
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// How the names of these files begin; the inode of the store that they are about follows, the process, its descriptor
+/// of the store, and a random number.
+const PREFIX: &str = "member-";
+
+/// So many words are given blocks at once: a page of them.
+const STEP: u64 = 512;
+
+/// The references of this process. Given up when dropped.
+#[derive(Debug)]
+pub struct References {
+    /// Always there, until they are kept.
+    words: Option<Words>,
+    path: PathBuf,
+    /// So many words have blocks.
+    backed: AtomicU64,
+}
+
+impl References {
+    /// New ones, none yet, to one of so many slots of a store, which this process has open by a descriptor. Under the
+    /// domain's lock, so that nobody takes a file that is not locked yet for one that no longer is.
+    ///
+    /// # Errors
+    /// Those of open(2), flock(2) and mmap(2).
+    pub fn new(directory: &Path, slots: u32, store: u64, descriptor: u32) -> io::Result<Self> {
+        let mut random = [0; 8];
+        getrandom(&mut random, GetRandomFlags::empty())?;
+        let (process, random) = (std::process::id(), u64::from_ne_bytes(random));
+        let path = directory.join(format!("{PREFIX}{store}-{process}-{descriptor}-{random:016x}"));
+        let file = directory::open(&path, true)?;
+        flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+        let words = Words::map(&file, (slots as usize).div_ceil(64))?;
+        Ok(Self { words: Some(words), path, backed: AtomicU64::new(0) })
+    }
+
+    fn words(&self) -> &Words {
+        self.words.as_ref().expect("until they are kept")
+    }
+
+    /// Give them up now.
+    pub fn give_up(&mut self) {
+        self.words = None;
+    }
+
+    /// Keep them until the process and all that it forked have ended.
+    pub fn keep(&mut self) {
+        if let Some(words) = self.words.take() {
+            words.leak();
+        }
+    }
+
+    /// Refer to slots. What others do after they saw these is ordered after it.
+    ///
+    /// # Errors
+    /// `ENOSPC` where there is no memory for it, those of open(2).
+    pub fn add(&self, slots: impl IntoIterator<Item = u32>) -> io::Result<()> {
+        for slot in slots {
+            let word = u64::from(slot) / 64;
+            if word >= self.backed.load(Ordering::Relaxed) {
+                let upto = (word + 1).next_multiple_of(STEP).min(self.words().len() as u64);
+                Words::allocate(&directory::open(&self.path, false)?, 0..upto)?;
+                self.backed.fetch_max(upto, Ordering::Relaxed);
+            }
+            self.words()[word as usize].fetch_or(1 << (slot % 64), Ordering::SeqCst);
+        }
+        Ok(())
+    }
+
+    /// Whether the file is still where others look for it.
+    pub fn is_listed(&self) -> bool {
+        self.path.exists()
+    }
+
+    /// How many slots are referred to.
+    pub fn count(&self) -> u64 {
+        let backed = self.backed.load(Ordering::Relaxed) as usize;
+        self.words()[..backed].iter().map(|word| u64::from(word.load(Ordering::Relaxed).count_ones())).sum()
+    }
+}
+
+/// The references of all members that there are.
+#[derive(Debug)]
+pub struct Everybody {
+    /// Each with the inode of the store that it is about.
+    files: Vec<(u64, File)>,
+    /// Processes and their descriptors of a store, as their files are called.
+    pub sources: Vec<(u32, u32)>,
+    /// Files of members that are no more, to be removed.
+    gone: Vec<PathBuf>,
+}
+
+impl Everybody {
+    /// Found in a domain's directory, under its lock.
+    ///
+    /// # Errors
+    /// Those of reading the directory and of open(2): where one cannot be asked, nothing is known of all.
+    pub fn find(directory: &Path) -> io::Result<Self> {
+        let (mut files, mut sources, mut gone) = (Vec::new(), Vec::new(), Vec::new());
+        for entry in directory.read_dir()? {
+            let entry = entry?;
+            let name = entry.file_name();
+            let Some(name) = name.to_str().and_then(|name| name.strip_prefix(PREFIX)) else { continue };
+            let file = directory::open(&entry.path(), false)?;
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => gone.push(entry.path()),
+                Err(rustix::io::Errno::WOULDBLOCK) => {
+                    let numbers: Vec<u64> = name.split('-').map_while(|number| number.parse().ok()).collect();
+                    let number = |at: usize| numbers.get(at).copied().unwrap_or(0);
+                    files.push((number(0), file));
+                    sources.push((number(1) as u32, number(2) as u32));
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(Self { files, sources, gone })
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.files.len()
+    }
+
+    /// How many files there are, of those that are no more, too.
+    pub fn listed(&self) -> usize {
+        self.files.len() + self.gone.len()
+    }
+
+    /// How many files there are of those that are no more.
+    pub fn gone(&self) -> usize {
+        self.gone.len()
+    }
+
+    /// Remove the files of those that are no more; how many those are.
+    pub fn bury(&mut self) -> usize {
+        // One that cannot be removed now is found again.
+        self.gone.drain(..).filter(|path| std::fs::remove_file(path).is_ok()).count()
+    }
+
+    /// One bit for each slot of a store that anybody refers to, as far as there are any.
+    ///
+    /// # Errors
+    /// Those of lseek(2) and read(2).
+    pub fn all(&self, store: u64) -> io::Result<Bits> {
+        // What was changed in the index before is seen by whoever refers to a slot after this.
+        std::sync::atomic::fence(Ordering::SeqCst);
+        let mut all = Bits::default();
+        for (_, file) in self.files.iter().filter(|(of, _)| *of == store) {
+            let length = file.metadata()?.len();
+            let mut at = 0;
+            while at < length {
+                let start = match seek(file, SeekFrom::Data(at)) {
+                    Ok(start) => start,
+                    Err(rustix::io::Errno::NXIO) => break,
+                    Err(error) => return Err(error.into()),
+                };
+                let end = seek(file, SeekFrom::Hole(start))?.min(length);
+                let mut bytes = vec![0; (end - start) as usize];
+                file.read_exact_at(&mut bytes, start)?;
+                all.join(start / WORD, &bytes);
+                at = end;
+            }
+        }
+        Ok(all)
+    }
+}
+
+/// A set of slots.
+#[derive(Clone, Debug, Default)]
+pub struct Bits(Vec<u64>);
+
+impl Bits {
+    /// Whether a slot is one of them.
+    pub fn has(&self, slot: u32) -> bool {
+        self.0.get(slot as usize / 64).is_some_and(|word| word >> (slot % 64) & 1 == 1)
+    }
+
+    /// With more.
+    pub fn extend(&mut self, slots: impl IntoIterator<Item = u32>) {
+        for slot in slots {
+            let word = slot as usize / 64;
+            if self.0.len() <= word {
+                self.0.resize(word + 1, 0);
+            }
+            self.0[word] |= 1 << (slot % 64);
+        }
+    }
+
+    fn join(&mut self, first: u64, mut bytes: &[u8]) {
+        let mut word = [0; WORD as usize];
+        let mut at = first as usize;
+        while bytes.read_exact(&mut word).is_ok() {
+            let word = u64::from_ne_bytes(word);
+            if word != 0 {
+                if self.0.len() <= at {
+                    self.0.resize(at + 1, 0);
+                }
+                self.0[at] |= word;
+            }
+            at += 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(directory: &Path) -> (usize, Vec<u32>) {
+        let mut everybody = Everybody::find(directory).unwrap();
+        everybody.bury();
+        let all = everybody.all(1).unwrap();
+        (everybody.count(), (0..100_000).filter(|&slot| all.has(slot)).collect())
+    }
+
+    #[test]
+    fn references_last_as_long_as_their_member() {
+        let directory = tempfile::tempdir().unwrap();
+        let first = References::new(directory.path(), 100_000, 1, 3).unwrap();
+        let second = References::new(directory.path(), 100_000, 1, 4).unwrap();
+        let former = References::new(directory.path(), 100_000, 2, 5).unwrap();
+        former.add([7]).unwrap();
+        assert!(former.is_listed());
+        assert_eq!(found(directory.path()), (3, Vec::new()), "of another store");
+        drop(former);
+        let mut sources = Everybody::find(directory.path()).unwrap().sources;
+        sources.sort_unstable();
+        assert_eq!(sources, [(std::process::id(), 3), (std::process::id(), 4)]);
+        assert_eq!(found(directory.path()), (2, Vec::new()));
+        first.add([0, 5, 63, 64]).unwrap();
+        second.add([5, 99_999]).unwrap();
+        assert_eq!(first.count(), 4);
+        assert_eq!(found(directory.path()), (2, vec![0, 5, 63, 64, 99_999]));
+        drop(first);
+        assert_eq!(found(directory.path()), (1, vec![5, 99_999]));
+        drop(second);
+        assert_eq!(found(directory.path()), (0, Vec::new()));
+        assert_eq!(directory.path().read_dir().unwrap().count(), 0);
+    }
+}

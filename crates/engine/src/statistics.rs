@@ -1,0 +1,64 @@
+//! What merging came to.
+
+use pagefold_model::{Bytes, Pages};
+use std::ops::AddAssign;
+use std::time::Duration;
+
+/// What one merge did, or all of them together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Merged {
+    /// Resident pages whose contents were looked at.
+    pub looked_at: Pages,
+    /// Pages of zeros that were given back.
+    pub zeros: Pages,
+    /// Pages that map the store now.
+    pub merged: Pages,
+    /// Pages whose contents went to the store.
+    pub stored: Pages,
+    /// Runs of pages that were mapped as one.
+    pub runs: u64,
+    /// Pages with a partner that were not merged, because their run is too short to pay, would split a huge page that
+    /// is worth more, or would need more mappings than there may be.
+    pub not_worth: Pages,
+    /// Pages that were written since they were merged or given back.
+    pub broken: Pages,
+    /// Pages that were left alone because they were written too soon before.
+    pub left_alone: Pages,
+    /// Pages that could not be merged: the store was full, the kernel refused, or a content had gone.
+    pub failed: Pages,
+    /// The time of the program that it took.
+    pub time: Duration,
+    /// Merges that could not look at everything, because their time was over.
+    pub cut_short: u64,
+}
+
+impl AddAssign for Merged {
+    fn add_assign(&mut self, other: Self) {
+        self.looked_at += other.looked_at;
+        self.zeros += other.zeros;
+        self.merged += other.merged;
+        self.stored += other.stored;
+        self.runs += other.runs;
+        self.not_worth += other.not_worth;
+        self.broken += other.broken;
+        self.left_alone += other.left_alone;
+        self.failed += other.failed;
+        self.time += other.time;
+        self.cut_short += other.cut_short;
+    }
+}
+
+/// How a member and its domain stand.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Standing {
+    /// Pages of this process's regions, resident or not.
+    pub pages: Pages,
+    /// Of them, those that map the store and were not written since.
+    pub merged: Pages,
+    /// Memory that the domain's store takes, of all members together.
+    pub store: Bytes,
+    /// The mappings that this process has.
+    pub mappings: u64,
+    /// All merges of this process so far.
+    pub so_far: Merged,
+}

@@ -1,0 +1,246 @@
+//! The memory in which contents lie that members share: a memfd, cut into slots of one page.
+//!
+//! A slot that anybody refers to never changes: it is written once, between being reserved and being published in the
+//! index, and freed once nobody refers to it any more. Which slots are taken is told by one bit each in a file of the
+//! domain, changed under its lock only.
+//!
+//! The memfd has no name. A new member gets it from the descriptor of one that is there (`/proc/PID/fd`), so that when
+//! the last one has ended or was killed its memory is free.
+
+use crate::words::Words;
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat, memfd_create};
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, IntoRawFd};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+
+/// What tells a store apart from all other files while it lives: device and inode.
+pub type Identity = (u64, u64);
+
+/// The store, as this process has it.
+#[derive(Debug)]
+pub struct Store {
+    /// Always there, until it is dropped.
+    file: Option<File>,
+    identity: Identity,
+    page: u64,
+}
+
+impl Store {
+    /// A new one, empty.
+    ///
+    /// # Errors
+    /// Those of memfd_create(2).
+    pub fn new(slots: u32, page: u64) -> io::Result<Self> {
+        let file = File::from(
+            memfd_create("pagefold-store", MemfdFlags::CLOEXEC | MemfdFlags::NOEXEC_SEAL)
+                // Before 6.3 there is no such flag.
+                .or_else(|_| memfd_create("pagefold-store", MemfdFlags::CLOEXEC))?,
+        );
+        file.set_len(u64::from(slots) * page)?;
+        Self::of(file, page)
+    }
+
+    /// The one that another member has open, if it is the one that is asked for.
+    ///
+    /// # Errors
+    /// Those of open(2): the member may have ended. `NotFound` if it is another file.
+    pub fn of_member(pid: u32, descriptor: u32, identity: Identity, page: u64) -> io::Result<Self> {
+        let path = PathBuf::from(format!("/proc/{pid}/fd/{descriptor}"));
+        // Look before it is opened: opening somebody's pipe or device may do something.
+        let link = rustix::fs::stat(&path)?;
+        if (link.st_dev, link.st_ino) != identity {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        let store = Self::of(File::options().read(true).write(true).open(path)?, page)?;
+        if store.identity == identity { Ok(store) } else { Err(io::ErrorKind::NotFound.into()) }
+    }
+
+    fn of(file: File, page: u64) -> io::Result<Self> {
+        let status = fstat(&file)?;
+        Ok(Self { file: Some(file), identity: (status.st_dev, status.st_ino), page })
+    }
+
+    /// What tells it apart.
+    pub fn identity(&self) -> Identity {
+        self.identity
+    }
+
+    /// The number of this process's descriptor of it.
+    pub fn descriptor(&self) -> u32 {
+        self.file().as_raw_fd().cast_unsigned()
+    }
+
+    /// Whether the descriptor still is of the store: programs close what they do not know.
+    pub fn is_open(&self) -> bool {
+        fstat(self.file()).is_ok_and(|status| (status.st_dev, status.st_ino) == self.identity)
+    }
+
+    fn open(&self) -> io::Result<()> {
+        if self.is_open() { Ok(()) } else { Err(rustix::io::Errno::BADF.into()) }
+    }
+
+    /// The file.
+    pub fn file(&self) -> &File {
+        self.file.as_ref().expect("until it is dropped")
+    }
+
+    /// Where a slot begins in the file.
+    pub fn offset(&self, slot: u32) -> u64 {
+        u64::from(slot) * self.page
+    }
+
+    /// Fill slots one behind another from one on, which nobody else may map yet.
+    ///
+    /// # Errors
+    /// `ENOSPC` and `ENOMEM` where there is no memory for it.
+    pub fn write(&self, slot: u32, pages: &[u8]) -> io::Result<()> {
+        self.open()?;
+        self.file().write_all_at(pages, self.offset(slot))
+    }
+
+    /// Give the memory of slots back.
+    ///
+    /// # Errors
+    /// Those of fallocate(2).
+    pub fn punch(&self, slots: Range<u32>) -> io::Result<()> {
+        self.open()?;
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let bytes = u64::from(slots.end - slots.start) * self.page;
+        Ok(fallocate(self.file(), flags, self.offset(slots.start), bytes)?)
+    }
+
+    /// Bytes of memory that it takes.
+    ///
+    /// # Errors
+    /// Those of fstat(2).
+    pub fn bytes(&self) -> io::Result<u64> {
+        Ok(fstat(self.file())?.st_blocks.cast_unsigned() * 512)
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        // The number may be of a file that the program has opened since, which is the program's to close.
+        if !self.is_open() {
+            let _ = self.file.take().map(IntoRawFd::into_raw_fd);
+        }
+    }
+}
+
+/// Which slots are taken. Changed under the domain's lock only.
+#[derive(Debug)]
+pub struct Slots {
+    words: Words,
+    count: u32,
+}
+
+impl Slots {
+    /// Those of a file; of a new one none.
+    ///
+    /// # Errors
+    /// Those of mapping it.
+    pub fn map(file: &File, count: u32) -> io::Result<Self> {
+        Ok(Self { words: Words::map(file, (count as usize).div_ceil(64))?, count })
+    }
+
+    /// Whether a slot is taken.
+    pub fn is_taken(&self, slot: u32) -> bool {
+        self.words[slot as usize / 64].load(Ordering::Relaxed) >> (slot % 64) & 1 == 1
+    }
+
+    /// Take so many slots below a bound, in as few ranges as may be had from the first gap on that holds all of them,
+    /// or else from any. Fewer if there are no more. `words` of the file below the bound must have blocks.
+    pub fn find(&self, wanted: u32, bound: u32) -> Vec<Range<u32>> {
+        let mut gaps: Vec<Range<u32>> = Vec::new();
+        let mut slot = 0;
+        while slot < bound.min(self.count) {
+            let word = self.words[slot as usize / 64].load(Ordering::Relaxed);
+            if word == u64::MAX && slot.is_multiple_of(64) {
+                slot += 64;
+                continue;
+            }
+            if word >> (slot % 64) & 1 == 0 {
+                match gaps.last_mut() {
+                    Some(last) if last.end == slot => last.end += 1,
+                    _ => gaps.push(slot..slot + 1),
+                }
+            }
+            slot += 1;
+        }
+        if let Some(at) = gaps.iter().position(|gap| gap.end - gap.start >= wanted) {
+            gaps = vec![gaps.swap_remove(at)];
+        }
+        // The largest first, so that what lies together is torn apart as little as may be.
+        gaps.sort_by_key(|gap| std::cmp::Reverse(gap.end - gap.start));
+        let mut left = wanted;
+        let mut found = Vec::new();
+        for gap in gaps {
+            if left == 0 {
+                break;
+            }
+            let taken = left.min(gap.end - gap.start);
+            found.push(gap.start..gap.start + taken);
+            left -= taken;
+        }
+        found
+    }
+
+    /// Slots are taken, or free.
+    pub fn set(&self, slots: Range<u32>, taken: bool) {
+        for slot in slots {
+            let word = &self.words[slot as usize / 64];
+            if taken {
+                word.fetch_or(1 << (slot % 64), Ordering::Relaxed);
+            } else {
+                word.fetch_and(!(1 << (slot % 64)), Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: u64 = 4096;
+
+    #[test]
+    fn what_is_written_is_there_until_it_is_punched() {
+        let store = Store::new(1000, PAGE).unwrap();
+        assert_eq!(store.bytes().unwrap(), 0);
+        store.write(7, &[1; 2 * PAGE as usize]).unwrap();
+        assert_eq!(store.bytes().unwrap(), 2 * PAGE);
+        store.punch(8..9).unwrap();
+        assert_eq!(store.bytes().unwrap(), PAGE);
+        let again = Store::of_member(std::process::id(), store.descriptor(), store.identity(), PAGE).unwrap();
+        let mut byte = [0];
+        again.file().read_exact_at(&mut byte, again.offset(7)).unwrap();
+        assert_eq!(byte, [1]);
+        let foreign = (store.identity().0, store.identity().1 + 1);
+        assert!(Store::of_member(std::process::id(), store.descriptor(), foreign, PAGE).is_err());
+    }
+
+    #[test]
+    fn slots_are_found_together_where_that_is_possible() {
+        let slots = Slots::map(&tempfile::tempfile().unwrap(), 1000).unwrap();
+        let check = |wanted, bound, expected: &[(u32, u32)]| {
+            let found: Vec<_> = slots.find(wanted, bound).into_iter().map(|slots| (slots.start, slots.end)).collect();
+            assert_eq!(found, expected, "{wanted} below {bound}");
+        };
+        check(10, 1000, &[(0, 10)]);
+        slots.set(0..10, true);
+        slots.set(15..700, true);
+        assert!(slots.is_taken(699) && !slots.is_taken(700));
+        check(5, 1000, &[(10, 15)]);
+        check(6, 1000, &[(700, 706)]);
+        check(303, 1000, &[(700, 1000), (10, 13)]);
+        check(400, 1000, &[(700, 1000), (10, 15)]);
+        check(6, 700, &[(10, 15)]);
+        slots.set(0..10, false);
+        check(6, 1000, &[(0, 6)]);
+    }
+}

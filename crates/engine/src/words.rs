@@ -1,0 +1,85 @@
+//! Words in memory that several processes share: the ground of everything that a domain has in common.
+//!
+//! A [`Words`] is a shared mapping of a file as atomic words of 64 bits. All access is atomic, so that whatever another
+//! member writes, or leaves half written when it dies, is some value and never undefined behaviour; each user of it
+//! says what order its accesses need. The file is as long as the mapping before it is mapped and never made shorter, so
+//! that no access finds nothing there; a full tmpfs, which would end the program by SIGBUS, is met by allocating blocks
+//! first ([`Words::allocate`]).
+
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::ptr::{self, NonNull};
+use std::slice;
+use std::sync::atomic::AtomicU64;
+
+/// Bytes in a word.
+pub const WORD: u64 = 8;
+
+/// A shared mapping of a file. Unmapped when dropped.
+#[derive(Debug)]
+pub struct Words {
+    start: NonNull<AtomicU64>,
+    count: usize,
+}
+
+// SAFETY: the memory belongs to the process and not to a thread.
+unsafe impl Send for Words {}
+// SAFETY: through `&Words` memory is accessed by atomic operations only.
+unsafe impl Sync for Words {}
+
+impl Words {
+    /// Map so many words of a file from its beginning. The file is made long enough, and is never to be made shorter.
+    ///
+    /// # Errors
+    /// `InvalidInput` for none or too many words; those of ftruncate(2) and mmap(2).
+    pub fn map(file: &File, count: usize) -> io::Result<Self> {
+        let bytes = count.checked_mul(WORD as usize).filter(|&bytes| bytes > 0 && isize::try_from(bytes).is_ok());
+        let bytes = bytes.ok_or(io::ErrorKind::InvalidInput)?;
+        if file.metadata()?.len() < bytes as u64 {
+            file.set_len(bytes as u64)?;
+        }
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
+        let start = unsafe { mmap(ptr::null_mut(), bytes, access, MapFlags::SHARED, file, 0) }?;
+        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::InvalidData)?;
+        Ok(Self { start, count })
+    }
+
+    /// Keep them mapped until the process ends.
+    pub fn leak(mut self) {
+        self.count = 0;
+    }
+
+    /// Give the blocks under some words to the file, so that touching them cannot fail.
+    ///
+    /// # Errors
+    /// Those of fallocate(2): `ENOSPC` where the file system is full.
+    pub fn allocate(file: &File, words: Range<u64>) -> io::Result<()> {
+        let bytes = (words.end - words.start) * WORD;
+        Ok(fallocate(file, FallocateFlags::KEEP_SIZE, words.start * WORD, bytes)?)
+    }
+}
+
+impl std::ops::Deref for Words {
+    type Target = [AtomicU64];
+
+    fn deref(&self) -> &[AtomicU64] {
+        // SAFETY: so many words are mapped there, aligned to a page, until drop. Others change them, but all do it
+        // atomically, and every value of the bytes is one of the type.
+        unsafe { slice::from_raw_parts(self.start.as_ptr(), self.count) }
+    }
+}
+
+impl Drop for Words {
+    fn drop(&mut self) {
+        if self.count == 0 {
+            return;
+        }
+        // SAFETY: the mapping is this value's own, and no borrow of it outlives it.
+        let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.count * WORD as usize) };
+        debug_assert!(unmapped.is_ok(), "unmapping one's own words: {unmapped:?}");
+    }
+}

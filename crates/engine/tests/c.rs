@@ -1,0 +1,91 @@
+//! The C interface, by its example: compiled by the system's compiler against the header and the shared library.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use tempfile::TempDir;
+
+/// Where cargo has put the shared library.
+fn library() -> PathBuf {
+    let tests = std::env::current_exe().expect("a test is a program");
+    tests.parent().expect("target/PROFILE/deps").join("libpagefold_engine.so")
+}
+
+/// A directory for domains and for the library, by the names that programs ask for.
+fn root() -> TempDir {
+    let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
+    for name in ["libpagefold.so", "libpagefold.so.0"] {
+        std::os::unix::fs::symlink(library(), root.path().join(name)).expect("a link");
+    }
+    root
+}
+
+/// A C program, ready to run.
+fn compiled(root: &TempDir, source: &Path) -> Option<Command> {
+    if Command::new("cc").arg("--version").output().is_err() {
+        println!("skipped: no C compiler");
+        return None;
+    }
+    let program = root.path().join("program");
+    let mut compile = Command::new("cc");
+    compile.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]).arg(source);
+    compile.arg("-I").arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("include"));
+    compile.arg("-L").arg(root.path()).args(["-lpagefold", "-o"]).arg(&program);
+    assert!(compile.status().expect("the compiler runs").success());
+    let mut run = Command::new(program);
+    run.env("LD_LIBRARY_PATH", root.path()).env("PAGEFOLD_RUNTIME", root.path());
+    Some(run)
+}
+
+#[test]
+fn ranks_in_c_merge_what_they_share() {
+    let root = root();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/c/ranks.c");
+    let Some(mut run) = compiled(&root, &source) else { return };
+    run.args(["3", "16"]);
+    let output = run.output().expect("it runs");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.ends_with("all memory as it was written\n"), "{output:?}");
+    let told = |rank: &str, unit: &str| -> Vec<u64> {
+        let words: Vec<&str> = rank.split_ascii_whitespace().collect();
+        let before = |at: usize| words[at - 1].parse().ok();
+        words.iter().enumerate().filter(|(_, word)| **word == unit).filter_map(|(at, _)| before(at)).collect()
+    };
+    let ranks: Vec<&str> = text.lines().filter(|line| line.starts_with("rank ")).collect();
+    assert_eq!(ranks.len(), 3, "{text}");
+    for rank in ranks {
+        // 16 MiB are 4096 pages: all of the table, and all of the work array but for one.
+        assert_eq!(told(rank, "pages"), [4096], "{rank}");
+        assert_eq!(told(rank, "of"), [4095], "{rank}");
+    }
+}
+
+#[test]
+fn what_is_wrong_is_told_in_c() {
+    let root = root();
+    let source = root.path().join("wrong.c");
+    std::fs::write(&source, WRONG).expect("a file");
+    let Some(mut wrong) = compiled(&root, &source) else { return };
+    assert_eq!(wrong.status().expect("it runs").code(), Some(0), "the number of what was not told");
+}
+
+const WRONG: &str = r#"#include <pagefold.h>
+#include <stdio.h>
+#include <string.h>
+int main(void)
+{
+	pagefold_options options = PAGEFOLD_OPTIONS_INIT;
+	options.size = 8;
+	if (pagefold_join("x", &options) || !strstr(pagefold_error(), "PAGEFOLD_OPTIONS_INIT"))
+		return 1;
+	if (pagefold_join("../x", NULL) || !strstr(pagefold_error(), "no name for a domain"))
+		return 2;
+	if (pagefold_merge(NULL, NULL) != -1 || strcmp(pagefold_error(), "engine is NULL"))
+		return 3;
+	pagefold_engine *engine = pagefold_join("x", NULL);
+	if (!engine || pagefold_adopt(engine, (void *)1, 4096) != -1 || !strstr(pagefold_error(), "whole pages"))
+		return 4;
+	pagefold_leave(engine);
+	pagefold_leave(NULL);
+	return 0;
+}
+"#;

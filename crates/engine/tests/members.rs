@@ -1,0 +1,457 @@
+//! Members of a domain that merge, write, fork and die: what each one's memory reads as never changes, what nobody maps
+//! leaves the store, and what is saved is where the kernel's own accounting shows it.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use tempfile::TempDir;
+
+const PAGE: u64 = 4096;
+
+/// A directory for domains, in memory as by default.
+fn root() -> TempDir {
+    use std::os::unix::fs::PermissionsExt;
+    let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
+    std::fs::set_permissions(root.path(), std::fs::Permissions::from_mode(0o700)).expect("its owner may");
+    root
+}
+
+/// A running `examples/member`.
+struct Member {
+    child: Child,
+    says: ChildStdin,
+    tells: BufReader<ChildStdout>,
+}
+
+fn program() -> PathBuf {
+    let tests = std::env::current_exe().expect("a test is a program");
+    tests.parent().and_then(Path::parent).expect("target/PROFILE/deps").join("examples/member")
+}
+
+impl Member {
+    fn start(root: &TempDir, pages: u64, more: &[&str]) -> Self {
+        Self::start_with(root, pages, more, None)
+    }
+
+    fn start_with(root: &TempDir, pages: u64, more: &[&str], fault: Option<&str>) -> Self {
+        let mut command = Command::new(program());
+        command.args(["test", &pages.to_string()]).args(more).env("PAGEFOLD_RUNTIME", root.path());
+        command.envs(fault.map(|fault| ("PAGEFOLD_FAULT_POINT", fault))).stderr(Stdio::piped());
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("`cargo build --examples` was run, as `cargo test` does without `--test`");
+        let says = child.stdin.take().expect("a pipe");
+        let tells = BufReader::new(child.stdout.take().expect("a pipe"));
+        Self { child, says, tells }.readied(fault.is_some())
+    }
+
+    fn readied(mut self, may_die: bool) -> Self {
+        let answer = self.answer();
+        assert!(may_die || answer.as_deref() == Some("ready"), "{answer:?}");
+        self
+    }
+
+    /// What it says next, if it lives.
+    fn answer(&mut self) -> Option<String> {
+        let mut line = String::new();
+        let read = self.tells.read_line(&mut line).expect("text");
+        (read > 0).then(|| line.trim_end().to_owned())
+    }
+
+    /// What it answers, if it lives.
+    fn ask(&mut self, line: &str) -> Option<String> {
+        writeln!(self.says, "{line}").ok()?;
+        self.answer()
+    }
+
+    fn tell(&mut self, line: &str) -> String {
+        self.ask(line).unwrap_or_else(|| panic!("{line}: it has died"))
+    }
+
+    fn merge(&mut self) -> Told {
+        Told(self.tell("merge"))
+    }
+
+    fn standing(&mut self) -> Told {
+        Told(self.tell("standing"))
+    }
+
+    fn check(&mut self) {
+        assert_eq!(self.tell("check"), "same");
+    }
+
+    /// A line of `smaps_rollup`, in KiB.
+    fn smaps(&self, name: &str) -> u64 {
+        let text = std::fs::read_to_string(format!("/proc/{}/smaps_rollup", self.child.id())).expect("it lives");
+        let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name} in {text}"));
+        line.split_ascii_whitespace().nth(1).and_then(|number| number.parse().ok()).expect("a number")
+    }
+
+    fn kill(mut self) {
+        self.child.kill().expect("it is ours");
+        self.child.wait().expect("it is ours");
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What a member told of itself.
+#[derive(Debug)]
+struct Told(String);
+
+impl Told {
+    fn of(&self, name: &str) -> u64 {
+        let at = self.0.find(&format!(" {name}: ")).unwrap_or_else(|| panic!("{name} in {}", self.0));
+        let digits = self.0[at + name.len() + 3..].trim_start_matches(|c: char| !c.is_ascii_digit());
+        let end = digits.find(|c: char| !c.is_ascii_digit()).unwrap_or(digits.len());
+        digits[..end].parse().expect("a number")
+    }
+}
+
+#[test]
+fn equal_memory_of_two_members_is_there_once() {
+    let root = root();
+    let (mut first, mut second) = (Member::start(&root, 2000, &[]), Member::start(&root, 2000, &["--threads", "2"]));
+    for member in [&mut first, &mut second] {
+        member.tell("fill 0 2000 7");
+    }
+    // What only one of them has so far.
+    first.tell("fill 1000 100 8");
+    let before = first.smaps("Pss:") + second.smaps("Pss:");
+    let mappings = first.standing().of("mappings");
+    assert_eq!(first.merge().of("merged"), 0, "nobody else was seen to hold any of it");
+    let merged = second.merge();
+    assert_eq!((merged.of("merged"), merged.of("stored")), (1900, 1900));
+    let merged = first.merge();
+    assert_eq!((merged.of("merged"), merged.of("stored"), merged.of("runs")), (1900, 0, 2));
+    first.check();
+    second.check();
+    let after = first.smaps("Pss:") + second.smaps("Pss:");
+    // Less what the engine itself takes: its index, its code, what its last merge worked with.
+    assert!(before - after > 1900 * 4 - 1000, "{before} KiB before, {after} after");
+    assert!(first.smaps("Pss_Shmem:") >= 1900 * 2, "half of what is shared by two");
+    let standing = first.standing();
+    assert_eq!((standing.of("merged"), standing.of("store")), (1900, 1900 * PAGE));
+    assert!(standing.of("mappings") <= mappings + 4, "runs are mapped as one: {standing:?}");
+    assert_eq!(second.merge().of("looked_at"), 100, "only what is not merged is looked at again");
+}
+
+#[test]
+fn what_a_process_holds_twice_is_merged_without_others() {
+    let root = root();
+    let mut member = Member::start(&root, 1000, &[]);
+    member.tell("fill 0 500 3");
+    member.tell("copy 500 500 0");
+    let merged = member.merge();
+    assert_eq!((merged.of("merged"), merged.of("stored"), merged.of("runs")), (1000, 500, 2));
+    member.check();
+    assert_eq!(member.standing().of("store"), 500 * PAGE);
+}
+
+#[test]
+fn zeros_are_given_back() {
+    let root = root();
+    let mut member = Member::start(&root, 5000, &[]);
+    member.tell("fill 0 5000 0");
+    member.tell("fill 100 1 9");
+    let before = member.smaps("Rss:");
+    let merged = member.merge();
+    assert_eq!((merged.of("zeros"), merged.of("merged")), (4999, 0));
+    let after = member.smaps("Rss:");
+    assert!(before - after > 4999 * 4 - 1000, "{before} KiB before, {after} after");
+    member.check();
+    // Written again at once, they are left alone for a while.
+    member.tell("fill 200 10 0");
+    let merged = member.merge();
+    assert_eq!((merged.of("broken"), merged.of("left_alone"), merged.of("zeros")), (10, 10, 0));
+    member.check();
+}
+
+#[test]
+fn what_is_written_becomes_ordinary_memory_and_leaves_the_store() {
+    let root = root();
+    let (mut first, mut second) = (Member::start(&root, 1000, &[]), Member::start(&root, 1000, &[]));
+    for member in [&mut first, &mut second] {
+        member.tell("fill 0 1000 5");
+        member.merge();
+    }
+    assert_eq!(first.merge().of("merged"), 1000);
+    second.tell("fill 0 600 6");
+    assert_eq!(second.merge().of("broken"), 600);
+    first.check();
+    second.check();
+    first.tell("fill 0 500 4");
+    for _ in 0..3 {
+        first.merge();
+        second.merge();
+    }
+    first.check();
+    second.check();
+    assert_eq!(first.standing().of("store"), 500 * PAGE, "pages 500 to 599 of the first, the others of both");
+    first.tell("clear 0 1000");
+    second.tell("clear 0 1000");
+    for _ in 0..3 {
+        first.merge();
+        second.merge();
+    }
+    assert_eq!(second.standing().of("store"), 0);
+    first.check();
+    second.check();
+}
+
+#[test]
+fn what_a_killed_member_had_is_freed() {
+    let root = root();
+    let (mut first, mut second) = (Member::start(&root, 1000, &[]), Member::start(&root, 1000, &[]));
+    for member in [&mut first, &mut second] {
+        member.tell("fill 0 1000 5");
+        member.merge();
+    }
+    first.merge();
+    first.kill();
+    second.merge();
+    second.check();
+    assert_eq!(second.standing().of("store"), 1000 * PAGE, "it is still mapped");
+    second.tell("fill 0 1000 6");
+    second.merge();
+    second.merge();
+    assert_eq!(second.standing().of("store"), 0);
+    second.kill();
+    let mut third = Member::start(&root, 10, &[]);
+    assert_eq!(third.standing().of("store"), 0);
+    assert_eq!(third.merge().of("merged"), 0);
+}
+
+#[test]
+fn the_last_to_leave_takes_the_domain_along() {
+    let root = root();
+    let (mut first, mut second) = (Member::start(&root, 100, &[]), Member::start(&root, 100, &[]));
+    for member in [&mut first, &mut second] {
+        member.tell("fill 0 100 5");
+        member.merge();
+    }
+    first.tell("leave");
+    assert!(root.path().join("test").exists());
+    second.check();
+    second.tell("leave");
+    assert!(!root.path().join("test").exists());
+    // What was killed is swept by whoever comes next, to whatever domain.
+    Member::start(&root, 100, &[]).kill();
+    std::fs::rename(root.path().join("test"), root.path().join("other")).expect("nobody is there");
+    drop(Member::start(&root, 100, &[]));
+    assert!(!root.path().join("other").exists());
+}
+
+/// Something may clean `/dev/shm` up while members are there.
+#[test]
+fn files_that_go_away_take_nothing_with_them() {
+    let root = root();
+    let domain = root.path().join("test");
+    let remove = |which: &str| {
+        for entry in domain.read_dir().expect("a directory").flatten() {
+            if entry.file_name().to_string_lossy().starts_with(which) {
+                std::fs::remove_file(entry.path()).expect("ours");
+            }
+        }
+    };
+    for which in ["", "member-", "index-", "domain", "directory"] {
+        let (mut first, mut second) = (Member::start(&root, 600, &[]), Member::start(&root, 600, &[]));
+        for member in [&mut first, &mut second] {
+            member.tell("fill 0 500 5");
+            member.merge();
+        }
+        first.merge();
+        if which == "directory" {
+            std::fs::remove_dir_all(&domain).expect("ours")
+        } else {
+            remove(which)
+        }
+        let mut third = Member::start(&root, 600, &[]);
+        third.tell("fill 0 500 6");
+        third.tell("copy 500 100 0");
+        for _ in 0..3 {
+            for member in [&mut first, &mut second, &mut third] {
+                member.tell("merge");
+                member.check();
+            }
+            second.tell("fill 0 100 7");
+        }
+        drop((first, second, third));
+        let _ = std::fs::remove_dir_all(&domain);
+    }
+}
+
+#[test]
+fn a_program_that_closes_what_it_does_not_know_keeps_its_files_and_its_memory() {
+    let root = root();
+    let (mut first, mut second) = (Member::start(&root, 600, &[]), Member::start(&root, 600, &[]));
+    for member in [&mut first, &mut second] {
+        member.tell("fill 0 500 5");
+        member.merge();
+    }
+    first.merge();
+    first.tell("close");
+    for _ in 0..3 {
+        first.tell("fill 0 50 6");
+        first.tell("copy 500 100 0");
+        first.merge();
+        first.check();
+        second.merge();
+        second.check();
+    }
+    assert_eq!(first.tell("others"), "untouched");
+    assert!(first.standing().of("merged") > 0);
+}
+
+/// A child may be forked of a member in any way, and be the only one that still maps something.
+#[test]
+fn a_forked_child_keeps_what_it_has() {
+    let root = root();
+    let mut member = Member::start(&root, 1000, &[]);
+    member.tell("fill 0 500 3");
+    member.tell("copy 500 500 0");
+    member.merge();
+    member.tell("fork");
+    member.tell("fork");
+    member.tell("fill 0 1000 4");
+    for _ in 0..3 {
+        member.merge();
+    }
+    // Another one fills the store with something else, should there be room that is not free.
+    let mut other = Member::start(&root, 1000, &[]);
+    other.tell("fill 0 500 9");
+    other.tell("copy 500 500 0");
+    other.merge();
+    assert_eq!(member.tell("child"), "same");
+    assert_eq!(member.tell("child"), "same");
+    member.check();
+    other.check();
+    for _ in 0..2 {
+        member.merge();
+        other.merge();
+    }
+    assert_eq!(other.standing().of("store"), 500 * PAGE);
+}
+
+#[test]
+fn memory_may_be_written_while_it_is_merged() {
+    let root = root();
+    let (mut first, mut second) = (Member::start(&root, 3000, &[]), Member::start(&root, 3000, &["--threads", "2"]));
+    for member in [&mut first, &mut second] {
+        member.tell("fill 0 2000 7");
+    }
+    for turn in 0..4 {
+        let member = if turn % 2 == 0 { &mut first } else { &mut second };
+        let told = Told(member.tell("race 40"));
+        if told.0.contains("needs userfaultfd") {
+            println!("skipped: userfaultfd is not permitted");
+            return;
+        }
+        assert_eq!(told.of("lost"), 0, "{told:?}");
+        member.check();
+    }
+    let so_far = first.standing();
+    assert!(so_far.of("broken") > 0, "some were merged and written: {so_far:?}");
+    assert!(so_far.of("store") > 0, "{so_far:?}");
+}
+
+#[test]
+fn a_bound_on_the_slow_down_bounds_it() {
+    let root = root();
+    let mut member = Member::start(&root, 20_000, &["--max-slowdown", "0"]);
+    member.tell("fill 0 20000 3");
+    let merged = member.merge();
+    assert_eq!((merged.of("cut_short"), merged.of("looked_at")), (1, 0));
+}
+
+/// Members that write, copy, clear, merge, fork and die at random, and check their memory all the time.
+#[test]
+fn random_members_keep_their_memory() {
+    let root = root();
+    let rounds = if std::env::var_os("PAGEFOLD_SOAK").is_some() { 20_000 } else { 400 };
+    let seed =
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("after 1970").as_nanos() as u64;
+    println!("seed {seed}");
+    let mut state = seed;
+    let mut random = move |below: u64| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % below
+    };
+    const PAGES: u64 = 600;
+    let start = || Member::start(&root, PAGES, &[]);
+    let mut members: Vec<Member> = (0..3).map(|_| start()).collect();
+    for _ in 0..rounds {
+        let at = random(3) as usize;
+        let (from, count) = (random(PAGES), 1 + random(PAGES / 2));
+        let count = count.min(PAGES - from);
+        let member = &mut members[at];
+        match random(20) {
+            0..6 => drop(member.tell(&format!("fill {from} {count} {}", random(4)))),
+            6..8 => {
+                let to = random(PAGES - count + 1);
+                member.tell(&format!("copy {to} {count} {from}"));
+            }
+            8 => drop(member.tell(&format!("clear {from} {count}"))),
+            9..16 => drop(member.merge()),
+            16..18 => member.check(),
+            18 => {
+                member.tell("fork");
+                members[(at + 1) % 3].merge();
+                members[at].tell(&format!("fill {from} {count} 3"));
+                members[at].merge();
+                assert_eq!(members[at].tell("child"), "same");
+            }
+            _ => std::mem::replace(&mut members[at], start()).kill(),
+        }
+    }
+    members.iter_mut().for_each(Member::check);
+}
+
+/// A member that dies at any step leaves a domain in which the others go on, and nothing that is not freed.
+#[cfg(feature = "fault-points")]
+#[test]
+fn a_member_may_die_at_any_step() {
+    let life = |root: &TempDir, fault: &str| {
+        let mut member = Member::start_with(root, 1000, &[], Some(fault));
+        let script = ["fill 0 300 2", "copy 300 300 0", "merge", "fill 100 100 5", "merge", "fill 0 1000 0", "merge"];
+        script.iter().all(|line| member.ask(line).is_some())
+    };
+    let mut ended = false;
+    let mut at = 0;
+    while !ended {
+        at += 1;
+        let root = root();
+        let mut other = Member::start(&root, 1000, &[]);
+        other.tell("fill 0 600 2");
+        other.merge();
+        ended = life(&root, &at.to_string());
+        other.merge();
+        other.check();
+        let mut third = Member::start(&root, 1000, &[]);
+        third.tell("fill 0 600 2");
+        for _ in 0..2 {
+            third.merge();
+            other.merge();
+        }
+        other.check();
+        third.check();
+        let standing = third.standing();
+        assert_eq!((standing.of("merged"), standing.of("store")), (600, 600 * PAGE), "killed at point {at}");
+        for member in [&mut other, &mut third] {
+            member.tell("clear 0 1000");
+        }
+        for _ in 0..3 {
+            third.merge();
+            other.merge();
+        }
+        assert_eq!(third.standing().of("store"), 0, "killed at point {at}");
+    }
+    assert!(at > 15, "there are more points than {at}");
+}

@@ -1,0 +1,228 @@
+//! userfaultfd(2) for one purpose: to hold writers to some pages up for as long as somebody looks at them.
+//!
+//! Pages are write-protected, and a write waits in the kernel until the protection is lifted (mm/userfaultfd.c,
+//! fs/userfaultfd.c; Documentation/admin-guide/mm/userfaultfd.rst). Nobody has to read events for that. The kernel's
+//! own writes, those of read(2) into such a page, must wait, too, so this is for whoever may handle kernel faults: with
+//! `CAP_SYS_PTRACE`, `vm.unprivileged_userfaultfd` set, or access to `/dev/userfaultfd` (6.1). Structures are those of
+//! include/uapi/linux/userfaultfd.h.
+//!
+//! Limits: what was pinned before for a device, or for direct or asynchronous I/O, is written past the protection. A
+//! futex(2) that the kernel has to write (priority inheritance, a robust owner's death, a thread's end) does not wait
+//! but fails.
+
+use rustix::mm::{UserfaultfdFlags, userfaultfd};
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::{Mutex, PoisonError};
+
+const UFFD_API: u64 = 0xaa;
+const UFFD_FEATURE_PAGEFAULT_FLAG_WP: u64 = 1 << 0;
+const UFFD_FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
+const UFFD_FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
+const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
+const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1 << 0;
+
+/// `struct uffdio_api`.
+#[repr(C)]
+struct UffdioApi {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+/// `struct uffdio_range`.
+#[repr(C)]
+struct UffdioRange {
+    start: u64,
+    len: u64,
+}
+
+/// `struct uffdio_register`.
+#[repr(C)]
+struct UffdioRegister {
+    range: UffdioRange,
+    mode: u64,
+    ioctls: u64,
+}
+
+/// `struct uffdio_writeprotect`.
+#[repr(C)]
+struct UffdioWriteprotect {
+    range: UffdioRange,
+    mode: u64,
+}
+
+nix::ioctl_none!(
+    /// `USERFAULTFD_IOC_NEW`.
+    userfaultfd_new, 0xaa, 0x00
+);
+nix::ioctl_readwrite!(
+    /// `UFFDIO_API`.
+    uffdio_api, 0xaa, 0x3f, UffdioApi
+);
+nix::ioctl_readwrite!(
+    /// `UFFDIO_REGISTER`.
+    uffdio_register, 0xaa, 0x00, UffdioRegister
+);
+nix::ioctl_read!(
+    /// `UFFDIO_UNREGISTER`, as for `UFFDIO_WAKE`.
+    uffdio_unregister, 0xaa, 0x01, UffdioRange
+);
+nix::ioctl_read!(
+    /// `UFFDIO_WAKE`, which only reads its argument whatever its number says.
+    uffdio_wake, 0xaa, 0x02, UffdioRange
+);
+nix::ioctl_readwrite!(
+    /// `UFFDIO_WRITEPROTECT`.
+    uffdio_writeprotect, 0xaa, 0x06, UffdioWriteprotect
+);
+
+/// The power to hold writers of this process up.
+#[derive(Debug)]
+pub struct UserFault {
+    descriptor: OwnedFd,
+    registered: Mutex<Vec<Range<u64>>>,
+}
+
+impl UserFault {
+    /// Ask for it.
+    ///
+    /// # Errors
+    /// `EPERM` and `EACCES` where it is not permitted, `ENOSYS` and `EINVAL` where the kernel cannot protect anonymous
+    /// and shared memory, and what is not there yet (before 6.4).
+    pub fn new() -> io::Result<Self> {
+        // SAFETY: the descriptor alone does nothing; what is done with it below changes no content.
+        let descriptor = match unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC) } {
+            Ok(descriptor) => descriptor,
+            Err(error) => Self::of_device().map_err(|_| io::Error::from(error))?,
+        };
+        let features = UFFD_FEATURE_PAGEFAULT_FLAG_WP | UFFD_FEATURE_WP_HUGETLBFS_SHMEM | UFFD_FEATURE_WP_UNPOPULATED;
+        let mut api = UffdioApi { api: UFFD_API, features, ioctls: 0 };
+        // SAFETY: `api` is a valid `uffdio_api`, to be read and written.
+        unsafe { uffdio_api(descriptor.as_raw_fd(), &raw mut api) }?;
+        Ok(Self { descriptor, registered: Mutex::default() })
+    }
+
+    /// As `/dev/userfaultfd` gives it.
+    fn of_device() -> io::Result<OwnedFd> {
+        let device = File::options().read(true).write(true).open("/dev/userfaultfd")?;
+        // SAFETY: the call takes its flags by value; without any the descriptor is as of userfaultfd(0).
+        let descriptor = unsafe { userfaultfd_new(device.as_raw_fd()) }?;
+        // SAFETY: the call has just made it, and nobody else has it.
+        Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
+    }
+
+    /// Take a range of whole pages on, all of it mapped.
+    ///
+    /// # Errors
+    /// `EINVAL` for what cannot be protected, `EBUSY` where another userfaultfd has part of it, `ENOMEM` where it would
+    /// be too many mappings.
+    pub fn register(&self, range: Range<u64>) -> io::Result<()> {
+        let uffdio = UffdioRange { start: range.start, len: range.end - range.start };
+        let mut register = UffdioRegister { range: uffdio, mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
+        // SAFETY: `register` is a valid `uffdio_register`, to be read and written; no content changes.
+        unsafe { uffdio_register(self.descriptor.as_raw_fd(), &raw mut register) }?;
+        self.registered.lock().unwrap_or_else(PoisonError::into_inner).push(range);
+        Ok(())
+    }
+
+    /// Hold writers to a registered range up until what this gives is dropped.
+    ///
+    /// # Errors
+    /// `ENOENT` if part of it is not registered, `EAGAIN` while the process is being forked.
+    pub fn hold(&self, range: Range<u64>) -> io::Result<Held<'_>> {
+        let held = Held { by: self, range };
+        held.protect(UFFDIO_WRITEPROTECT_MODE_WP)?;
+        Ok(held)
+    }
+}
+
+impl Drop for UserFault {
+    /// Closing the descriptor would do, but a child that was forked meanwhile has it open, too.
+    fn drop(&mut self) {
+        let registered = std::mem::take(self.registered.get_mut().unwrap_or_else(PoisonError::into_inner));
+        for range in registered {
+            let mut range = UffdioRange { start: range.start, len: range.end - range.start };
+            // SAFETY: `range` is a valid `uffdio_range`, which the kernel only reads. What of it something else has
+            // taken the place of is passed over.
+            let _ = unsafe { uffdio_unregister(self.descriptor.as_raw_fd(), &raw mut range) };
+        }
+    }
+}
+
+/// A range that nobody writes to. Writers go on when it is dropped.
+#[derive(Debug)]
+pub struct Held<'u> {
+    by: &'u UserFault,
+    range: Range<u64>,
+}
+
+impl Held<'_> {
+    fn range(&self) -> UffdioRange {
+        UffdioRange { start: self.range.start, len: self.range.end - self.range.start }
+    }
+
+    fn protect(&self, mode: u64) -> io::Result<()> {
+        let mut protect = UffdioWriteprotect { range: self.range(), mode };
+        loop {
+            // SAFETY: `protect` is a valid `uffdio_writeprotect`, to be read and written; no content changes.
+            match unsafe { uffdio_writeprotect(self.by.descriptor.as_raw_fd(), &raw mut protect) } {
+                // Mappings change, as they do in a fork.
+                Err(nix::errno::Errno::EAGAIN) => std::thread::yield_now(),
+                done => return Ok(done.map(|_| ())?),
+            }
+        }
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        // Where something else has taken the place of all or part of it there is nothing to lift, and whoever waits is
+        // to look again.
+        if self.protect(0).is_err() {
+            let mut range = self.range();
+            // SAFETY: `range` is a valid `uffdio_range`, which the kernel only reads.
+            let _ = unsafe { uffdio_wake(self.by.descriptor.as_raw_fd(), &raw mut range) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mapping::Mapping;
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::thread;
+    use std::time::Duration;
+
+    #[test]
+    fn writers_wait_until_they_are_let_go() {
+        let power = match UserFault::new() {
+            Ok(power) => power,
+            Err(error) => {
+                println!("skipped: no userfaultfd here: {error}");
+                return;
+            }
+        };
+        let mut memory = Mapping::anonymous(4 * crate::mapping::page_size()).unwrap();
+        memory.as_mut_slice().fill(1);
+        let range = memory.address()..memory.address() + memory.len() as u64;
+        power.register(range.clone()).unwrap();
+        let first = memory.as_mut_slice().as_mut_ptr().cast();
+        // SAFETY: the word is aligned, mapped and writable, and from here on used by atomic operations only.
+        let word = unsafe { AtomicU64::from_ptr(first) };
+        let before = word.load(Ordering::SeqCst);
+        let held = power.hold(range).unwrap();
+        thread::scope(|scope| {
+            let writer = scope.spawn(|| word.store(7, Ordering::SeqCst));
+            thread::sleep(Duration::from_millis(50));
+            assert_eq!(word.load(Ordering::SeqCst), before, "it waits");
+            assert!(!writer.is_finished());
+            drop(held);
+            writer.join().unwrap();
+        });
+        assert_eq!(word.load(Ordering::SeqCst), 7);
+    }
+}
