@@ -2,8 +2,10 @@
 //!
 //! Each round is a whole merge: census, plan, apply, verify, everything put back. What has not been there for long enough
 //! to be expected to stay waits for a later round ([`Ages`]), so that the first round merges nothing of a program that
-//! has just begun; what did not stay merged in one round is left out of the next ones. Between rounds ksmd is as it was, so that a page that breaks is copied once and not
-//! merged again behind anybody's back. The pause after a round is a multiple of the CPU time that the round took, so
+//! has just begun; what did not stay merged in one round is left out of the next ones. Between rounds ksmd is as it was,
+//! so that a page that breaks is copied once and not merged again behind anybody's back. What is merged is looked at again
+//! meanwhile, since a page is seen to break once between two looks however often it is written. The second round comes once
+//! what the first one noted can be ripe. The pause after any other is a multiple of the CPU time that the round took, so
 //! that watching memory that does not change costs next to nothing, and no shorter than it takes to ripen.
 
 use crate::merge::{self, carry_out};
@@ -20,7 +22,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// The pause after a round, in times of the CPU time it took: pagefold's own share stays below a fortieth of one CPU.
+/// The pause after a round, in times of the CPU time it took: but for the first rounds, pagefold's own share stays below a
+/// fortieth of one CPU.
 const REST: u32 = 40;
 
 /// How often it is looked whether to go on.
@@ -67,10 +70,16 @@ impl<'h> Follow<'h, '_> {
         let (mut pause, mut noted) = (ripens, false);
         loop {
             let rested = Instant::now();
+            let (mut looked, mut again) = (rested, ripens);
             let mut pids = members();
             while rested.elapsed() < pause && !pids.is_empty() && !stop.load(Ordering::Relaxed) {
                 std::thread::sleep(LOOK);
                 pids = members();
+                if looked.elapsed() >= again {
+                    let before = merge::own_cpu();
+                    self.look(&mut trial)?;
+                    (looked, again) = (Instant::now(), ripens.max(merge::own_cpu().saturating_sub(before) * REST));
+                }
             }
             if pids.is_empty() || stop.load(Ordering::Relaxed) {
                 return Ok(());
@@ -102,23 +111,35 @@ impl<'h> Follow<'h, '_> {
         for (&process, withdrawn) in trial.withdrawn() {
             plan.leave_out(process, withdrawn.ranges());
         }
-        if plan.targets.is_empty() && trial.is_empty() {
+        if plan.targets.is_empty() {
+            self.look(trial)?;
             return Ok(None);
         }
-        let (mut session, left) = match Session::begin(self.host, self.directory) {
+        let (session, left) = match Session::begin(self.host, self.directory) {
             Ok((session, _, left)) => (session, left),
             Err(session::Error::Busy(_)) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
-        if plan.targets.is_empty() {
-            trial.look_again(&mut session, false, &mut Vec::new())?;
-            session.finish()?;
-            return Ok(None);
-        }
         let progress = merge::Progress::default();
         let mut outcome = carry_out(session, plan, &self.how, trial, started, &progress, stop)?;
         // Also of what a killed run had left.
         outcome.remains.extend(left.iter().map(ToString::to_string));
         Ok(Some(outcome))
+    }
+
+    /// Withdraw what did not stay merged since the last look. While somebody else drives this host it waits.
+    fn look(&self, trial: &mut Trial<'h>) -> Result<(), Error> {
+        if !trial.look(false) {
+            return Ok(());
+        }
+        match Session::begin(self.host, self.directory) {
+            Ok((mut session, ..)) => {
+                trial.withdraw(&mut session, false, &mut Vec::new())?;
+                session.finish()?;
+                Ok(())
+            }
+            Err(session::Error::Busy(_)) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
     }
 }

@@ -322,6 +322,7 @@ impl Work<'_, '_> {
             let ksmd = self.ksmd_since().unwrap_or_default();
             self.timeline.push(Sample { at: self.started.elapsed(), merged, ksmd });
             self.progress.merged.store(merged.0, Ordering::Relaxed);
+            let looking = began_to_look.elapsed();
             if !settled && settle.look(scans, merged) {
                 if late {
                     late = false;
@@ -335,13 +336,16 @@ impl Work<'_, '_> {
                     continue;
                 }
                 settled = true;
-                // While merged pages are only watched, ksmd would merge again what breaks, and hide it.
+                // While merged pages are only watched, ksmd would merge again what breaks, and hide it. What breaks from
+                // here on is seen however few looks follow, in this round or the next.
                 self.rest()?;
+                self.trial.look(true);
+                looked = Instant::now();
             }
             let near = settle.expected().is_none_or(|expected| merged.0 >= expected.0 / 8 * 7);
             // Many targets take longer to count.
             let wanted = if near { LOOK } else { GLANCE }.div_f64(self.options.share.clamp(0.05, 1.0)).min(ADAPT);
-            pause = wanted.max(began_to_look.elapsed() * LOOKING);
+            pause = wanted.max(looking * LOOKING);
             // While looks still find something that does not last, more may come.
             let watched = began.elapsed() >= self.options.watch && self.found_fleeting.elapsed() >= 3 * AGAIN;
             if settled && (watched || !self.trial.ran()) {
@@ -373,7 +377,8 @@ impl Work<'_, '_> {
 
     /// Withdraw what does not stay merged.
     fn look_again(&mut self, at_the_end: bool) -> Result<(), session::Error> {
-        let gone = self.trial.look_again(self.session, at_the_end, &mut self.missed)?;
+        self.trial.look(at_the_end);
+        let gone = self.trial.withdraw(self.session, at_the_end, &mut self.missed)?;
         if gone > Pages::ZERO {
             self.found_fleeting = Instant::now();
         }

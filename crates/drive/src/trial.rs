@@ -74,19 +74,22 @@ impl<'h> Trial<'h> {
         &self.withdrawn
     }
 
-    /// Look at what is merged, and withdraw what does not pay, as far as there is memory for it; with `at_the_end` also
-    /// what holds nothing merged. Tells how many pages were withdrawn.
-    pub fn look_again(
+    /// Look at what is merged of processes that ran since the last look, or of everybody. Tells whether any of it does not
+    /// pay.
+    pub fn look(&mut self, everybody: bool) -> bool {
+        self.blind = self.blind || !self.watch.is_empty() && self.watch.look(everybody).is_err();
+        !self.is_empty() && self.watch.has_losses(|seen| seen.pays(self.host.page_size().bytes()))
+    }
+
+    /// Withdraw what does not pay by the last look, as far as there is memory for it; with `at_the_end` also what holds
+    /// nothing merged. Tells how many pages were withdrawn.
+    pub fn withdraw(
         &mut self,
         session: &mut Session<'_>,
         at_the_end: bool,
         missed: &mut Vec<Missed>,
     ) -> Result<Pages, session::Error> {
         if self.is_empty() {
-            return Ok(Pages::ZERO);
-        }
-        if self.watch.look(at_the_end).is_err() {
-            self.blind = true;
             return Ok(Pages::ZERO);
         }
         let page_size = self.host.page_size();

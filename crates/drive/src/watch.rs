@@ -117,18 +117,21 @@ impl<'h> Watch<'h> {
         self.pieces.iter().fold(Seen::default(), |sum, piece| sum + piece.seen)
     }
 
-    /// Look again at the pages of those processes that have run since the last look, and at the end of all that ever ran.
-    /// Processes that have ended are forgotten: all of them went away, and nothing of it was written.
-    pub fn look(&mut self, at_the_end: bool) -> Reading<()> {
+    /// Look again at the pages of those processes that have run since the last look, or of everybody. Time counts for those
+    /// that ever ran: one that never did cannot have written. Processes that have ended are forgotten: all of their pages
+    /// went away, and nothing of it was written.
+    pub fn look(&mut self, everybody: bool) -> Reading<()> {
         let now = Instant::now();
         let mut elapsed: BTreeMap<ProcessId, Duration> = BTreeMap::new();
         self.processes.retain(|&process, watched| {
             let ticks = verify::ticks(self.host, process);
             let there = ticks.is_ok();
-            if there && (ticks != watched.ticks || at_the_end && watched.ever_ran) {
-                elapsed.insert(process, now - std::mem::replace(&mut watched.looked, now));
-                watched.ever_ran = true;
-                self.ran = true;
+            let ran = there && ticks != watched.ticks;
+            watched.ever_ran |= ran;
+            self.ran |= ran;
+            if there && (ran || everybody) {
+                let since = now - std::mem::replace(&mut watched.looked, now);
+                elapsed.insert(process, if watched.ever_ran { since } else { Duration::ZERO });
             }
             watched.ticks = ticks;
             there
@@ -172,6 +175,11 @@ impl<'h> Watch<'h> {
     pub fn keep(&mut self, pieces: impl IntoIterator<Item = Piece>) {
         self.pieces.extend(pieces);
         self.pieces.sort_by_key(|piece| (piece.process, piece.range));
+    }
+
+    /// Whether any piece does not pay.
+    pub fn has_losses(&self, pays: impl Fn(&Seen) -> bool) -> bool {
+        !self.pieces.iter().all(|piece| pays(&piece.seen))
     }
 
     /// Take out the pieces that do not pay, and at the end those of which nothing is merged: they were written before

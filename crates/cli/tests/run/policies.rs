@@ -54,7 +54,7 @@ fn command(state: &Path, arguments: &[&str]) -> Command {
 fn until(what: &str, mut there: impl FnMut() -> bool) {
     let started = Instant::now();
     while !there() {
-        assert!(started.elapsed() < Duration::from_secs(60), "{what} did not come within a minute");
+        assert!(started.elapsed() < Duration::from_secs(300), "{what} did not come within five minutes");
         sleep(Duration::from_millis(5));
     }
 }

@@ -372,12 +372,14 @@ impl OutcomeReport {
             stops: stops.len() as u64,
             stop_median_us: stops.get(stops.len().saturating_sub(1) / 2).copied(),
             stop_max_us: stops.last().copied(),
-            watched: (outcome.watched.seen.page_seconds > 0.0).then_some(WatchedReport {
-                merged_pages: outcome.watched.seen.merged.0,
-                broken_pages: outcome.watched.seen.broken.0,
-                page_seconds: outcome.watched.seen.page_seconds,
-                withdrawn_pages: outcome.watched.withdrawn.0,
-            }),
+            watched: (outcome.watched.seen.page_seconds > 0.0 || outcome.watched.withdrawn > Pages::ZERO).then_some(
+                WatchedReport {
+                    merged_pages: outcome.watched.seen.merged.0,
+                    broken_pages: outcome.watched.seen.broken.0,
+                    page_seconds: outcome.watched.seen.page_seconds,
+                    withdrawn_pages: outcome.watched.withdrawn.0,
+                },
+            ),
             missed: outcome
                 .missed
                 .iter()
