@@ -64,9 +64,9 @@ impl Report {
             Some(end) => *counted.entry(format!("it ended by {end}")).or_default() += 1,
         }
         if self.exit == 1 {
-            let differences = self.list("/outcome/differences").iter();
+            let of_saved = self.list("/outcome/differences").iter().filter(|entry| entry["of"] == "saved");
             let differences: Vec<String> =
-                differences.map(|entry| format!("{} frames {}", entry["frames"], word(entry, "why"))).collect();
+                of_saved.map(|entry| format!("{} bytes {}", entry["by"], word(entry, "why"))).collect();
             let line = format!("less than nine tenths of what was predicted was reached: {}", differences.join(", "));
             *counted.entry(line).or_default() += 1;
         }
@@ -106,7 +106,7 @@ mod tests {
             },
             "outcome": {
                 "end": "settled",
-                "differences": [{ "why": "changed", "frames": 5 }],
+                "differences": [{ "of": "saved", "by": -20480, "why": "changed" }],
                 "missed": vec![range; missed],
                 "not_put_back": [],
                 "timeline": [{ "seconds": 1.0 }],
@@ -124,7 +124,7 @@ mod tests {
             "not seen: 9 (?): not permitted",
         ];
         assert_eq!(report(3, 3).missed(), expected);
-        let less = "less than nine tenths of what was predicted was reached: 5 frames changed";
+        let less = "less than nine tenths of what was predicted was reached: -20480 bytes changed";
         assert!(report(1, 0).missed().iter().any(|line| line == less), "{:?}", report(1, 0).missed());
     }
 

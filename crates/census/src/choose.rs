@@ -82,9 +82,14 @@ fn of_process(survey: &Survey, index: &Index, terms: &Terms, regions: &[RegionPa
     };
 
     let mut chosen = Chosen::default();
+    // The numbers of huge pages that the chosen ranges split, ascending.
+    let mut split: Vec<u64> = Vec::new();
     let best = best_ranges_within(
         regions.len(),
-        |i| stretches(index, terms, &regions[i].ordinals, |mark| terms.worth(mark)),
+        |i| {
+            let merges = |mark: Mark| mark.class().is_some_and(PageClass::is_mergeable);
+            stretches(index, terms, &regions[i].ordinals, move |mark| (terms.worth(mark), merges(mark)))
+        },
         prices,
         room,
     );
@@ -98,18 +103,24 @@ fn of_process(survey: &Survey, index: &Index, terms: &Terms, regions: &[RegionPa
                 merging: Pages::ZERO,
                 zero: Pages::ZERO,
                 freed: Bytes::ZERO,
+                huge_split: Pages::ZERO,
                 enrolled: is_enrolled(pages),
             };
-            chosen.ranges.push(cover(index, terms, empty, ordinals));
+            chosen.ranges.push(cover(index, terms, empty, ordinals, &mut split));
         }
     }
 
     let enrolled: Vec<&RegionPages> = regions.iter().filter(|pages| is_enrolled(pages)).collect();
-    // A hole may be a page of zeros that KSM merged, and withdrawing would unmerge it.
-    let unbridged = |stretch: Stretch| Stretch { hole: if stretch.hole > 0 { i64::MAX } else { 0 }, ..stretch };
+    let is_whole = |huge: &u64| split.binary_search(huge).is_err();
+    // A hole may be a page of zeros that KSM merged, and withdrawing would unmerge it. What is split has no price any more.
+    let unbridged = |stretch: Stretch| Stretch {
+        hole: if stretch.hole > 0 { i64::MAX } else { 0 },
+        huge: stretch.huge.filter(is_whole),
+        ..stretch
+    };
     let best = best_ranges_within(
         enrolled.len(),
-        |i| stretches(index, terms, &enrolled[i].ordinals, |mark| terms.withdrawn(mark)).map(unbridged),
+        |i| stretches(index, terms, &enrolled[i].ordinals, |mark| (terms.withdrawn(mark), false)).map(unbridged),
         prices,
         room - chosen.ranges.len().min(room),
     );
@@ -146,17 +157,16 @@ impl Terms {
     }
 }
 
-/// The pages of a region as stretches.
+/// The pages of a region as stretches, of what each is worth and whether it merges.
 fn stretches<'a>(
     index: &'a Index,
     terms: &'a Terms,
     ordinals: &Range<u32>,
-    worth: impl Fn(Mark) -> Option<i64> + 'a,
+    of: impl Fn(Mark) -> (Option<i64>, bool) + 'a,
 ) -> impl Iterator<Item = Stretch> + 'a {
     let page_len = index.page_len();
     // By mark: the walk is over every page of a host.
-    let known: Vec<(Option<i64>, bool)> =
-        Mark::every().map(|mark| (worth(mark), mark.class().is_some_and(PageClass::is_mergeable))).collect();
+    let known: Vec<(Option<i64>, bool)> = Mark::every().map(of).collect();
     let mut next_address = None;
     let mut pages = each_page(index, ordinals).map(move |(run, ordinal, address)| {
         let hole = next_address.map_or(0, |next| ((address - next) / page_len) as i64 * terms.costs.hole);
@@ -181,10 +191,10 @@ fn stretches<'a>(
     })
 }
 
-/// Mark the pages of a range as covered, and count them.
-fn cover(index: &Index, terms: &Terms, range: GuidedRange, ordinals: Range<u32>) -> GuidedRange {
+/// Mark the pages of a range as covered, and count them. Huge pages that it splits first are added to `split`.
+fn cover(index: &Index, terms: &Terms, range: GuidedRange, ordinals: Range<u32>, split: &mut Vec<u64>) -> GuidedRange {
     let mut range = range;
-    for ordinal in ordinals {
+    for (run, ordinal, address) in each_page(index, &ordinals) {
         let mark = index.mark(ordinal);
         if mark.was_read() {
             index.set_mark(ordinal, mark.covered());
@@ -194,6 +204,11 @@ fn cover(index: &Index, terms: &Terms, range: GuidedRange, ordinals: Range<u32>)
         let gain = terms.gain(mark);
         range.freed.0 += gain as u64;
         range.merging.0 += u64::from(gain > 0);
+        let huge = address / terms.huge_pages.bytes();
+        if run.huge && gain > 0 && split.last() != Some(&huge) {
+            split.push(huge);
+            range.huge_split.0 += 1;
+        }
         range.zero.0 += u64::from(gain > 0 && class == Some(PageClass::Zero));
     }
     range

@@ -35,6 +35,7 @@ pub mod index;
 pub mod pages;
 pub mod pairs;
 mod plan;
+mod probes;
 pub mod scan;
 pub mod survey;
 pub mod tally;
@@ -43,6 +44,7 @@ pub use ages::Ages;
 pub use index::Index;
 use pairs::Pairs;
 pub use plan::plan;
+pub use probes::Probes;
 pub use scan::Progress;
 pub use survey::{Selection, Survey};
 

@@ -1,9 +1,9 @@
 //! What a census chooses to enrol, on made-up hosts: never what must not be covered, always what it counts.
 
-use pagefold_census::{Ages, Index, Options, Progress, Second, take, take_under};
+use pagefold_census::{Ages, Index, Options, Probes, Progress, Second, take, take_under};
 use pagefold_host::act::{Action, Effect, Refusal};
 use pagefold_host::{FrameFlags, Host, Mapping, PageContent, PageView, Process, Run, Way};
-use pagefold_model::census::Census;
+use pagefold_model::census::{Census, IdleRange};
 use pagefold_model::ksm::RMAP_ITEM_BYTES;
 use pagefold_model::plan::{Constraints, Plan, Speed};
 use pagefold_model::savings::Costs;
@@ -70,8 +70,9 @@ impl Host for MadeHost {
     fn open(&self, pid: Pid) -> Reading<Box<dyn Process + '_>> {
         Ok(Box::new(MadeProcess { host: self, pid: pid.0 }))
     }
-    fn frame_flags(&self, _: &[Pfn]) -> Reading<Vec<FrameFlags>> {
-        Err(Absent::Denied)
+    /// The frame of a content has its number; those of KSM are told by being asked for: others are nobody else's.
+    fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
+        Ok(frames.iter().map(|_| FrameFlags(1 << 21)).collect())
     }
     fn frame_mappings(&self, _: &[Pfn]) -> Reading<Vec<u64>> {
         Err(Absent::Denied)
@@ -124,8 +125,13 @@ impl Process for MadeProcess<'_> {
         }
         Ok(runs)
     }
-    fn mappings(&self, _: AddressRange) -> Reading<Vec<Mapping>> {
-        Err(Absent::Denied)
+    fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>> {
+        let of = |address: u64| match self.made().pages.get(((address - BASE) / PAGE) as usize).unwrap_or(&Page::Hole) {
+            Page::Hole => Mapping::default(),
+            &Page::Merged(content) => Mapping { present: true, frame: Some(Pfn(content)), ..Mapping::default() },
+            _ => Mapping { present: true, exclusive: true, frame: Some(Pfn(1)), ..Mapping::default() },
+        };
+        Ok((range.start..range.end).step_by(PAGE as usize).map(of).collect())
     }
     fn contents(&self, _: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
         let pages = runs.iter().flat_map(|run| (0..run.pages).map(move |i| (run.address - BASE) / PAGE + u64::from(i)));
@@ -349,6 +355,48 @@ fn contents_are_known_again_under_the_key_of_their_ages() {
     assert_eq!(sift(0, false), Pages(0));
     assert_eq!(sift(6, false), Pages(80));
     assert_eq!(sift(7, true), Pages(0), "under another key nothing is known again");
+}
+
+#[test]
+fn afterwards_it_is_known_what_was_written_and_what_lost_its_partner() {
+    let page_size = PageSize::new(PAGE).unwrap();
+    let contents: Vec<Page> = (10..30).map(Still).collect();
+    let before = MadeHost { processes: vec![made(1, &contents), made(1, &contents)], read: AtomicU64::new(0) };
+    let ages = Ages::new(page_size).unwrap();
+    let (progress, stop) = (Progress::default(), AtomicBool::new(false));
+    let (census, index) = take_under(ages.hasher(), &before, &options(false, CHEAP), &progress, &stop).unwrap();
+    let plan = pagefold_census::plan(&census, &index, &constraints(), &|_| None);
+    let probes = Probes::of(&plan, &census, &index, ages.hasher());
+    let look = |first: &[Page], second: &[Page], without: &[AddressRange]| {
+        let host = MadeHost { processes: vec![made(1, first), made(1, second)], read: AtomicU64::new(0) };
+        let fates = probes.look(&host, |_| without.to_vec()).unwrap();
+        [fates.merged, fates.written, fates.alone].map(|pages| pages.0)
+    };
+    let merged: Vec<Page> = (10..30).map(Merged).collect();
+    assert_eq!(look(&merged, &merged, &[]), [40, 0, 0]);
+    // Three are written and one went away, so that their partners stay alone.
+    let first = [&[Still(99), Still(98), Still(97), Hole][..], &merged[4..]].concat();
+    let second = [&contents[..4], &merged[4..]].concat();
+    assert_eq!(look(&first, &second, &[]), [32, 4, 4]);
+    assert_eq!(look(&first, &second, &[AddressRange { start: BASE, end: BASE + 4 * PAGE }]), [32, 0, 0]);
+    assert_eq!(look(&merged, &[], &[]), [20, 20, 0], "what is not mapped any more was given back");
+}
+
+#[test]
+fn withdrawing_cuts_no_huge_page_for_little() {
+    let page_size = PageSize::new(PAGE).unwrap();
+    // Huge pages of four pages: the second of them holds a page of which nothing is known.
+    let idle = |huge: bool, known: bool| {
+        let mut pages: Vec<Page> = (1000..1012).map(Still).collect();
+        pages[5] = if known { pages[5] } else { Merged(1) };
+        let (census, ..) =
+            census(&[Made { enrolled: true, huge, ..made(1, &pages) }], &options(false, Costs::of(page_size)));
+        let pages = |idle: &IdleRange| ((idle.range.start - BASE) / PAGE, (idle.range.end - BASE) / PAGE);
+        census.idle.iter().map(pages).collect::<Vec<_>>()
+    };
+    assert_eq!(idle(true, true), [(0, 12)]);
+    assert_eq!(idle(false, false), [(0, 5), (6, 12)]);
+    assert_eq!(idle(true, false), [(0, 4), (8, 12)]);
 }
 
 #[test]

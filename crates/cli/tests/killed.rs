@@ -6,9 +6,10 @@
 
 #![cfg(feature = "fault-points")]
 
+use pagefold_labs::assets::Assets;
 use pagefold_labs::client::Lab;
 use pagefold_labs::ksm::Ksm;
-use pagefold_labs::lines::Region;
+use pagefold_labs::lines::{Guest, Region};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -52,16 +53,61 @@ fn settings(ksm: &Ksm) -> [(&'static str, i64); 4] {
     SETTINGS.map(|(name, _)| (name, ksm.counter(name)))
 }
 
-fn pagefold(state: &Path, command: &str, labs: &[Lab<Region>], fault: Option<&str>) -> Output {
+fn pids(labs: &[Lab<Region>]) -> Vec<u32> {
+    labs.iter().map(Lab::pid).collect()
+}
+
+fn pagefold(state: &Path, command: &str, pids: &[u32], fault: Option<&str>) -> Output {
     let mut pagefold = Command::new(env!("CARGO_BIN_EXE_pagefold"));
     pagefold.args(command.split(' ')).arg("--json").arg("--state").arg(state);
-    pagefold.args(labs.iter().map(|lab| format!("--pid={}", lab.pid())));
+    pagefold.args(pids.iter().map(|pid| format!("--pid={pid}")));
     pagefold.envs(fault.map(|fault| ("PAGEFOLD_FAULT_POINT", fault)));
     pagefold.output().expect("the binary runs")
 }
 
 fn json(output: &Output) -> Value {
     serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"))
+}
+
+/// How many points a command reached that nobody killed.
+fn points(output: &Output) -> usize {
+    let said = String::from_utf8_lossy(&output.stderr);
+    let count = said.lines().find_map(|line| line.strip_prefix("fault points: "));
+    count.expect("it counts").parse().expect("a number")
+}
+
+/// Kill a command at some of its points, all of them in the long form. `kill` tells whether it got to one: how far ksmd
+/// is when it is looked at decides how often its pace is written, so that the last points may not be reached.
+fn killed_at_any(points: usize, kill: impl Fn(usize) -> bool) {
+    let began = Instant::now();
+    let soak = std::env::var_os("PAGEFOLD_SOAK").is_some();
+    let step = if soak { 1 } else { points.div_ceil(KILLS).max(4) };
+    let first = UNIX_EPOCH.elapsed().unwrap().as_secs() as usize / 86_400 % step;
+    let tried: Vec<usize> = (1 + first..=points).step_by(step).collect();
+    let killed = tried.iter().filter(|&&point| (0..TRIES).any(|_| kill(point))).count();
+    println!("killed at {killed} of {points} points, {} tried, in {:.1?}", tried.len(), began.elapsed());
+    // How many points there are depends on how fast the machine is when it is counted, so that few of a few tell little.
+    let (of, least) = if soak { (10, 9) } else { (2, 1) };
+    assert!(killed * of >= tried.len() * least, "killed at {killed}, {} tried", tried.len());
+}
+
+/// A command that was to be killed at a point: whether it was, and where.
+fn was_killed(output: &Output, point: usize) -> (bool, String) {
+    let place = String::from_utf8_lossy(&output.stderr).into_owned();
+    let killed = output.status.code().is_none();
+    assert_eq!(killed, place.contains(&format!("fault point {point}: ")), "{output:?}");
+    (killed, place)
+}
+
+/// Put back what was left, as far as it is in a state directory.
+fn recover(ksm: &Ksm, state: &Path, pids: &[u32], place: &str) {
+    for pid in pids {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        assert!(status.contains("TracerPid:\t0\n") && !status.contains("State:\tT"), "{place}: {status}");
+    }
+    let recovered = pagefold(state, "recover", &[], None);
+    assert_eq!(recovered.status.code(), Some(0), "{place}: {recovered:?}");
+    assert_eq!(settings(ksm), SETTINGS, "{place}");
 }
 
 /// What the lab's regions hold.
@@ -127,37 +173,26 @@ impl Change {
     /// How many points it reaches when nobody kills it.
     fn points(&self, ksm: &Ksm) -> usize {
         let state = tempfile::tempdir().unwrap();
-        let output = pagefold(state.path(), self.command, &self.start(ksm), Some("count"));
+        let output = pagefold(state.path(), self.command, &pids(&self.start(ksm)), Some("count"));
         assert!((self.did)(&json(&output)), "{output:?}");
-        let said = String::from_utf8_lossy(&output.stderr);
-        let count = said.lines().find_map(|line| line.strip_prefix("fault points: "));
-        count.expect("it counts").parse().expect("a number")
+        points(&output)
     }
 
-    /// Kill it at a point. Whether it got there: how far ksmd is when it is looked at decides how often its pace is
-    /// written, so that the last points may not be reached.
+    /// Kill it at a point. Whether it got there.
     fn kill(&self, ksm: &Ksm, point: usize) -> bool {
         let state = tempfile::tempdir().unwrap();
         let labs = self.start(ksm);
         let before: Vec<_> = labs.iter().map(|lab| (checksum(lab), enrolled(lab))).collect();
-        let output = pagefold(state.path(), self.command, &labs, Some(&point.to_string()));
-        let place = String::from_utf8_lossy(&output.stderr).into_owned();
-        let killed = output.status.code().is_none();
-        assert_eq!(killed, place.contains(&format!("fault point {point}: ")), "{output:?}");
-        for lab in &labs {
-            let status = fs::read_to_string(format!("/proc/{}/status", lab.pid())).unwrap();
-            assert!(status.contains("TracerPid:\t0\n") && !status.contains("State:\tT"), "{place}: {status}");
-        }
-        let recovered = pagefold(state.path(), "recover", &[], None);
-        assert_eq!(recovered.status.code(), Some(0), "{place}: {recovered:?}");
-        assert_eq!(settings(ksm), SETTINGS, "{place}");
+        let output = pagefold(state.path(), self.command, &pids(&labs), Some(&point.to_string()));
+        let (killed, place) = was_killed(&output, point);
+        recover(ksm, state.path(), &pids(&labs), &place);
         for (lab, (checksum, enrolled)) in labs.iter().zip(&before) {
             assert_eq!(self::checksum(lab), *checksum, "{place}");
             assert!(!self.enrolled || enrolled.is_subset(&self::enrolled(lab)), "{place}");
         }
         if !self.enrolled {
             // What is to last is not taken back. It can be done once more, to its end.
-            let again = pagefold(state.path(), self.command, &labs, None);
+            let again = pagefold(state.path(), self.command, &pids(&labs), None);
             assert_eq!(again.status.code(), Some(0), "{place}: {again:?}");
             assert!(labs.iter().all(|lab| self::enrolled(lab).is_empty()), "{place}");
             assert!(labs.iter().zip(&before).all(|(lab, (before, _))| checksum(lab) == *before), "{place}");
@@ -174,17 +209,7 @@ impl Change {
             Ok(ksm) => ksm,
             Err(why) => return println!("skipped: {why}"),
         };
-        let began = Instant::now();
-        let points = self.points(&ksm);
-        let soak = std::env::var_os("PAGEFOLD_SOAK").is_some();
-        let step = if soak { 1 } else { points.div_ceil(KILLS).max(4) };
-        let first = UNIX_EPOCH.elapsed().unwrap().as_secs() as usize / 86_400 % step;
-        let tried: Vec<usize> = (1 + first..=points).step_by(step).collect();
-        let killed = tried.iter().filter(|&&point| (0..TRIES).any(|_| self.kill(&ksm, point))).count();
-        println!("killed at {killed} of {points} points, {} tried, in {:.1?}", tried.len(), began.elapsed());
-        // How many points there are depends on how fast the machine is when it is counted, so that few of a few tell little.
-        let (of, least) = if soak { (10, 9) } else { (2, 1) };
-        assert!(killed * of >= tried.len() * least, "killed at {killed}, {} tried", tried.len());
+        killed_at_any(self.points(&ksm), |point| self.kill(&ksm, point));
     }
 }
 
@@ -238,6 +263,45 @@ fn a_merge_of_whole_processes() {
         enrolled: true,
     }
     .killed_at_any_step();
+}
+
+#[test]
+fn a_merge_of_guests_by_their_control_sockets() {
+    if let Err(why) = Assets::find(&Assets::directory()) {
+        return println!("skipped: {why}");
+    }
+    let ksm = match Ksm::take() {
+        Ok(ksm) => ksm,
+        Err(why) => return println!("skipped: {why}"),
+    };
+    let arguments = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8", "--names", "kept"];
+    let fleet = Lab::<Guest>::fleet(&[&arguments[..], &["--no-mem-merge"]].concat()).expect("two guests");
+    let pids: Vec<u32> = fleet.lines().iter().map(|guest| guest.pid).collect();
+    let marked = |pid: &u32| fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap().contains(" mg");
+    let merge = |fault: &str| {
+        SETTINGS.iter().for_each(|&(name, value)| ksm.set(name, value));
+        assert!(!pids.iter().any(marked));
+        let state = tempfile::tempdir().unwrap();
+        let command = "merge --whole --across-domains --settle 0 --cpu 100 --watch 0";
+        let output = pagefold(state.path(), command, &pids, Some(fault));
+        (state, output)
+    };
+    // What is to last is not taken back by recovering, and guests answer afterwards.
+    let separate = |state: &Path, place: &str| {
+        let unmerged = pagefold(state, "unmerge", &pids, None);
+        assert_eq!(unmerged.status.code(), Some(0), "{place}: {unmerged:?}");
+    };
+    let (state, output) = merge("count");
+    assert!(json(&output)["outcome"]["saved"].as_u64() >= Some(16 << 20), "{output:?}");
+    assert_eq!(json(&output)["outcome"]["stops"], 0, "no thread was stopped: {output:?}");
+    separate(state.path(), "not killed");
+    killed_at_any(points(&output), |point| {
+        let (state, output) = merge(&point.to_string());
+        let (killed, place) = was_killed(&output, point);
+        recover(&ksm, state.path(), &pids, &place);
+        separate(state.path(), &place);
+        killed
+    });
 }
 
 #[test]

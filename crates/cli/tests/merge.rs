@@ -109,6 +109,7 @@ fn what_is_predicted_comes_and_settings_come_back() {
     assert!(outcome["saved"].as_u64().unwrap() >= freed, "{outcome}");
     assert!(outcome["missed"].as_array().unwrap().is_empty(), "{outcome}");
     assert!(outcome["stops"].as_u64() >= Some(2), "each was stopped once at least");
+    explained(&merged);
     unchanged(&ksm);
     for lab in &labs {
         assert_eq!(enrolled(lab, lab.region("unique")), 0, "what does not pay is left alone");
@@ -121,6 +122,44 @@ fn what_is_predicted_comes_and_settings_come_back() {
 
     let again = report(&merge(state.path(), &labs, &["--json"]), 0);
     assert!(again["plan"]["savings"]["gross"].as_u64() <= Some(200 * page), "nothing is left to merge: {again}");
+}
+
+/// What is told of the difference between what was reached and what was predicted is all of it.
+fn explained(merged: &Value) {
+    let (plan, outcome) = (&merged["plan"], &merged["outcome"]);
+    let of = |value: &Value| value.as_f64().unwrap_or_default();
+    let metadata = of(&outcome["saved"]) - of(&outcome["net"]);
+    let huge = (of(&outcome["huge_before"]) - of(&outcome["huge_after"])) / of(&merged["huge_page_size"]);
+    for (figure, predicted, reached) in [
+        ("saved", &plan["savings"]["gross"], of(&outcome["saved"])),
+        ("metadata", &plan["savings"]["metadata"], metadata),
+        ("ksmd_seconds", &plan["ksmd_seconds"], of(&outcome["ksmd_seconds"])),
+        ("huge_pages_split", &plan["savings"]["huge_pages_split"], huge),
+        ("regions_added", &plan["regions_added"], of(&outcome["regions_added"])),
+    ] {
+        let differences = outcome["differences"].as_array().unwrap().iter();
+        let told: f64 = differences.filter(|of| of["of"] == figure).map(|difference| of(&difference["by"])).sum();
+        assert!((told - (reached - of(predicted))).abs() < 1e-6, "{figure}: {told} of {reached}: {merged}");
+    }
+}
+
+#[test]
+fn huge_pages_that_programs_enrolled_themselves_stay_whole() {
+    let Some(ksm) = ksm() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let specs = ["--mergeable", "huge=4096", "shared-content=h:600"];
+    let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
+    let merged = report(&merge(state.path(), &[&labs[0], &labs[1]], &["--json"]), 0);
+    let outcome = &merged["outcome"];
+    for target in merged["plan"]["targets"].as_array().unwrap() {
+        assert!(target["narrowed_bytes"].as_u64() >= Some(4096 * 4096), "{target}");
+    }
+    assert_eq!(outcome["huge_before"].as_u64(), Some(2 * 4096 * 4096), "{outcome}");
+    assert_eq!(outcome["huge_after"], outcome["huge_before"], "{outcome}");
+    assert!(outcome["saved"].as_u64() >= Some(600 * 4096), "{outcome}");
+    explained(&merged);
+    assert!(labs.iter().all(|lab| enrolled(lab, lab.region("huge")) == 4096), "it is enrolled again");
+    unchanged(&ksm);
 }
 
 #[test]

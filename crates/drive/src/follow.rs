@@ -9,7 +9,7 @@
 //! that watching memory that does not change costs next to nothing, and no shorter than it takes to ripen.
 
 use crate::merge::{self, carry_out};
-use crate::prepare::{Request, prepare};
+use crate::prepare::{Prepared, Request, prepare};
 use crate::session::{self, Session};
 use crate::trial::Trial;
 use pagefold_census::{Ages, Selection};
@@ -107,7 +107,8 @@ impl<'h> Follow<'h, '_> {
         let selection = Selection { pids, ..Selection::default() };
         let request = Request { selection, ..self.request.clone() };
         let progress = pagefold_census::Progress::default();
-        let (_, mut plan) = prepare(self.host, &request, self.excluded, Some(ages), &progress, stop)?;
+        let Prepared { mut plan, probes, .. } =
+            prepare(self.host, &request, self.excluded, Some(ages), &progress, stop)?;
         for (&process, withdrawn) in trial.withdrawn() {
             plan.leave_out(process, withdrawn.ranges());
         }
@@ -121,7 +122,7 @@ impl<'h> Follow<'h, '_> {
             Err(error) => return Err(error.into()),
         };
         let progress = merge::Progress::default();
-        let mut outcome = carry_out(session, plan, &self.how, trial, started, &progress, stop)?;
+        let mut outcome = carry_out(session, plan, &probes, &self.how, trial, started, &progress, stop)?;
         // Also of what a killed run had left.
         outcome.remains.extend(left.iter().map(ToString::to_string));
         Ok(Some(outcome))

@@ -41,6 +41,11 @@ pub fn full_scans(host: &dyn Host) -> Reading<u64> {
     parse::number(&host.read("sys/kernel/mm/ksm/full_scans")?)
 }
 
+/// `pages_scanned`: looks at pages since the host booted, a page that is looked at again counted again.
+pub fn looks(host: &dyn Host) -> Reading<Pages> {
+    Ok(Pages(parse::number(&host.read("sys/kernel/mm/ksm/pages_scanned")?)?))
+}
+
 /// The targets of a plan, held to be counted again and again.
 ///
 /// The host's own counters would not do: they hold everybody's pages, and those of processes that ended until ksmd comes

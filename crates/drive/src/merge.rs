@@ -12,10 +12,11 @@
 //! KSM has one tree and one ksmd: it also looks at what others have enrolled. The timeline is made of the targets' own
 //! counters, and the verdict of their page tables.
 
-use crate::ksmd::{Gauge, Ksmd, full_scans};
+use crate::ksmd::{Gauge, Ksmd, full_scans, looks};
 use crate::session::{self, Session, Stays};
-use crate::trial::{self, Trial};
+use crate::trial::{self, Trial, Withdrawn};
 use crate::verify;
+use pagefold_census::Probes;
 use pagefold_host::act::{self, Action, Advice};
 use pagefold_host::observe;
 use pagefold_model::ksm::{Setting, Settings};
@@ -23,7 +24,7 @@ use pagefold_model::outcome::{End, Missed, Outcome, Sample, Watched};
 use pagefold_model::pace::{Pace, Settle};
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::policy::{DEFAULT_PAGES_TO_SCAN, GUIDED_SLEEP_MILLISECS};
-use pagefold_model::{Absent, AddressRange, Bytes, Pages, Reading};
+use pagefold_model::{Absent, AddressRange, Bytes, Pages, ProcessId, Reading};
 use rustix::time::{ClockId, clock_gettime};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -107,6 +108,7 @@ impl Progress {
 pub fn carry_out<'h>(
     mut session: Session<'h>,
     plan: Plan,
+    probes: &Probes,
     options: &Options,
     trial: &mut Trial<'h>,
     started: Instant,
@@ -120,6 +122,7 @@ pub fn carry_out<'h>(
     // Whoever cannot see frames could not tell in the end what was reached.
     host.frame_flags(&[]).map_err(unknown)?;
     let (before, _) = verify::found(host, &plan).map_err(unknown)?;
+    let (regions, looked) = (verify::regions(host, &plan), looks(host));
     let mut work = Work {
         plan: &plan,
         trial,
@@ -156,8 +159,20 @@ pub fn carry_out<'h>(
     let (after, ended) = verify::found(host, &plan).map_err(unknown)?;
     let bystanders = verify::bystanders(host, &plan);
     let ksmd = work.ksmd_since();
+    let looks = looked.and_then(|before| Ok(looks(host)?.saturating_sub(before)));
+    let now = verify::regions(host, &plan);
+    let sum = |of: &BTreeMap<ProcessId, u64>| now.keys().filter_map(|process| of.get(process)).sum();
+    let regions = (sum(&regions), sum(&now));
     let Work { timeline, missed, withdrawn, trial, .. } = work;
     let (watched, withdrawn) = (Watched { seen: trial.seen(), withdrawn }, withdrawn_of(&plan, trial));
+    let given_up = |process: ProcessId| {
+        let missed = missed.iter().filter(|missed| missed.pid == process.pid);
+        let everything = AddressRange { start: 0, end: u64::MAX };
+        let mut ranges: Vec<_> = missed.map(|missed| missed.range.unwrap_or(everything)).collect();
+        ranges.extend(trial.withdrawn().get(&process).map(Withdrawn::ranges).unwrap_or_default());
+        ranges
+    };
+    let fates = probes.look(host, given_up).map_err(unknown)?;
     if options.keep && !matches!(end, End::Yielded(_)) {
         let slowly = session.set(&Settings::from([
             (Setting::PagesToScan, DEFAULT_PAGES_TO_SCAN.to_string()),
@@ -178,6 +193,9 @@ pub fn carry_out<'h>(
         timeline,
         census,
         ksmd,
+        looks,
+        regions,
+        fates,
         own: own_cpu(),
         available: (available, observe::memory(host).and_then(|memory| memory.available)),
         huge: (huge, if huge.0 > 0 { verify::huge(host, &plan) } else { Ok(huge) }),

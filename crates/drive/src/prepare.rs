@@ -2,7 +2,7 @@
 
 use crate::verify;
 use pagefold_census::plan;
-use pagefold_census::{Ages, DEFAULT_MAX_MAP_COUNT, Second, Selection};
+use pagefold_census::{Ages, DEFAULT_MAX_MAP_COUNT, Probes, Second, Selection};
 use pagefold_host::{Host, observe};
 use pagefold_model::census::Census;
 use pagefold_model::domain::Domains;
@@ -10,6 +10,7 @@ use pagefold_model::ksm::merges_at_first_look;
 use pagefold_model::plan::{Constraints, Plan, Speed};
 use pagefold_model::process::Process;
 use pagefold_model::{Bytes, ProcessId};
+use pagefold_sys::fingerprint::Hasher;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
@@ -35,6 +36,16 @@ pub struct Request {
     pub share: f64,
 }
 
+/// What a merge begins with.
+pub struct Prepared {
+    /// What there is.
+    pub census: Census,
+    /// What is to be done.
+    pub plan: Plan,
+    /// By what one can tell afterwards why it came out differently.
+    pub probes: Probes,
+}
+
 /// Take the census and make the plan. `excluded` tells why a process must not be enrolled, if it must not. With `ages`,
 /// what is not yet old enough is left out.
 ///
@@ -46,7 +57,7 @@ pub fn prepare(
     ages: Option<&mut Ages>,
     progress: &pagefold_census::Progress,
     stop: &AtomicBool,
-) -> Result<(Census, Plan), pagefold_census::Error> {
+) -> Result<Prepared, pagefold_census::Error> {
     let max_map_count = observe::max_map_count(host).unwrap_or(DEFAULT_MAX_MAP_COUNT);
     let apart = !request.across_domains && !request.whole;
     let options = pagefold_census::Options {
@@ -62,10 +73,11 @@ pub fn prepare(
         enrolled: if apart { verify::enrolled(host).unwrap_or_default() } else { Vec::new() },
         ..Default::default()
     };
-    let (census, index) = match &ages {
-        Some(ages) => pagefold_census::take_under(ages.hasher(), host, &options, progress, stop)?,
-        None => pagefold_census::take(host, &options, progress, stop)?,
+    let hasher = match &ages {
+        Some(ages) => ages.hasher().clone(),
+        None => Hasher::random(host.page_size().as_len()).map_err(pagefold_census::Error::Key)?,
     };
+    let (census, index) = pagefold_census::take_under(&hasher, host, &options, progress, stop)?;
     let constraints = Constraints {
         page_size: host.page_size(),
         whole: request.whole,
@@ -80,7 +92,8 @@ pub fn prepare(
     if let Some(ages) = ages {
         ages.sift(&mut plan, &census, &index, Instant::now());
     }
-    Ok((census, plan))
+    let probes = Probes::of(&plan, &census, &index, &hasher);
+    Ok(Prepared { census, plan, probes })
 }
 
 /// How many regions each process with anything to enrol has now: the census keeps to what there was when it began, and
@@ -89,7 +102,7 @@ fn regions(host: &dyn Host, census: &Census) -> BTreeMap<ProcessId, u64> {
     let subjects: BTreeSet<usize> = census.ranges.iter().map(|range| range.subject).collect();
     let count = |id: ProcessId| {
         let handle = host.open(id.pid).ok().filter(|handle| handle.id() == id)?;
-        Some((id, handle.read("maps").ok()?.iter().filter(|&&byte| byte == b'\n').count() as u64))
+        Some((id, observe::region_count(&*handle).ok()?))
     };
     subjects.into_iter().filter_map(|subject| count(census.subjects[subject].process.id)).collect()
 }

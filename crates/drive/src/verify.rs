@@ -7,7 +7,7 @@ use pagefold_host::{Host, Process, observe, parse};
 use pagefold_model::outcome::Found;
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::{Absent, AddressRange, Bytes, Pages, Pfn, ProcessId, Reading};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Pages looked at at once.
 const BATCH: u64 = 1 << 16;
@@ -117,6 +117,12 @@ pub fn huge(host: &dyn Host, plan: &Plan) -> Reading<Bytes> {
         }
     }
     Ok(sum)
+}
+
+/// How many regions each target has that lives on.
+pub fn regions(host: &dyn Host, plan: &Plan) -> BTreeMap<ProcessId, u64> {
+    let count = |id| Some((id, observe::region_count(&*open(host, id).ok()?).ok()?));
+    plan.targets.iter().filter_map(|target| count(target.process.id)).collect()
 }
 
 /// The CPU time that a process has used, in ticks.

@@ -112,6 +112,11 @@ pub fn layout(handle: &dyn Process) -> Reading<Vec<Mapped>> {
     parse::maps(&maps)
 }
 
+/// How many regions a process has (`vm.max_map_count` bounds them).
+pub fn region_count(handle: &dyn Process) -> Reading<u64> {
+    Ok(handle.read("maps")?.iter().filter(|&&byte| byte == b'\n').count() as u64)
+}
+
 /// The sums over the regions of a process.
 pub fn rollup(handle: &dyn Process) -> Reading<Rollup> {
     Ok(parse::rollup(&handle.read("smaps_rollup")?))

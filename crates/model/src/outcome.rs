@@ -25,6 +25,12 @@ pub struct Outcome {
     pub census: Duration,
     /// CPU time of ksmd since the start of the command.
     pub ksmd: Reading<Duration>,
+    /// Looks of ksmd at pages meanwhile, those of others included (`pages_scanned`).
+    pub looks: Reading<Pages>,
+    /// Regions of the targets that live on, before and while the ranges are enrolled.
+    pub regions: (u64, u64),
+    /// What became of a few of the pages that should merge.
+    pub fates: Fates,
     /// CPU time of this process since it started.
     pub own: Duration,
     /// `MemAvailable` before and after; others use and free memory too.
@@ -91,6 +97,18 @@ pub struct Sample {
     pub ksmd: Duration,
 }
 
+/// What became of a few of the pages that should merge, evenly spread. Those that are known not to merge are not among
+/// them: of processes that ended, withdrawn, not enrolled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Fates {
+    /// Merged.
+    pub merged: Pages,
+    /// Written since the census, or given back.
+    pub written: Pages,
+    /// As they were, and not merged.
+    pub alone: Pages,
+}
+
 /// Merged pages that were watched.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Watched {
@@ -132,7 +150,7 @@ impl Outcome {
     }
 
     /// Frames of the prediction that lie in a monitor's memory beside its guest's, where the control socket was used.
-    fn out_of_reach(&self, page_size: PageSize) -> u64 {
+    pub(crate) fn out_of_reach(&self, page_size: PageSize) -> u64 {
         let beside = |target: &Target| {
             let guest = target.guest.as_ref().filter(|_| self.plan.whole);
             let outside = |range: &&PlannedRange| guest.is_some_and(|guest| !guest.memory.contains(&range.region));
@@ -160,68 +178,10 @@ impl Outcome {
             _ => Pages::ZERO,
         }
     }
-
-    /// Why what was reached is not what was predicted, in frames by reason: positive for what is missing, negative for what
-    /// came on top. Together they are the difference.
-    ///
-    /// What a part of the plan stands for is its share of the prediction as if all copies were enrolled; where one page
-    /// changes, its partner's saving goes with it, and is in the last line.
-    pub fn differences(&self, page_size: PageSize) -> Vec<(&'static str, i64)> {
-        let frames = |bytes: u64| (bytes / page_size.bytes()) as i64;
-        let ended = self.ended.iter().map(|&target| self.stands_for(target, None)).sum();
-        let missed = self.missed.iter().filter_map(|missed| {
-            let target = self.plan.targets.iter().position(|target| target.process.id.pid == missed.pid)?;
-            (!self.ended.contains(&target)).then(|| self.stands_for(target, missed.range))
-        });
-        let withdrawn = self.withdrawn.iter().filter(|(target, _)| !self.ended.contains(target));
-        let withdrawn = withdrawn.flat_map(|(&target, ranges)| ranges.iter().map(move |&range| (target, range)));
-        let known = [
-            (
-                "lie beside the guests' memory, where their control sockets do not reach",
-                self.out_of_reach(page_size) as i64,
-            ),
-            ("were in processes that ended", frames(ended)),
-            ("could not be enrolled", frames(missed.sum())),
-            (
-                "did not stay merged, and were withdrawn",
-                frames(withdrawn.map(|(target, range)| self.stands_for(target, Some(range))).sum()),
-            ),
-        ];
-        let mut rest = self.plan.predicted.reach.freed.0 as i64 - self.saved().0 as i64;
-        let mut reasons = Vec::new();
-        for (why, frames) in known.into_iter().filter(|(_, frames)| *frames > 0) {
-            // Partners that were lost with it may have been predicted twice, or merged elsewhere.
-            let frames = frames.min(rest.max(0));
-            rest -= frames;
-            reasons.push((why, frames));
-        }
-        match (rest, &self.end) {
-            (0, _) => {}
-            (..0, _) => {
-                reasons.push(("were merged on top: contents that came since, or partners outside the plan", rest))
-            }
-            (_, End::Settled) => reasons.push(("were written since the census, or lost their partner", rest)),
-            (..) => reasons.push(("were not merged before it ended", rest)),
-        }
-        reasons.retain(|(_, frames)| *frames != 0);
-        reasons
-    }
-
-    /// Bytes of the prediction that a target, or a part of it, stands for.
-    fn stands_for(&self, target: usize, part: Option<AddressRange>) -> u64 {
-        let share = |range: &PlannedRange| match part {
-            None => range.freed.0,
-            Some(part) => {
-                let common = range.range.overlap(part).map_or(0, |common| common.bytes().0);
-                (u128::from(range.freed.0) * u128::from(common) / u128::from(range.range.bytes().0.max(1))) as u64
-            }
-        };
-        self.plan.targets[target].ranges.iter().map(share).sum()
-    }
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::domain::Domain;
     use crate::plan::Predicted;
@@ -230,12 +190,12 @@ mod tests {
     use crate::savings::Reach;
     use crate::units::ProcessId;
 
-    fn page_size() -> PageSize {
+    pub(crate) fn page_size() -> PageSize {
         PageSize::new(4096).unwrap()
     }
 
     /// Two processes, each with one planned range of 100 pages that stands for 50 frames.
-    fn outcome(end: End, saved: u64) -> Outcome {
+    pub(crate) fn outcome(end: End, saved: u64) -> Outcome {
         let target = |pid| {
             let range = AddressRange { start: 0, end: 100 * 4096 };
             let planned = PlannedRange {
@@ -245,6 +205,7 @@ mod tests {
                 merging: Pages(100),
                 zero: Pages::ZERO,
                 freed: Bytes(50 * 4096),
+                huge_split: Pages(1),
                 enrolled: false,
                 late: false,
             };
@@ -271,6 +232,9 @@ mod tests {
             timeline: vec![sample(10, 0), sample(20, 60), sample(30, 180), sample(40, 200)],
             census: Duration::ZERO,
             ksmd: Err(Absent::Denied),
+            looks: Err(Absent::Denied),
+            regions: (0, 0),
+            fates: Fates::default(),
             own: Duration::ZERO,
             available: (Err(Absent::Denied), Err(Absent::Denied)),
             huge: (Bytes::ZERO, Ok(Bytes::ZERO)),
@@ -282,43 +246,6 @@ mod tests {
             remains: Vec::new(),
             bystanders: Ok(0),
         }
-    }
-
-    fn reasons(outcome: &Outcome) -> Vec<(&'static str, i64)> {
-        let reasons = outcome.differences(page_size());
-        let sum: i64 = reasons.iter().map(|(_, frames)| frames).sum();
-        assert_eq!(sum, 100 - outcome.saved().0 as i64, "they are the difference");
-        reasons
-    }
-
-    #[test]
-    fn what_was_predicted_needs_no_reason() {
-        assert!(reasons(&outcome(End::Settled, 100)).is_empty());
-    }
-
-    #[test]
-    fn what_is_missing_is_told_by_reason() {
-        let mut ended = outcome(End::Settled, 50);
-        ended.ended = vec![1];
-        assert_eq!(reasons(&ended), [("were in processes that ended", 50)]);
-        let mut withdrawn = outcome(End::Settled, 70);
-        withdrawn.withdrawn.insert(0, vec![AddressRange { start: 0, end: 40 * 4096 }]);
-        assert_eq!(
-            reasons(&withdrawn),
-            [
-                ("did not stay merged, and were withdrawn", 20),
-                ("were written since the census, or lost their partner", 10)
-            ]
-        );
-        let mut missed = outcome(End::Deadline, 10);
-        missed.missed.push(Missed { pid: Pid(2), comm: String::new(), range: None, why: String::new() });
-        assert_eq!(reasons(&missed), [("could not be enrolled", 50), ("were not merged before it ended", 40)]);
-    }
-
-    #[test]
-    fn what_came_on_top_is_no_loss() {
-        let [(_, frames)] = reasons(&outcome(End::Settled, 130))[..] else { panic!("one reason") };
-        assert_eq!(frames, -30);
     }
 
     #[test]

@@ -2,8 +2,9 @@
 //!
 //! A covered page gives back bytes and costs its scan, a range costs its boundaries, a hole that a range bridges costs
 //! what may come to lie in it, and a huge page is split, and its value lost, once as soon as one covered page of it
-//! merges. A huge page that is covered and has nothing to merge stays whole: ksmd looks at its pages one by one and
-//! splits only what it is about to merge (mm/ksm.c, `try_to_merge_one_page`).
+//! merges or a range begins or ends in it, where the kernel splits the region (mm/huge_memory.c, `vma_adjust_trans_huge`).
+//! A huge page that is covered as a whole and has nothing to merge stays: ksmd looks at its pages one by one and splits
+//! only what it is about to merge (mm/ksm.c, `try_to_merge_one_page`).
 //!
 //! The choice is a walk over the pages with four states: outside or inside of a range, with the present huge page whole
 //! or split. Alike pages behind one another are one stretch, of which the best choice takes all or nothing, because a
@@ -71,9 +72,10 @@ pub fn best_ranges(stretches: impl IntoIterator<Item = Stretch>, prices: Prices)
             let inside = state & INSIDE != 0;
             let split = state & SPLIT != 0;
             let Some(worth) = (if inside { stretch.worth } else { Some(0) }) else { continue };
-            let splits = inside && stretch.merges && stretch.huge.is_some();
             let arrive = |before: usize| {
                 let was_split = same_huge_page && before & SPLIT != 0;
+                let cut = same_huge_page && (before & INSIDE != 0) != inside;
+                let splits = cut || inside && stretch.merges && stretch.huge.is_some();
                 if split != (was_split || splits) {
                     return (before, NEVER);
                 }
@@ -220,22 +222,27 @@ fn spliced(few: &[Range<u32>], many: &[Range<u32>], room: usize) -> Vec<Range<u3
 /// What ranges are worth, with all prices.
 fn worth(stretches: impl IntoIterator<Item = Stretch>, ranges: &[Range<u32>], prices: Prices) -> i64 {
     let mut sum = -(ranges.len() as i64) * prices.range;
-    let (mut at, mut next, mut split) = (0, 0, None);
+    let (mut at, mut next, mut before, mut split) = (0, 0, None, None);
     for stretch in stretches {
         let end = at + stretch.pages;
-        while ranges.get(next).is_some_and(|range| range.end <= at) {
+        while ranges.get(next).is_some_and(|range| range.end < at) {
             next += 1;
         }
+        let within = |place: u32| place > at && place < end || place == at && before == stretch.huge;
         for range in ranges[next..].iter().take_while(|range| range.start < end) {
-            let pages = range.end.min(end) - range.start.max(at);
-            sum += stretch.worth.unwrap_or(0) * i64::from(pages);
-            sum -= if range.start < at { stretch.hole } else { 0 };
-            if stretch.merges && stretch.huge.is_some() && split != stretch.huge {
+            let covered = range.end > at;
+            if covered {
+                let pages = range.end.min(end) - range.start.max(at);
+                sum += stretch.worth.unwrap_or(0) * i64::from(pages);
+                sum -= if range.start < at { stretch.hole } else { 0 };
+            }
+            let splits = covered && stretch.merges || within(range.start) || within(range.end);
+            if splits && stretch.huge.is_some() && split != stretch.huge {
                 split = stretch.huge;
                 sum -= prices.huge_page;
             }
         }
-        at = end;
+        (at, before) = (end, stretch.huge);
     }
     sum
 }
@@ -276,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_huge_page_is_split_once_and_only_by_what_merges() {
+    fn a_huge_page_is_split_once_by_what_merges_or_by_a_boundary() {
         let prices = Prices { range: 5, huge_page: 25 };
         let of = |huge, worth: i64| Stretch { huge: Some(huge), ..page(worth) };
         let check = |stretches: &[Stretch], expected: &[Range<u32>]| {
@@ -287,6 +294,10 @@ mod tests {
         check(&[of(1, 20), of(1, -50), of(1, 20)], &[0..1, 2..3]);
         let covered = [page(50), of(1, -2), page(50)];
         check(&covered, std::slice::from_ref(&(0..3)));
+        let idle = |huge, worth: i64| Stretch { merges: false, ..of(huge, worth) };
+        check(&[idle(1, 20), idle(1, -50)], &[]);
+        check(&[idle(1, 20), idle(2, -50)], std::slice::from_ref(&(0..1)));
+        check(&[idle(1, 40), idle(1, -50), idle(1, 40)], &[0..1, 2..3]);
     }
 
     /// What a choice is worth, and of how many ranges it is; `None` if it covers what must not be. A bit of `broken`
@@ -303,6 +314,9 @@ mod tests {
                 ranges += 1;
             }
             split.extend(page.huge.filter(|_| page.merges));
+        }
+        for (i, pair) in pages.windows(2).enumerate().filter(|(_, pair)| pair[0].huge == pair[1].huge) {
+            split.extend(pair[0].huge.filter(|_| (chosen >> i ^ chosen >> (i + 1)) & 1 == 1));
         }
         Some((sum - ranges as i64 * prices.range - split.len() as i64 * prices.huge_page, ranges))
     }

@@ -24,6 +24,7 @@
 use std::io;
 
 /// Hashes pages of one length under one key.
+#[derive(Clone)]
 pub struct Hasher {
     key: Vec<Line>,
     multiply: Multiply,

@@ -6,13 +6,12 @@ use crate::config::Config;
 use crate::{Outcome, output, progress, source};
 use anyhow::{Context, anyhow, bail};
 use clap::Args;
-use pagefold_drive::prepare::{Request, prepare};
+use pagefold_drive::prepare::{Prepared, Request, prepare};
 use pagefold_drive::trial::Trial;
 use pagefold_drive::{Session, ksmd, merge};
 use pagefold_host::{Host, observe};
 use pagefold_linux::qmp;
 use pagefold_model::Bytes;
-use pagefold_model::census::Census;
 use pagefold_model::plan::{Guest, Plan, Target};
 use pagefold_model::process::Process;
 use pagefold_report::merge::{MergeReport, text};
@@ -101,7 +100,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     needs_ksm(&*host)?;
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
     let session = if options.dry_run { None } else { Some(begin(&*host, options, global)?) };
-    let (census, plan) = plan(&*host, options, global, &stop)?;
+    let Prepared { census, plan, probes } = prepared(&*host, options, global, &stop)?;
     let page_size = host.page_size();
     let huge_page_size = observe::huge_page_bytes(&*host).unwrap_or(page_size.bytes() * 512);
     let mut report = MergeReport::of_plan(host.describe(), page_size, huge_page_size, &census, &plan);
@@ -111,7 +110,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         let how =
             merge::Options { share: options.cpu, deadline: options.deadline, watch: options.watch, keep: options.keep };
         let outcome = progress::show_merge(page_size, &stop, |progress| {
-            merge::carry_out(session, plan, &how, &mut Trial::new(&*host), started, progress, &stop)
+            merge::carry_out(session, plan, &probes, &how, &mut Trial::new(&*host), started, progress, &stop)
         })?;
         report = report.with_outcome(&outcome, page_size);
         met = outcome.met(page_size);
@@ -129,7 +128,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
 }
 
 /// Take the census that a plan needs, and plan.
-fn plan(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBool) -> anyhow::Result<(Census, Plan)> {
+fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBool) -> anyhow::Result<Prepared> {
     let available = || std::thread::available_parallelism().map_or(1, Into::into);
     let config = Config::load(global)?;
     let excluded = |process: &Process| config.exclusions.reason(process);
@@ -143,7 +142,7 @@ fn plan(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBool) 
         min_profit: options.min_profit,
         share: options.cpu,
     };
-    let (census, mut plan) =
+    let Prepared { census, mut plan, probes } =
         progress::show(host.page_size(), stop, |progress| prepare(host, &request, &excluded, None, progress, stop))?;
     source::seen(!census.subjects.is_empty(), &request.selection, &census.unseen, global)?;
     if census.partial {
@@ -155,7 +154,7 @@ fn plan(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBool) 
             target.guest = guest(host, target, options, global)?;
         }
     }
-    Ok((census, plan))
+    Ok(Prepared { census, plan, probes })
 }
 
 /// Refuse to enrol processes of several trust domains whole: in KSM's one tree all their pages would meet.

@@ -3,14 +3,16 @@
 //! The ranges were found some time ago. They are held against `smaps` right before, and what is no longer as it has to
 //! be is left out and named. The rest goes in as few stops of one thread as keep each near a millisecond: up to 256
 //! ranges by one `process_madvise(2)` on the target's own memory where the kernel takes that (any advice from 6.13, by
-//! `PIDFD_SELF_THREAD` from 6.15), otherwise and where that stops short one by one by `madvise(2)`. Mirrors
-//! mm/madvise.c and mm/ksm.c (6.18). Limits: withdrawing a whole process (`PR_SET_MEMORY_MERGE` off) is one call, and
+//! `PIDFD_SELF_THREAD` from 6.15), otherwise and where that stops short one by one by `madvise(2)`. A range that takes
+//! longer than a stop is advised in parts, and for a moment a region begins and ends in between: parts end where huge
+//! pages do, which the kernel would split there (mm/huge_memory.c, `vma_adjust_trans_huge`). Mirrors mm/madvise.c and
+//! mm/ksm.c (6.18). Limits: withdrawing a whole process (`PR_SET_MEMORY_MERGE` off) is one call, and
 //! stops the thread for as long as unmerging it takes.
 
 use super::{miss, refusal};
 use crate::process::LiveProcess;
 use pagefold_host::act::{Advice, Effect, NOT_MAPPED, Refusal};
-use pagefold_host::{Process, observe};
+use pagefold_host::{Process, Run, observe};
 use pagefold_model::AddressRange;
 use pagefold_model::region::{Region, VmFlags};
 use pagefold_sys::fault;
@@ -71,7 +73,10 @@ pub fn advise(process: &LiveProcess<'_>, advice: Advice, ranges: &[AddressRange]
         return Ok(Effect { stops, missed });
     }
     let target = target(process)?;
-    let mut work = Work::new(advice, wanted, !target.is_filtered().map_err(refusal)?);
+    let batched = !target.is_filtered().map_err(refusal)?;
+    let huge =
+        if wanted.iter().any(|range| range.bytes().0 > FIRST_UNMERGE) { huge(process, &wanted) } else { Vec::new() };
+    let mut work = Work::new(advice, wanted, huge, batched);
     while !work.ranges.is_empty() {
         match inject::inside(&target, |inside| work.step(inside)) {
             Ok(((), stopped)) => {
@@ -113,6 +118,21 @@ pub fn merge_any(process: &LiveProcess<'_>, on: bool) -> Result<Effect, Refusal>
         )),
         Some(errno) => Err(Refusal::Failed(format!("PR_SET_MEMORY_MERGE: {errno}"))),
     }
+}
+
+/// The huge pages in some ranges, one by one and ascending. None where they cannot be seen.
+fn huge(process: &LiveProcess<'_>, ranges: &VecDeque<AddressRange>) -> Vec<AddressRange> {
+    let Ok(bytes) = observe::huge_page_bytes(process.host) else { return Vec::new() };
+    let page = pagefold_host::Host::page_size(process.host).bytes();
+    let runs = process.resident(&ranges.iter().copied().collect::<Vec<_>>()).unwrap_or_default();
+    let of = |run: Run| {
+        let end = run.address + u64::from(run.pages) * page;
+        (run.address / bytes * bytes..end).step_by(bytes as usize)
+    };
+    let starts = runs.into_iter().filter(|run| run.huge).flat_map(of);
+    let mut pages: Vec<_> = starts.map(|start| AddressRange { start, end: start + bytes }).collect();
+    pages.dedup();
+    pages
 }
 
 fn target(process: &LiveProcess<'_>) -> Result<Target, Refusal> {
@@ -161,6 +181,8 @@ fn revalidate(
 struct Work {
     advice: Advice,
     ranges: VecDeque<AddressRange>,
+    /// Huge pages in them, ascending.
+    huge: Vec<AddressRange>,
     missed: Vec<(AddressRange, String)>,
     /// Whether the kernel takes many ranges in a call.
     batched: bool,
@@ -173,9 +195,9 @@ struct Work {
 }
 
 impl Work {
-    fn new(advice: Advice, ranges: VecDeque<AddressRange>, batched: bool) -> Self {
+    fn new(advice: Advice, ranges: VecDeque<AddressRange>, huge: Vec<AddressRange>, batched: bool) -> Self {
         let bytes = if advice == Advice::Mergeable { LARGEST } else { FIRST_UNMERGE };
-        Self { advice, ranges, missed: Vec::new(), batched, bytes, count: FIRST_RANGES, begun: 0 }
+        Self { advice, ranges, huge, missed: Vec::new(), batched, bytes, count: FIRST_RANGES, begun: 0 }
     }
 
     /// Do as much as fits in one stop.
@@ -203,13 +225,22 @@ impl Work {
         Ok(())
     }
 
+    /// The front of a range, so many bytes of it and the rest of the huge page that would be cut. In that nothing is merged,
+    /// so that it takes next to no time.
+    fn part(&self, range: AddressRange, bytes: u64) -> AddressRange {
+        let end = range.start.saturating_add(bytes);
+        let next = self.huge.partition_point(|page| page.end <= end);
+        let end = self.huge.get(next).filter(|page| page.start < end).map_or(end, |page| page.end);
+        AddressRange { start: range.start, end: range.end.min(end) }
+    }
+
     /// The first ranges, as far as fits in one call.
     fn batch(&self) -> Vec<AddressRange> {
         let mut left = self.bytes;
         let mut batch = Vec::new();
         for &range in self.ranges.iter().take(self.count) {
-            let part = AddressRange { start: range.start, end: range.end.min(range.start + left) };
-            left -= part.bytes().0;
+            let part = self.part(range, left);
+            left = left.saturating_sub(part.bytes().0);
             batch.push(part);
             if left == 0 {
                 break;
@@ -254,7 +285,7 @@ impl Work {
     /// The first range, as far as fits in one call; whether the kernel took it.
     fn one(&mut self, inside: &Inside<'_>) -> Result<bool, inject::Error> {
         let Some(&range) = self.ranges.front() else { return Ok(true) };
-        let range = AddressRange { start: range.start, end: range.end.min(range.start + self.bytes) };
+        let range = self.part(range, self.bytes);
         let bytes = range.bytes().0;
         self.begun += 1;
         let answer = inside.call(number::MADVISE, [range.start, bytes, code(self.advice), 0, 0, 0])?;
@@ -318,8 +349,12 @@ mod tests {
 
     #[test]
     fn a_call_takes_no_more_than_its_share() {
-        let mut work =
-            Work::new(Advice::Mergeable, [range(0, LARGEST + 0x1000), range(LARGEST * 2, LARGEST * 3)].into(), true);
+        let mut work = Work::new(
+            Advice::Mergeable,
+            [range(0, LARGEST + 0x1000), range(LARGEST * 2, LARGEST * 3)].into(),
+            Vec::new(),
+            true,
+        );
         assert_eq!(work.batch(), [range(0, LARGEST)]);
         work.advance(LARGEST);
         assert_eq!(work.batch(), [range(LARGEST, LARGEST + 0x1000), range(LARGEST * 2, LARGEST * 3 - 0x1000)]);
@@ -327,5 +362,19 @@ mod tests {
         assert_eq!(work.batch(), [range(LARGEST * 2, LARGEST * 3)]);
         work.advance(LARGEST);
         assert!(work.batch().is_empty());
+    }
+
+    #[test]
+    fn no_part_ends_in_a_huge_page() {
+        let huge = vec![range(0x20_0000, 0x40_0000), range(0x60_0000, 0x80_0000)];
+        let mut work = Work::new(Advice::Unmergeable, [range(0x1f_0000, 0x61_0000)].into(), huge, true);
+        work.bytes = SMALLEST;
+        let mut ends = Vec::new();
+        while let [part] = work.batch()[..] {
+            ends.push(part.end);
+            work.advance(part.bytes().0);
+        }
+        assert_eq!(ends[..3], [0x20_0000, 0x40_0000, 0x41_0000]);
+        assert_eq!(ends[ends.len() - 2..], [0x60_0000, 0x61_0000], "not beyond what was asked for");
     }
 }

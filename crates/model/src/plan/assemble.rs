@@ -133,6 +133,7 @@ fn whole(census: &Census, constraints: &Constraints, subject: &SubjectCensus) ->
             merging: counts.zero + duplicate,
             zero: counts.zero,
             freed: constraints.page_size.of(freed),
+            huge_split: Pages::ZERO,
             enrolled: region.flags.has(VmFlags::MERGEABLE),
             late: false,
         });
@@ -168,6 +169,7 @@ fn guided(
         merging: range.merging,
         zero: range.zero,
         freed: range.freed,
+        huge_split: range.huge_split,
         enrolled: range.enrolled,
         late: false,
     });
@@ -209,14 +211,11 @@ fn predict(census: &Census, constraints: &Constraints, targets: &[Target], every
     let exact = constraints.page_size.pages_in(freed);
     let reach = Reach { freed: if same { of_census.freed } else { exact.min(of_census.freed) }, scanned, ..of_census };
     let ksmd = constraints.speed.time(scanned, merging, zero);
-    let edges = |range: &PlannedRange| {
-        u64::from(range.range.start > range.region.start) + u64::from(range.range.end < range.region.end)
-    };
     let narrowed: u64 = targets.iter().map(|target| 2 * target.narrowed.len() as u64).sum();
     Predicted {
         reach,
         merging,
-        regions_added: ranges().filter(|range| !range.enrolled).map(edges).sum::<u64>() + narrowed,
+        regions_added: ranges().map(PlannedRange::edges).sum::<u64>() + narrowed,
         ksmd,
         wall: ksmd.div_f64(constraints.cpu.max(LEAST_CPU)),
     }

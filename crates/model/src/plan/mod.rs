@@ -98,6 +98,8 @@ pub struct PlannedRange {
     pub zero: Pages,
     /// What they are likely to give back: of `n` equal pages each stands for `1 - 1/n`, as if all were enrolled.
     pub freed: Bytes,
+    /// Huge pages that are split because a part of them merges. Not told where a process is enrolled whole.
+    pub huge_split: Pages,
     /// Whether the program has enrolled it already.
     pub enrolled: bool,
     /// Whether it is enrolled only once the others have merged: most of what merges in it are third and further copies,
@@ -121,6 +123,12 @@ impl Target {
 }
 
 impl PlannedRange {
+    /// Regions that its boundaries add to the process, at most.
+    pub fn edges(&self) -> u64 {
+        let fresh = !self.enrolled;
+        u64::from(fresh && self.range.start > self.region.start) + u64::from(fresh && self.range.end < self.region.end)
+    }
+
     /// The parts of it that lie outside of some ascending and disjoint ranges.
     fn without(&self, ranges: &[AddressRange]) -> Vec<Self> {
         let parts = self.range.outside(ranges);
@@ -134,6 +142,7 @@ impl PlannedRange {
                 merging: self.merging.min(pages),
                 zero: part(self.zero),
                 freed: Bytes(part(Pages(self.freed.0)).0),
+                huge_split: part(self.huge_split),
                 ..*self
             }
         };

@@ -47,7 +47,16 @@ fn census(ranges: &[(usize, AddressRange)], arguments: &[&[&str]]) -> Census {
     let guided = |&(subject, range): &(usize, AddressRange)| {
         let pages = Pages(range.bytes().0 / PAGE);
         let freed = Bytes(pages.0 * PAGE / 2);
-        GuidedRange { subject, range, pages, merging: pages, zero: Pages::ZERO, freed, enrolled: false }
+        GuidedRange {
+            subject,
+            range,
+            pages,
+            merging: pages,
+            zero: Pages::ZERO,
+            freed,
+            huge_split: Pages::ZERO,
+            enrolled: false,
+        }
     };
     let ranges: Vec<GuidedRange> = ranges.iter().map(guided).collect();
     let scanned = ranges.iter().map(|range| range.pages).sum();
@@ -139,6 +148,7 @@ fn planned(start: u64, end: u64) -> PlannedRange {
         zero: Pages::ZERO,
         freed: Bytes::ZERO,
         enrolled: false,
+        huge_split: Pages::ZERO,
         late: false,
     }
 }

@@ -4,10 +4,11 @@ pub mod text;
 
 use crate::wire::{NotSeen, Who};
 use pagefold_model::census::{Census, Unseen};
+use pagefold_model::difference::{Difference, Figure};
 use pagefold_model::outcome::{End, Outcome};
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::savings::Reach;
-use pagefold_model::{PageSize, Pages};
+use pagefold_model::{Bytes, PageSize, Pages};
 use schemars::JsonSchema;
 use serde::Serialize;
 use std::time::Duration;
@@ -137,8 +138,10 @@ pub struct OutcomeReport {
     pub ksm_frames: u64,
     /// Pages of zeros mapped to the kernel's zero page.
     pub zero_pages: u64,
-    /// Why `saved` is not what was predicted, in frames: they sum up to the difference, and a gain is negative.
-    pub differences: Vec<Difference>,
+    /// Why figures are not what was predicted: those of one figure sum up to the difference.
+    pub differences: Vec<DifferenceReport>,
+    /// Regions added to the processes while the ranges are enrolled, as far as these live on; they map others meanwhile.
+    pub regions_added: i64,
     /// Seconds of the census and the plan.
     pub census_seconds: f64,
     /// Seconds from the start of the command to 50, 90 and 99 % of what was saved.
@@ -186,13 +189,15 @@ pub struct OutcomeReport {
     pub timeline: Vec<Point>,
 }
 
-/// Why a prediction was not met.
+/// A part of the difference between what was reached and what was predicted.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
-pub struct Difference {
-    /// The reason.
+pub struct DifferenceReport {
+    /// The figure: `saved`, `metadata` (bytes), `ksmd_seconds`, `huge_pages_split`, `regions_added`.
+    pub of: &'static str,
+    /// By how much it is more than predicted, less if negative.
+    pub by: f64,
+    /// What that much is.
     pub why: &'static str,
-    /// Frames.
-    pub frames: i64,
 }
 
 /// A sample of the merged pages of running processes.
@@ -259,7 +264,8 @@ impl MergeReport {
     /// With what it came to.
     #[must_use]
     pub fn with_outcome(self, outcome: &Outcome, page_size: PageSize) -> Self {
-        Self { outcome: Some(OutcomeReport::of(outcome, page_size)), ..self }
+        let huge_page = Bytes(self.huge_page_size);
+        Self { outcome: Some(OutcomeReport::of(outcome, page_size, huge_page)), ..self }
     }
 
     /// Whether something that was asked for was not seen or not done.
@@ -329,8 +335,19 @@ impl Savings {
     }
 }
 
+/// What a figure is called in a report.
+fn figure(figure: Figure) -> &'static str {
+    match figure {
+        Figure::Saved => "saved",
+        Figure::Metadata => "metadata",
+        Figure::KsmdCpu => "ksmd_seconds",
+        Figure::HugePages => "huge_pages_split",
+        Figure::Regions => "regions_added",
+    }
+}
+
 impl OutcomeReport {
-    fn of(outcome: &Outcome, page_size: PageSize) -> Self {
+    fn of(outcome: &Outcome, page_size: PageSize, huge_page: Bytes) -> Self {
         let seconds = |share| outcome.time_to(share).map(|time: Duration| time.as_secs_f64());
         let mut stops: Vec<f64> = outcome.stops.iter().map(|stop| stop.as_secs_f64() * 1e6).collect();
         stops.sort_by(f64::total_cmp);
@@ -355,10 +372,11 @@ impl OutcomeReport {
             ksm_frames: outcome.after.frames.0,
             zero_pages: since(outcome.before.zero, outcome.after.zero),
             differences: outcome
-                .differences(page_size)
+                .differences(page_size, huge_page)
                 .into_iter()
-                .map(|(why, frames)| Difference { why, frames })
+                .map(|Difference { of, by, why }| DifferenceReport { of: figure(of), by, why })
                 .collect(),
+            regions_added: outcome.regions.1 as i64 - outcome.regions.0 as i64,
             census_seconds: outcome.census.as_secs_f64(),
             seconds_to_50: seconds(0.5),
             seconds_to_90: seconds(0.9),

@@ -98,13 +98,37 @@ fn comparison(report: &MergeReport, outcome: &OutcomeReport, style: Style) -> St
             String::new(),
         ]);
     }
+    table.add_row([
+        "regions added".to_owned(),
+        number(plan.regions_added),
+        outcome.regions_added.to_string(),
+        String::new(),
+    ]);
     let mut text = style.render(&table);
-    for difference in &outcome.differences {
-        let pages = Bytes(difference.frames.unsigned_abs() * report.page_size);
-        let sign = if difference.frames > 0 { "-" } else { "+" };
-        text.push_str(&style.paragraph(&format!("  {sign}{pages} {}", difference.why), 4));
-    }
+    text.push_str(&differences(outcome, style));
     text
+}
+
+/// Why the one is not the other.
+fn differences(outcome: &OutcomeReport, style: Style) -> String {
+    let mut table = style.table(&["differs in", ">by", "because of what was"]);
+    let mut rows = 0;
+    for difference in &outcome.differences {
+        let whole = difference.by.abs().round() as u64;
+        let (name, by) = match difference.of {
+            "saved" => ("saved, gross", Bytes(whole).to_string()),
+            "metadata" => ("metadata", Bytes(whole).to_string()),
+            "ksmd_seconds" => ("CPU of ksmd", seconds(difference.by.abs())),
+            "huge_pages_split" => ("huge pages split", number(whole)),
+            _ => ("regions added", number(whole)),
+        };
+        if by.bytes().any(|digit| (b'1'..=b'9').contains(&digit)) {
+            let sign = if difference.by < 0.0 { '-' } else { '+' };
+            table.add_row([name, &format!("{sign}{by}"), difference.why]);
+            rows += 1;
+        }
+    }
+    if rows > 0 { format!("\n{}", style.render(&table)) } else { String::new() }
 }
 
 /// Time, CPU, memory, stops.

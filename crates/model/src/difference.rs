@@ -1,0 +1,302 @@
+//! Why what a merge reached is not what was predicted, figure by figure.
+
+use crate::ksm::RMAP_ITEM_BYTES;
+use crate::outcome::{End, Missed, Outcome};
+use crate::plan::PlannedRange;
+use crate::units::{AddressRange, Bytes, PageSize};
+use std::time::Duration;
+
+/// A figure of a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Figure {
+    /// Bytes saved, gross.
+    Saved,
+    /// Bytes of ksmd's metadata.
+    Metadata,
+    /// Seconds of ksmd's CPU time.
+    KsmdCpu,
+    /// Huge pages split.
+    HugePages,
+    /// Regions added to the processes.
+    Regions,
+}
+
+/// A part of the difference between what was reached and what was predicted.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Difference {
+    /// Of which figure.
+    pub of: Figure,
+    /// By how much it is more than predicted, in the figure's unit; less if negative.
+    pub by: f64,
+    /// Why: a phrase that says what that much is.
+    pub why: &'static str,
+}
+
+/// Reasons of one figure, which together are the whole difference.
+struct Reasons {
+    of: Figure,
+    rest: f64,
+    reasons: Vec<Difference>,
+}
+
+impl Reasons {
+    fn new(of: Figure, reached: f64, predicted: f64) -> Self {
+        Self { of, rest: reached - predicted, reasons: Vec::new() }
+    }
+
+    /// A part of what is missing: no more of it than is.
+    fn less(&mut self, by: f64, why: &'static str) {
+        self.exactly(-by.min(-self.rest).max(0.0), why);
+    }
+
+    fn exactly(&mut self, by: f64, why: &'static str) {
+        if by.abs() > 1e-9 {
+            self.rest -= by;
+            self.reasons.push(Difference { of: self.of, by, why });
+        }
+    }
+
+    /// What is left, by its sign.
+    fn rest(mut self, less: &'static str, more: &'static str) -> Vec<Difference> {
+        let rest = self.rest;
+        self.exactly(rest, if rest < 0.0 { less } else { more });
+        self.reasons
+    }
+}
+
+const ENDED: &str = "in processes that ended";
+const MISSED: &str = "could not be enrolled";
+const WITHDRAWN: &str = "did not stay merged, and withdrawn";
+
+impl Outcome {
+    /// Why what was reached is not what was predicted: the differences of a figure add up to the whole.
+    ///
+    /// What a part of the plan stands for is its share of the prediction as if all copies were enrolled; where one page
+    /// changes, its partner's saving goes with it, and is in the last of the figure's reasons.
+    pub fn differences(&self, page_size: PageSize, huge_page: Bytes) -> Vec<Difference> {
+        let mut all = self.of_saved(page_size);
+        all.extend(self.of_metadata());
+        all.extend(self.of_ksmd());
+        all.extend(self.of_huge_pages(huge_page));
+        all.extend(self.of_regions());
+        all
+    }
+
+    fn of_saved(&self, page_size: PageSize) -> Vec<Difference> {
+        let bytes = |frames: u64| frames as f64 * page_size.bytes() as f64;
+        let mut saved = Reasons::new(Figure::Saved, bytes(self.saved().0), bytes(self.plan.predicted.reach.freed.0));
+        let freed = |range: &PlannedRange| range.freed.0;
+        let beside = "beside the guests' memory, where their control sockets do not reach";
+        saved.less(bytes(self.out_of_reach(page_size)), beside);
+        saved.less(self.ended(freed), ENDED);
+        saved.less(self.missed(freed), MISSED);
+        saved.less(self.withdrawn(freed), WITHDRAWN);
+        let (written, alone) = (self.fates.written.0 as f64, self.fates.alone.0 as f64);
+        if written + alone > 0.0 {
+            let share = written / (written + alone);
+            saved.less((-saved.rest * share / bytes(1)).round() * bytes(1), "written or given back since the census");
+        }
+        let less = match (&self.end, written + alone > 0.0) {
+            (End::Settled, true) => "as they were, but their partners were not",
+            (End::Settled, false) => "written since the census, or without their partner",
+            _ => "not merged before it ended",
+        };
+        saved.rest(less, "contents that came since, or partners outside of the plan")
+    }
+
+    fn of_metadata(&self) -> Vec<Difference> {
+        let bytes = |pages: u64| (pages * RMAP_ITEM_BYTES) as f64;
+        let items = self.after.rmap_items.saturating_sub(self.before.rmap_items).0;
+        let predicted = self.plan.predicted.reach.metadata().0 as f64;
+        let mut metadata = Reasons::new(Figure::Metadata, bytes(items), predicted);
+        let pages = |range: &PlannedRange| range.pages.0 * RMAP_ITEM_BYTES;
+        metadata.less(self.ended(pages), ENDED);
+        metadata.less(self.missed(pages), MISSED);
+        metadata.less(self.withdrawn(pages), WITHDRAWN);
+        // They have no page of their own any more that ksmd would come upon (mm/ksm.c, `get_next_rmap_item`).
+        let zeros = self.after.zero.saturating_sub(self.before.zero);
+        metadata.less(bytes(zeros.0), "pages of zeros, of which ksmd keeps nothing once it comes by again");
+        metadata.less(bytes(self.before.rmap_items.0), "kept by ksmd before");
+        metadata.rest("pages that went away, or that ksmd did not come to", "pages that came since, or others enrolled")
+    }
+
+    fn of_ksmd(&self) -> Vec<Difference> {
+        let Ok(reached) = self.ksmd.as_ref().map(Duration::as_secs_f64) else { return Vec::new() };
+        let predicted = self.plan.predicted.ksmd.as_secs_f64();
+        let mut cpu = Reasons::new(Figure::KsmdCpu, reached, predicted);
+        // Each page is reckoned to be looked at twice ([`crate::plan::Speed`]).
+        let looks = 2.0 * self.plan.predicted.reach.scanned.0 as f64;
+        if let Ok(seen) = &self.looks
+            && looks > 0.0
+        {
+            let more = (seen.0 as f64 - looks) * predicted / looks;
+            let why =
+                if more < 0.0 { "looked less often than twice at each page" } else { "looked again, or at others" };
+            cpu.exactly(more, why);
+        }
+        cpu.rest("a look was quicker than reckoned", "a look took longer than reckoned")
+    }
+
+    fn of_huge_pages(&self, huge_page: Bytes) -> Vec<Difference> {
+        let (before, Ok(after)) = (self.huge.0, &self.huge.1) else { return Vec::new() };
+        if before.0 == 0 || huge_page.0 == 0 {
+            return Vec::new();
+        }
+        let split = before.0.saturating_sub(after.0).div_ceil(huge_page.0);
+        let mut huge = Reasons::new(Figure::HugePages, split as f64, self.plan.predicted.reach.huge_split.0 as f64);
+        let pages = |range: &PlannedRange| range.huge_split.0;
+        let gone = self.ended.iter().map(|&target| self.plan.targets[target].huge.0).sum::<u64>();
+        huge.exactly((gone / huge_page.0) as f64 - self.ended(pages), ENDED);
+        huge.less(self.missed(pages), MISSED);
+        huge.less(self.withdrawn(pages), WITHDRAWN);
+        huge.rest(
+            "held nothing any more that merged, or came since",
+            "split by the programs, by boundaries of ranges, or by contents that came since",
+        )
+    }
+
+    fn of_regions(&self) -> Vec<Difference> {
+        let (before, now) = self.regions;
+        let predicted = self.plan.predicted.regions_added as f64;
+        let mut regions = Reasons::new(Figure::Regions, now as f64 - before as f64, predicted);
+        regions.less(self.ended(PlannedRange::edges), ENDED);
+        regions.less(self.missed(PlannedRange::edges), MISSED);
+        regions.rest("of ranges that lie side by side, or unmapped since", "of withdrawn ranges, or mapped since")
+    }
+
+    /// What the targets that ended stand for.
+    fn ended(&self, of: impl Fn(&PlannedRange) -> u64) -> f64 {
+        self.ended.iter().map(|&target| self.stands_for(target, None, &of)).sum()
+    }
+
+    /// What could not be enrolled stands for.
+    fn missed(&self, of: impl Fn(&PlannedRange) -> u64) -> f64 {
+        let of_one = |missed: &Missed| {
+            let target = self.plan.targets.iter().position(|target| target.process.id.pid == missed.pid)?;
+            (!self.ended.contains(&target)).then(|| self.stands_for(target, missed.range, &of))
+        };
+        self.missed.iter().filter_map(of_one).sum()
+    }
+
+    /// What was withdrawn stands for.
+    fn withdrawn(&self, of: impl Fn(&PlannedRange) -> u64) -> f64 {
+        let living = self.withdrawn.iter().filter(|(target, _)| !self.ended.contains(target));
+        let ranges = living.flat_map(|(&target, ranges)| ranges.iter().map(move |&range| (target, range)));
+        ranges.map(|(target, range)| self.stands_for(target, Some(range), &of)).sum()
+    }
+
+    /// The share of a figure that a target, or a part of it, stands for.
+    fn stands_for(&self, target: usize, part: Option<AddressRange>, of: impl Fn(&PlannedRange) -> u64) -> f64 {
+        let share = |range: &PlannedRange| match part {
+            None => of(range) as f64,
+            Some(part) => {
+                let common = range.range.overlap(part).map_or(0, |common| common.bytes().0);
+                of(range) as f64 * common as f64 / range.range.bytes().0.max(1) as f64
+            }
+        };
+        self.plan.targets[target].ranges.iter().map(share).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::outcome::tests::{outcome, page_size};
+    use crate::outcome::{Fates, Found};
+    use crate::units::{Pages, Pid};
+
+    const HUGE: Bytes = Bytes(2 << 20);
+
+    /// The reasons of one figure, in frames for what is saved.
+    fn reasons(outcome: &Outcome, of: Figure) -> Vec<(f64, &'static str)> {
+        let unit = if of == Figure::Saved { page_size().bytes() as f64 } else { 1.0 };
+        let all = outcome.differences(page_size(), HUGE).into_iter().filter(|difference| difference.of == of);
+        all.map(|difference| (difference.by / unit, difference.why)).collect()
+    }
+
+    fn saved(outcome: &Outcome) -> Vec<(f64, &'static str)> {
+        let reasons = reasons(outcome, Figure::Saved);
+        let sum: f64 = reasons.iter().map(|(frames, _)| frames).sum();
+        assert_eq!(sum, outcome.saved().0 as f64 - 100.0, "they are the difference");
+        reasons
+    }
+
+    #[test]
+    fn what_was_predicted_needs_no_reason() {
+        let mut outcome = outcome(End::Settled, 100);
+        assert!(saved(&outcome).is_empty());
+        assert!(reasons(&outcome, Figure::Metadata).is_empty());
+        outcome.ksmd = Ok(Duration::from_millis(4));
+        outcome.looks = Ok(Pages(400));
+        outcome.plan.predicted.ksmd = Duration::from_millis(4);
+        outcome.plan.predicted.regions_added = 3;
+        outcome.regions = (10, 13);
+        assert!(outcome.differences(page_size(), HUGE).is_empty(), "{:?}", outcome.differences(page_size(), HUGE));
+    }
+
+    #[test]
+    fn what_is_missing_is_told_by_reason() {
+        let mut ended = outcome(End::Settled, 50);
+        ended.ended = vec![1];
+        assert_eq!(saved(&ended), [(-50.0, ENDED)]);
+        let mut withdrawn = outcome(End::Settled, 70);
+        withdrawn.withdrawn.insert(0, vec![AddressRange { start: 0, end: 40 * 4096 }]);
+        let rest = "written since the census, or without their partner";
+        assert_eq!(saved(&withdrawn), [(-20.0, WITHDRAWN), (-10.0, rest)]);
+        let mut missed = outcome(End::Deadline, 10);
+        missed.missed.push(Missed { pid: Pid(2), comm: String::new(), range: None, why: String::new() });
+        assert_eq!(saved(&missed), [(-50.0, MISSED), (-40.0, "not merged before it ended")]);
+    }
+
+    #[test]
+    fn what_was_written_is_told_from_what_lost_its_partner() {
+        let mut outcome = outcome(End::Settled, 80);
+        outcome.fates = Fates { merged: Pages(50), written: Pages(3), alone: Pages(1) };
+        let written = (-15.0, "written or given back since the census");
+        assert_eq!(saved(&outcome), [written, (-5.0, "as they were, but their partners were not")]);
+        outcome.end = End::Deadline;
+        assert_eq!(saved(&outcome), [written, (-5.0, "not merged before it ended")]);
+    }
+
+    #[test]
+    fn what_came_on_top_is_no_loss() {
+        let [(frames, _)] = saved(&outcome(End::Settled, 130))[..] else { panic!("one reason") };
+        assert_eq!(frames, 30.0);
+    }
+
+    #[test]
+    fn ksmd_keeps_nothing_of_pages_of_zeros() {
+        let mut outcome = outcome(End::Settled, 100);
+        outcome.after = Found { zero: Pages(60), rmap_items: Pages(130), ..outcome.after };
+        let [zeros, (rest, _)] = reasons(&outcome, Figure::Metadata)[..] else { panic!("two reasons") };
+        assert_eq!((zeros.0, rest), (-60.0 * 64.0, -10.0 * 64.0));
+    }
+
+    #[test]
+    fn ksmd_took_longer_for_more_looks_or_for_each() {
+        let mut outcome = outcome(End::Settled, 100);
+        outcome.plan.predicted.ksmd = Duration::from_millis(4);
+        outcome.looks = Ok(Pages(500));
+        outcome.ksmd = Ok(Duration::from_millis(10));
+        let [looks, each] = reasons(&outcome, Figure::KsmdCpu)[..] else { panic!("two reasons") };
+        assert!((looks.0 - 0.001).abs() < 1e-9 && looks.1 == "looked again, or at others");
+        assert!((each.0 - 0.005).abs() < 1e-9 && each.1 == "a look took longer than reckoned");
+        outcome.looks = Err(crate::reading::Absent::NotOnThisKernel);
+        assert_eq!(reasons(&outcome, Figure::KsmdCpu).len(), 1);
+    }
+
+    #[test]
+    fn huge_pages_and_regions_have_reasons_too() {
+        let mut outcome = outcome(End::Settled, 100);
+        outcome.plan.predicted.reach.huge_split = Pages(2);
+        outcome.plan.predicted.regions_added = 2;
+        outcome.plan.targets[1].huge = Bytes(3 * HUGE.0);
+        outcome.huge = (Bytes(8 * HUGE.0), Ok(Bytes(4 * HUGE.0)));
+        outcome.regions = (10, 11);
+        assert_eq!(reasons(&outcome, Figure::HugePages).iter().map(|(by, _)| *by).sum::<f64>(), 2.0);
+        outcome.ended = vec![1];
+        // Its three went with it, one of which was to be split.
+        assert_eq!(reasons(&outcome, Figure::HugePages)[0], (2.0, ENDED));
+        assert_eq!(reasons(&outcome, Figure::Regions)[0].0, -1.0);
+    }
+}
