@@ -84,19 +84,10 @@ impl Comparison {
         self.trials.iter().filter(move |trial| trial.policy == policy && trial.slow_down.is_none())
     }
 
-    /// Bytes that can be saved: what is known, or else the most that any trial saved.
+    /// Bytes that can be saved, in the middle of all trials: programs are not quite the same each time.
     pub fn reachable(&self) -> f64 {
         let page = pagefold_sys::mapping::page_size() as f64;
-        let known = self.trials.iter().find_map(|trial| trial.truth).map(|truth| truth.redundant as f64 * page);
-        known.unwrap_or_else(|| self.trials.iter().map(|trial| trial.exact as f64).fold(1.0, f64::max))
-    }
-
-    /// The same less the least metadata, or else the best net of any trial.
-    pub fn reachable_net(&self) -> f64 {
-        match self.trials.iter().find_map(|trial| trial.truth) {
-            Some(truth) => self.reachable() - truth.merged as f64 * 64.0,
-            None => self.trials.iter().map(Trial::net).fold(1.0, f64::max),
-        }
+        Spread::of(self.trials.iter().map(|trial| trial.truth.redundant as f64 * page)).median
     }
 
     /// When a trial had reached a share of what can be saved.
@@ -135,7 +126,7 @@ impl Comparison {
             .filter_map(|(whole, guided)| match measure {
                 Measure::LessCpu => ratio(at(whole).map(|at| at.cpu), at(guided).map(|at| at.cpu)),
                 Measure::Sooner => ratio(at(whole).map(|at| at.seconds), at(guided).map(|at| at.seconds)),
-                Measure::Net => Some(guided.net() / self.reachable_net()),
+                Measure::Net => Some(guided.net() / guided.reachable_net()),
                 Measure::HugeKept => guided.huge_kept(),
                 Measure::HugeKeptByWhole => whole.huge_kept(),
             })
@@ -282,7 +273,8 @@ impl Comparison {
 
     fn explanation(&self) -> String {
         let of_all = self.reachable() / MIB;
-        let origin = if self.trials.iter().any(|trial| trial.truth.is_some()) { "known" } else { "most of any trial" };
+        let origin =
+            if self.workload.is_known() { "known" } else { "counted by a hash of every page before each trial" };
         let quotients: Vec<f64> = self
             .trials
             .iter()
@@ -309,7 +301,7 @@ impl Comparison {
              \"CPU s / GiB\" is all that `pagefold merge` took to its end, for the others what they took to 99 %. \
              The bound on CPU is the same for \"{}\" and \"{}\": pagefold takes its census on one thread (`--threads 1`) \
              before ksmd begins.",
-            self.reachable_net() / MIB,
+            Spread::of(self.trials.iter().map(Trial::reachable_net)).median / MIB,
             Policy::Whole.name(),
             Policy::Guided.name(),
         );
@@ -401,7 +393,7 @@ mod tests {
     use super::*;
     use crate::merge::readings::Exact;
     use crate::merge::trial::Trial;
-    use crate::merge::workloads::Truth;
+    use crate::merge::truth::Truth;
 
     /// A trial in which `pages` are saved evenly over `seconds`, after `idle` of them without any; looked at for `seen`.
     fn trial(policy: Policy, idle: f64, seconds: f64, seen: f64, pages: f64) -> Trial {
@@ -420,7 +412,7 @@ mod tests {
         let page = pagefold_sys::mapping::page_size() as f64;
         let exact = (saved(seen) * page) as i64;
         let (before, after) = (Exact::default(), Exact { rmap_items: 2000, ..Exact::default() });
-        let truth = Some(Truth { redundant: 1000, merged: 2000 });
+        let truth = Truth { redundant: 1000, merged: 2000 };
         Trial {
             policy,
             round: 1,

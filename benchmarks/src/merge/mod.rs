@@ -16,6 +16,7 @@ mod readings;
 mod reports;
 mod stops;
 mod trial;
+mod truth;
 mod workloads;
 
 pub use holder::hold;

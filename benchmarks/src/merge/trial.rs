@@ -4,7 +4,8 @@ use super::policies::{Pagefold, Policy, Steps, pause};
 use super::probe::Probe;
 use super::readings::{Counters, Exact, Sample, cpu_seconds, ksmd, resident};
 use super::reports::Report;
-use super::workloads::{Gauge, Truth, Workload};
+use super::truth::Truth;
+use super::workloads::{Gauge, Workload};
 use anyhow::{Context, Result, anyhow, ensure};
 use pagefold_labs::ksm::Ksm;
 use pagefold_model::policy::Observation;
@@ -62,7 +63,7 @@ pub struct Trial {
     /// Bytes saved, by the counters at the same moment.
     pub counted: i64,
     /// What is known.
-    pub truth: Option<Truth>,
+    pub truth: Truth,
     /// Before.
     pub before: Exact,
     /// After.
@@ -75,6 +76,12 @@ impl Trial {
     /// Bytes saved less ksmd's metadata.
     pub fn net(&self) -> f64 {
         (self.exact - (self.after.rmap_items - self.before.rmap_items) * 64) as f64
+    }
+
+    /// What is reachable of that: all that can be saved less the least metadata.
+    pub fn reachable_net(&self) -> f64 {
+        let page = pagefold_sys::mapping::page_size() as f64;
+        self.truth.redundant as f64 * page - self.truth.merged as f64 * 64.0
     }
 
     /// The last look.
@@ -210,7 +217,7 @@ const QUIET: i64 = 10;
 
 /// Whether merging that goes on by itself has come to its end.
 struct Progress {
-    truth: Option<Truth>,
+    truth: Truth,
     /// Pages saved when last there was progress.
     most: i64,
     /// Full scans then.
@@ -218,13 +225,13 @@ struct Progress {
 }
 
 impl Progress {
-    fn new(truth: Option<Truth>) -> Self {
+    fn new(truth: Truth) -> Self {
         Self { truth, most: 0, scans: 0 }
     }
 
     /// What can be saved is, or nothing has come in [`QUIET`] full scans.
     fn is_over(&mut self, sample: &Sample) -> bool {
-        if self.truth.is_some_and(|truth| sample.saved as f64 >= 0.998 * truth.redundant as f64) {
+        if sample.saved as f64 >= 0.998 * self.truth.redundant as f64 {
             return true;
         }
         // Less than a hundredth more is not progress: a guest that runs always has something.
@@ -369,15 +376,15 @@ mod tests {
 
     #[test]
     fn it_is_over_when_nearly_all_that_is_known_is_saved() {
-        let mut progress = Progress::new(Some(Truth { redundant: 1000, merged: 1500 }));
+        let mut progress = Progress::new(Truth { redundant: 1000, merged: 1500 });
         assert_eq!(over(&mut progress, &[(0, 500), (2, 997), (2, 998)]), [false, false, true]);
     }
 
     #[test]
     fn it_is_over_so_many_full_scans_after_the_last_progress() {
-        let mut progress = Progress::new(None);
+        let mut progress = Progress::new(Truth { redundant: 1_000_000, merged: 2_000_000 });
         assert_eq!(over(&mut progress, &[(1, 0), (QUIET - 1, 0), (QUIET, 0)]), [false, false, true]);
-        let mut progress = Progress::new(None);
+        let mut progress = Progress::new(Truth { redundant: 1_000_000, merged: 2_000_000 });
         // The second of these is a hundredth more and no progress.
         let looks = [(5, 1000), (6, 1010), (QUIET + 4, 1010), (QUIET + 5, 1010)];
         assert_eq!(over(&mut progress, &looks), [false, false, false, true]);

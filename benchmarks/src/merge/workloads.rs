@@ -2,6 +2,7 @@
 
 use super::holder::{Holder, held};
 use super::readings::is_enrolled;
+use super::truth::{self, Truth};
 use anyhow::{Context, Result, ensure};
 use pagefold_labs::assets::Assets;
 use pagefold_labs::lines::{Guest, Region};
@@ -74,17 +75,8 @@ pub struct Running {
     /// The processes whose memory is merged.
     pub pids: Vec<u32>,
     question: Option<&'static str>,
-    /// What can be saved, where that is known.
-    pub truth: Option<Truth>,
-}
-
-/// What can be saved.
-#[derive(Clone, Copy, Debug)]
-pub struct Truth {
-    /// Pages that are redundant: copies beyond the first.
-    pub redundant: u64,
-    /// Pages that are merged then, the first copies among them: each costs metadata.
-    pub merged: u64,
+    /// What can be saved: known where the memory is, and counted where it is a program's.
+    pub truth: Truth,
 }
 
 impl Workload {
@@ -129,6 +121,11 @@ impl Workload {
         }]
     }
 
+    /// Whether what can be saved is known, because it was laid out; otherwise it is counted.
+    pub fn is_known(&self) -> bool {
+        matches!(self.kind, Kind::Mixture { .. })
+    }
+
     /// Where savings are looked up. Guests have huge pages with zeros in them, which are saved by a split alone.
     pub fn gauge(&self) -> Gauge {
         match self.kind {
@@ -162,7 +159,7 @@ impl Workload {
                 let (each, processes) = (mixture.duplicate_pages(), u64::from(processes));
                 let truth = Truth { redundant: each * (processes - 1), merged: each * processes };
                 let pids = holders.iter().map(Holder::pid).collect::<Vec<_>>();
-                (holders, pids, Some("checksum"), Some(truth))
+                (holders, pids, Some("checksum"), truth)
             }
             Kind::Fleet { guests, mib } => {
                 Assets::find(&Assets::directory())?;
@@ -172,9 +169,10 @@ impl Workload {
                 command.stderr(Stdio::null());
                 let mut holder = Holder::start(command)?;
                 let guests = holder.ready()?;
-                let pids =
-                    guests.iter().map(|line| Ok(serde_json::from_str::<Guest>(line)?.pid)).collect::<Result<_>>()?;
-                (vec![holder], pids, None, None)
+                let pids = guests.iter().map(|line| Ok(serde_json::from_str::<Guest>(line)?.pid));
+                let pids = pids.collect::<Result<Vec<_>>>()?;
+                let truth = truth::count(&pids)?;
+                (vec![holder], pids, None, truth)
             }
             Kind::Databases { processes, rows } => {
                 let database = database(rows)?;
@@ -192,8 +190,9 @@ impl Workload {
                 for holder in &mut holders {
                     holder.ready()?;
                 }
-                let pids = holders.iter().map(Holder::pid).collect();
-                (holders, pids, Some(CHECK), None)
+                let pids = holders.iter().map(Holder::pid).collect::<Vec<_>>();
+                let truth = truth::count(&pids)?;
+                (holders, pids, Some(CHECK), truth)
             }
         };
         if enrolled && !matches!(self.kind, Kind::Fleet { .. }) {

@@ -8,7 +8,7 @@
 //! what the first one noted can be ripe. The pause after any other is a multiple of the CPU time that the round took, so
 //! that watching memory that does not change costs next to nothing, and no shorter than it takes to ripen.
 
-use crate::merge::{self, carry_out};
+use crate::merge::{self, Planned, carry_out};
 use crate::prepare::{Prepared, Request, prepare};
 use crate::session::{self, Session};
 use crate::trial::Trial;
@@ -122,7 +122,8 @@ impl<'h> Follow<'h, '_> {
             Err(error) => return Err(error.into()),
         };
         let progress = merge::Progress::default();
-        let mut outcome = carry_out(session, plan, &probes, &self.how, trial, started, &progress, stop)?;
+        let planned = Planned { plan, probes, started };
+        let mut outcome = carry_out(session, planned, &self.how, trial, &progress, stop)?;
         // Also of what a killed run had left.
         outcome.remains.extend(left.iter().map(ToString::to_string));
         Ok(Some(outcome))

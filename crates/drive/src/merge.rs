@@ -101,20 +101,29 @@ impl Progress {
     }
 }
 
-/// Carry out a plan, and put back what was changed for it alone. `started` is when the command began. What does not stay
-/// merged is withdrawn by the `trial`, which is a new one unless something was merged before and is to be watched too.
+/// What is to be carried out.
+pub struct Planned {
+    /// The plan.
+    pub plan: Plan,
+    /// By what one can tell afterwards why it came out differently.
+    pub probes: Probes,
+    /// When the command began.
+    pub started: Instant,
+}
+
+/// Carry out a plan, and put back what was changed for it alone. What does not stay merged is withdrawn by the `trial`,
+/// which is a new one unless something was merged before and is to be watched too.
 ///
 /// Targets that end meanwhile, or refuse, are told in the outcome and do not stop the others.
 pub fn carry_out<'h>(
     mut session: Session<'h>,
-    plan: Plan,
-    probes: &Probes,
+    planned: Planned,
     options: &Options,
     trial: &mut Trial<'h>,
-    started: Instant,
     progress: &Progress,
     stop: &AtomicBool,
 ) -> Result<Outcome, session::Error> {
+    let Planned { plan, probes, started } = planned;
     let host = session.host();
     let unknown = session::Error::Unknown;
     let available = observe::memory(host).and_then(|memory| memory.available);

@@ -109,8 +109,9 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     if let Some(session) = session.filter(|_| !plan.targets.is_empty()) {
         let how =
             merge::Options { share: options.cpu, deadline: options.deadline, watch: options.watch, keep: options.keep };
+        let planned = merge::Planned { plan, probes, started };
         let outcome = progress::show_merge(page_size, &stop, |progress| {
-            merge::carry_out(session, plan, &probes, &how, &mut Trial::new(&*host), started, progress, &stop)
+            merge::carry_out(session, planned, &how, &mut Trial::new(&*host), progress, &stop)
         })?;
         report = report.with_outcome(&outcome, page_size);
         met = outcome.met(page_size);

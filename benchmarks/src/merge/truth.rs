@@ -1,0 +1,119 @@
+//! What can be saved, counted without any of Pagefold's code: every private anonymous page that is there, by a
+//! cryptographic hash of its bytes.
+
+use anyhow::{Context, Result};
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+
+/// What can be saved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Truth {
+    /// Pages that are redundant: copies beyond the first, and all pages of zeros.
+    pub redundant: u64,
+    /// Pages that are mapped to shared frames then, the first copies among them: each costs metadata.
+    pub merged: u64,
+}
+
+/// Mappings of a frame at most (`max_page_sharing`, 256 by default).
+const SHARING: u64 = 256;
+
+/// Pages that are read at once.
+const BATCH: usize = 512;
+
+/// Count the memory of processes.
+///
+/// # Errors
+/// If a process ends meanwhile, or cannot be read.
+pub fn count(pids: &[u32]) -> Result<Truth> {
+    let mut copies: HashMap<[u8; 32], u64> = HashMap::new();
+    for &pid in pids {
+        let open = |name: &str| File::open(format!("/proc/{pid}/{name}")).with_context(|| format!("{name} of {pid}"));
+        let (memory, pagemap) = (open("mem")?, open("pagemap")?);
+        for line in fs::read_to_string(format!("/proc/{pid}/maps"))?.lines() {
+            if let Some((start, end)) = private_anonymous(line) {
+                region(&memory, &pagemap, start, end, &mut copies)
+                    .with_context(|| format!("memory of process {pid} at {start:x}"))?;
+            }
+        }
+    }
+    let zero = blake3::hash(&vec![0; pagefold_sys::mapping::page_size()]);
+    let zeros = copies.remove(zero.as_bytes()).unwrap_or(0);
+    Ok(tally(zeros, copies.into_values()))
+}
+
+fn tally(zeros: u64, copies: impl Iterator<Item = u64>) -> Truth {
+    copies.filter(|&copies| copies > 1).fold(Truth { redundant: zeros, merged: 0 }, |sum, copies| Truth {
+        redundant: sum.redundant + copies - copies.div_ceil(SHARING),
+        merged: sum.merged + copies,
+    })
+}
+
+/// The region of a line of `maps`, if it is private and of no file. What the kernel makes itself is left out.
+fn private_anonymous(line: &str) -> Option<(u64, u64)> {
+    let mut words = line.split_ascii_whitespace();
+    let (start, end) = words.next()?.split_once('-')?;
+    let private = words.next()?.ends_with('p');
+    let anonymous = words.nth(2)? == "0";
+    let made_by_kernel = words.next().is_some_and(|name| name.starts_with("[v"));
+    let address = |text| u64::from_str_radix(text, 16).ok();
+    (private && anonymous && !made_by_kernel).then_some((address(start)?, address(end)?))
+}
+
+/// Hash the pages of a region that are there: neither swapped out nor of a file (pagemap(5), bits 63 and 61).
+fn region(memory: &File, pagemap: &File, start: u64, end: u64, copies: &mut HashMap<[u8; 32], u64>) -> Result<()> {
+    let page = pagefold_sys::mapping::page_size();
+    let mut bytes = vec![0; BATCH * page];
+    let mut entries = vec![0; BATCH * 8];
+    for at in (start..end).step_by(bytes.len()) {
+        let pages = ((end - at) as usize / page).min(BATCH);
+        pagemap.read_exact_at(&mut entries[..pages * 8], at / page as u64 * 8)?;
+        let is_there = |entry: &[u8; 8]| u64::from_ne_bytes(*entry) >> 61 & 0b101 == 0b100;
+        let there: Vec<bool> = entries[..pages * 8].as_chunks::<8>().0.iter().map(is_there).collect();
+        let mut next = 0;
+        while let Some(first) = (next..pages).find(|&page| there[page]) {
+            let run = there[first..].iter().take_while(|&&there| there).count();
+            let bytes = &mut bytes[..run * page];
+            memory.read_exact_at(bytes, at + (first * page) as u64)?;
+            for content in bytes.chunks_exact(page) {
+                *copies.entry(*blake3::hash(content).as_bytes()).or_default() += 1;
+            }
+            next = first + run;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_labs::client::Lab;
+
+    #[test]
+    fn copies_beyond_the_first_are_redundant_and_so_are_zeros() {
+        assert_eq!(tally(7, [1, 2, 5].into_iter()), Truth { redundant: 7 + 1 + 4, merged: 7 });
+        assert_eq!(tally(0, [257].into_iter()), Truth { redundant: 255, merged: 257 });
+    }
+
+    #[test]
+    fn only_private_anonymous_regions_are_counted() {
+        let check = |line, expected| assert_eq!(private_anonymous(line), expected, "{line}");
+        check("1000-3000 rw-p 00000000 00:00 0 ", Some((0x1000, 0x3000)));
+        check("1000-3000 rw-p 00000000 00:00 0                          [heap]", Some((0x1000, 0x3000)));
+        check("1000-3000 rw-s 00000000 00:01 7 /dev/zero", None);
+        check("1000-3000 r-xp 00000000 08:01 9 /bin/true", None);
+        check("1000-3000 r-xp 00000000 00:00 0 [vdso]", None);
+    }
+
+    #[test]
+    fn what_is_laid_out_is_counted() {
+        let specs = ["shared-content=t:500", "zero=300", "within=200,copies=4", "unique=100", "file=50"];
+        let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
+        let truth = count(&labs.each_ref().map(|lab| lab.pid())).unwrap();
+        // In each process 50 contents four times.
+        let (redundant, merged) = (500 + 2 * 300 + 2 * 150, 2 * 500 + 2 * 200);
+        // The labs' own pages come on top.
+        assert!((redundant..redundant + 400).contains(&truth.redundant), "{truth:?}");
+        assert!((merged..merged + 400).contains(&truth.merged), "{truth:?}");
+    }
+}
