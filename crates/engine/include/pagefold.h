@@ -47,14 +47,43 @@ typedef struct pagefold_merged {
 	uint64_t nanoseconds; /* of the program's time */
 } pagefold_merged;
 
-/* How a member and its domain stand. */
+/* How a member stands, and what its domain's store takes. */
 typedef struct pagefold_standing {
 	uint64_t pages;    /* of this member's memory, resident or not */
 	uint64_t merged;   /* of them, those that map the store and were not written since */
+	uint64_t zeros;    /* of them, zeros that were given back and not written since */
+	uint64_t hot;      /* of them, those that are left alone now because they were written too soon */
 	uint64_t store;    /* bytes that the domain's store takes, of all members together */
 	uint64_t mappings; /* that this process has */
+	uint64_t notes;    /* bytes in which the pages of this member are remembered */
+	uint64_t merges;   /* so far, those that there was no time for among them */
+	uint64_t elapsed;  /* nanoseconds since this process joined */
+	uint64_t spent;    /* of them, taken from the program: held against max_slowdown of elapsed - spent */
 	pagefold_merged so_far;
 } pagefold_standing;
+
+/* How a region of a member stands, in pages. */
+typedef struct pagefold_region {
+	void *memory;
+	size_t bytes;
+	uint64_t merged; /* map the store and were not written since */
+	uint64_t zeros;  /* zeros that were given back and not written since */
+	uint64_t hot;    /* left alone now because they were written too soon */
+	int64_t saved;   /* bytes, gross, by the mean of the domain */
+} pagefold_region;
+
+/* How a domain stands: all its members, as each of them has told last. */
+typedef struct pagefold_domain {
+	uint64_t members;
+	uint64_t pages;    /* of their memory, resident or not */
+	uint64_t merged;   /* of them, those that map the store */
+	uint64_t zeros;    /* of them, zeros that were given back */
+	uint64_t hot;      /* of them, those that are left alone now */
+	uint64_t stored;   /* contents in the store, a page each */
+	int64_t saved;     /* bytes, gross: (merged + zeros - stored) pages */
+	uint64_t index;    /* bytes of the index */
+	uint64_t overhead; /* bytes of all that the engine keeps beside the store, the index among it */
+} pagefold_domain;
 
 enum pagefold_advice {
 	PAGEFOLD_MERGEABLE,   /* it may be merged: the default */
@@ -91,8 +120,17 @@ int pagefold_clear(pagefold_engine *engine, void *memory, size_t bytes);
  */
 int pagefold_merge(pagefold_engine *engine, pagefold_merged *merged);
 
-/* How this member and its domain stand. */
+/* How this member stands, and what its domain's store takes. */
 int pagefold_standing_of(pagefold_engine *engine, pagefold_standing *standing);
+
+/*
+ * How each region of this member stands, by address. *count says for how many there is room, and then how many there are;
+ * regions may be NULL to ask for that.
+ */
+int pagefold_regions_of(pagefold_engine *engine, pagefold_region *regions, size_t *count);
+
+/* How the domain stands. */
+int pagefold_domain_of(pagefold_engine *engine, pagefold_domain *domain);
 
 /* Why the last call of this thread failed. Valid until its next one. */
 const char *pagefold_error(void);

@@ -1,8 +1,9 @@
 //! The C interface, `include/pagefold.h`: each function checks its pointers, calls the engine, and keeps the reason of
 //! a failure for `pagefold_error`. No panic crosses into C.
 
-use crate::{Advice, Engine, Merged, Options, Standing, memory};
+use crate::{Advice, Engine, Merged, Options, RegionStanding, Standing, memory};
 use pagefold_model::AddressRange;
+use pagefold_model::engine::Domain;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_double, c_int, c_uint, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -39,9 +40,40 @@ pub struct pagefold_merged {
 pub struct pagefold_standing {
     pages: u64,
     merged: u64,
+    zeros: u64,
+    hot: u64,
     store: u64,
     mappings: u64,
+    notes: u64,
+    merges: u64,
+    elapsed: u64,
+    spent: u64,
     so_far: pagefold_merged,
+}
+
+/// `pagefold_region`.
+#[repr(C)]
+pub struct pagefold_region {
+    memory: *mut c_void,
+    bytes: usize,
+    merged: u64,
+    zeros: u64,
+    hot: u64,
+    saved: i64,
+}
+
+/// `pagefold_domain`.
+#[repr(C)]
+pub struct pagefold_domain {
+    members: u64,
+    pages: u64,
+    merged: u64,
+    zeros: u64,
+    hot: u64,
+    stored: u64,
+    saved: i64,
+    index: u64,
+    overhead: u64,
 }
 
 impl From<Merged> for pagefold_merged {
@@ -67,9 +99,45 @@ impl From<Standing> for pagefold_standing {
         Self {
             pages: standing.pages.0,
             merged: standing.merged.0,
+            zeros: standing.zeros.0,
+            hot: standing.hot.0,
             store: standing.store.0,
             mappings: standing.mappings,
+            notes: standing.notes.0,
+            merges: standing.merges,
+            elapsed: standing.spending.elapsed.as_nanos() as u64,
+            spent: standing.spending.spent.as_nanos() as u64,
             so_far: standing.so_far.into(),
+        }
+    }
+}
+
+impl From<RegionStanding> for pagefold_region {
+    fn from(region: RegionStanding) -> Self {
+        Self {
+            memory: ptr::with_exposed_provenance_mut(region.range.start as usize),
+            bytes: region.range.bytes().0 as usize,
+            merged: region.tally.merged.0,
+            zeros: region.tally.zeros.0,
+            hot: region.tally.hot.0,
+            saved: region.saved.0,
+        }
+    }
+}
+
+impl From<Domain> for pagefold_domain {
+    fn from(domain: Domain) -> Self {
+        let sum = domain.tally();
+        Self {
+            members: domain.members.len() as u64,
+            pages: sum.pages.0,
+            merged: sum.merged.0,
+            zeros: sum.zeros.0,
+            hot: sum.hot.0,
+            stored: domain.stored.0,
+            saved: domain.saved_by_all().0,
+            index: domain.index.0,
+            overhead: domain.overhead().0,
         }
     }
 }
@@ -296,6 +364,57 @@ pub unsafe extern "C" fn pagefold_standing_of(engine: *mut Engine, standing: *mu
         unsafe { standing.write(found.into()) };
     }
     status(found.map(|_| ()))
+}
+
+/// See `pagefold.h`.
+///
+/// # Safety
+/// As for `pagefold_allocate`; `count` is to be read and written, and so many `regions` to be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagefold_regions_of(
+    engine: *mut Engine,
+    regions: *mut pagefold_region,
+    count: *mut usize,
+) -> c_int {
+    if count.is_null() {
+        keep("count is NULL");
+        return -1;
+    }
+    // SAFETY: the caller's promise.
+    let found = unsafe { call(engine, Engine::regions) };
+    let Some(found) = found else { return -1 };
+    let all = found.len();
+    // SAFETY: not null, so to be read, by the caller's promise.
+    let room = if regions.is_null() { 0 } else { unsafe { count.read() } };
+    for (at, region) in found.into_iter().take(room).enumerate() {
+        // SAFETY: there is room for more than `at` of them, by the caller's promise.
+        let place = unsafe { regions.add(at) };
+        // SAFETY: it is to be written, by the caller's promise.
+        unsafe { place.write(region.into()) };
+    }
+    // SAFETY: not null, so to be written, by the caller's promise.
+    unsafe { count.write(all) };
+    0
+}
+
+/// See `pagefold.h`.
+///
+/// # Safety
+/// As for `pagefold_allocate`; `domain` is to be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagefold_domain_of(engine: *mut Engine, domain: *mut pagefold_domain) -> c_int {
+    if domain.is_null() {
+        keep("domain is NULL");
+        return -1;
+    }
+    // SAFETY: the caller's promise.
+    let found = unsafe { call(engine, Engine::domain) };
+    let told = found.is_some();
+    if let Some(found) = found {
+        // SAFETY: not null, so to be written, by the caller's promise.
+        unsafe { domain.write(found.into()) };
+    }
+    status(told.then_some(()))
 }
 
 /// See `pagefold.h`.

@@ -34,13 +34,18 @@ pub fn root() -> PathBuf {
     std::env::var_os(VARIABLE).filter(|path| !path.is_empty()).map_or_else(own, PathBuf::from)
 }
 
+/// Whether a name is one for a domain.
+pub fn is_name(name: &str) -> bool {
+    let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    (1..=64).contains(&name.len()) && !name.starts_with('.') && name.bytes().all(letter)
+}
+
 /// The directory of a domain under a root, made if it is not there.
 ///
 /// # Errors
 /// If the name is none, or anybody else could change what is in it, or those of mkdir(2).
 pub fn of_domain(root: &Path, name: &str) -> Result<PathBuf, Error> {
-    let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-    if !(1..=64).contains(&name.len()) || name.starts_with('.') || !name.bytes().all(letter) {
+    if !is_name(name) {
         return Err(Error::Name(name.to_owned()));
     }
     let path = root.join(name);

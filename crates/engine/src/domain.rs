@@ -8,6 +8,7 @@
 //! | `slots` | one bit for each slot of the store that is taken | under the lock |
 //! | `index-N` | contents ([`crate::index`]); N is the generation | by atomic operations |
 //! | `member-*` | slots that a member refers to ([`crate::references`]) | by its member |
+//! | `status-*` | what a member tells of itself ([`crate::record`]) | by its member |
 //!
 //! # Why no content goes away under anybody
 //! A member that wants to map a slot first adds it to its references, then checks that the index is still the one that
@@ -19,6 +20,7 @@
 use crate::directory;
 use crate::index::Index;
 use crate::lock::Lock;
+use crate::record::{self, Record};
 use crate::references::{Everybody, References};
 use crate::store::{Slots, Store};
 use crate::words::Words;
@@ -32,7 +34,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
 /// "pagefold", and the version of the layout in the lowest byte.
-const MAGIC: u64 = u64::from_be_bytes(*b"pagefol\x01");
+pub const MAGIC: u64 = u64::from_be_bytes(*b"pagefol\x01");
 
 /// `TMPFS_MAGIC` (include/uapi/linux/magic.h).
 const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
@@ -45,7 +47,8 @@ const FULL: usize = 5;
 
 /// Numbers in the file `domain`.
 #[derive(Clone, Copy, Debug)]
-enum Header {
+pub enum Header {
+    /// [`MAGIC`].
     Magic,
     /// Which index is the present one.
     Generation,
@@ -61,6 +64,7 @@ enum Header {
     Slots,
     /// The device and inode of the store.
     StoreDevice,
+    /// See `StoreDevice`.
     StoreInode,
 }
 
@@ -78,6 +82,8 @@ pub struct Domain {
     generation: u64,
     /// What this process refers to.
     pub references: References,
+    /// What this process tells of itself.
+    pub record: Record,
 }
 
 impl Domain {
@@ -118,6 +124,7 @@ impl Domain {
         let mut everybody = Everybody::find(path)?;
         set(Header::Members, number(Header::Members).saturating_sub(everybody.gone() as u64));
         everybody.bury();
+        record::sweep(path);
         let identity = (number(Header::StoreDevice), number(Header::StoreInode));
         let slots = Slots::map(&directory::open(&path.join("slots"), true)?, count)?;
         let mut found = None;
@@ -154,7 +161,8 @@ impl Domain {
         let index = present(path, generation)?;
         let references = References::new(path, count, store.identity().1, store.descriptor())?;
         set(Header::Members, number(Header::Members) + 1);
-        let domain = Self { path: path.to_owned(), page, header, store, slots, index, generation, references };
+        let record = Record::new(path)?;
+        let domain = Self { path: path.to_owned(), page, header, store, slots, index, generation, references, record };
         Ok((domain, Hasher::with_key(&key)))
     }
 
@@ -292,6 +300,7 @@ impl Domain {
         }
         self.set(Header::Members, everybody.count() as u64);
         everybody.bury();
+        record::sweep(&self.path);
         let before = everybody.all(store)?;
         let mut condemned = Vec::new();
         for number in self.index.entries() {

@@ -64,7 +64,9 @@ mod index;
 mod layout;
 mod lock;
 mod memory;
+pub mod observe;
 mod pass;
+mod record;
 mod references;
 mod statistics;
 mod store;
@@ -72,12 +74,13 @@ mod words;
 
 pub use background::Background;
 pub use directory::VARIABLE;
-pub use statistics::{Merged, Standing};
+pub use statistics::{Merged, RegionStanding, Standing};
 
 use crate::domain::Domain;
 use crate::pass::{Region as Adopted, Stillness};
 use pagefold_model::allowance::Allowance;
-use pagefold_model::{AddressRange, Bytes, Pages};
+use pagefold_model::engine::{self, Member, RegionTally, Spending, Tally};
+use pagefold_model::{AddressRange, Bytes};
 use pagefold_sys::fingerprint::Hasher;
 use pagefold_sys::userfault::UserFault;
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -125,6 +128,9 @@ pub enum Error {
     /// There is no memory.
     #[error("no memory for a region of {0}")]
     Memory(Bytes, #[source] io::Error),
+    /// The domain cannot be looked at.
+    #[error(transparent)]
+    Unobserved(#[from] observe::Error),
 }
 
 /// How a member behaves.
@@ -179,6 +185,9 @@ struct State {
     allowance: Allowance,
     started: Instant,
     so_far: Merged,
+    /// How many merges there were, and when the last one ended, since the host was booted.
+    merges: u64,
+    last_merge: Option<Duration>,
     /// Where the last merge that was cut short had come to.
     cursor: u64,
     /// How long the last merge took to find out what there is.
@@ -230,6 +239,7 @@ impl Engine {
             let bytes = (bytes as u64).next_multiple_of(state.domain.page());
             let range = memory::reserve(bytes).map_err(|source| Error::Memory(Bytes(bytes), source))?;
             state.regions.push(Adopted::new(range, state.domain.page()));
+            state.tell(&self.options);
             Ok(Region { engine: self, range })
         })?
     }
@@ -253,13 +263,17 @@ impl Engine {
                 return refused("overlaps what is adopted already");
             }
             state.regions.push(Adopted::new(range, page));
+            state.tell(&self.options);
             Ok(())
         })?
     }
 
     /// Leave memory that was adopted alone from now on. What of it is merged stays so until it is written.
     pub fn forsake(&self, range: AddressRange) -> Result<(), Error> {
-        self.with(|state| state.regions.retain(|region| region.range() != range))
+        self.with(|state| {
+            state.regions.retain(|region| region.range() != range);
+            state.tell(&self.options);
+        })
     }
 
     /// Say what a range of regions is to be taken for.
@@ -328,15 +342,43 @@ impl Engine {
         })?
     }
 
-    /// How this member and its domain stand.
+    /// How this member stands, and what the domain's store takes.
     ///
     /// # Errors
     /// [`Error::Domain`].
     pub fn standing(&self) -> Result<Standing, Error> {
         self.with(|state| {
-            let standing = state.standing();
+            let standing = state.standing(&self.options);
             standing.map_err(|source| Error::Domain { name: self.name.clone(), source })
         })?
+    }
+
+    /// How each region of this member stands, by address, and what it saves by the mean of the domain
+    /// ([`pagefold_model::engine`]).
+    ///
+    /// # Errors
+    /// [`Error::Domain`], [`Error::Unobserved`].
+    pub fn regions(&self) -> Result<Vec<RegionStanding>, Error> {
+        // Told anew by this, so that the domain's mean is of the same moment.
+        self.standing()?;
+        let domain = self.domain()?;
+        let standing = |region: &Adopted| {
+            let RegionTally { range, tally } = region.told();
+            RegionStanding { range, tally, saved: domain.saved(&tally) }
+        };
+        let mut regions: Vec<RegionStanding> = self.with(|state| state.regions.iter().map(standing).collect())?;
+        regions.sort_by_key(|region| region.range);
+        Ok(regions)
+    }
+
+    /// How the domain stands: all members, as each of them has told last, which it does when it merges, when its
+    /// regions change, and when it is asked how it stands.
+    ///
+    /// # Errors
+    /// [`Error::Unobserved`].
+    pub fn domain(&self) -> Result<engine::Domain, Error> {
+        let root = self.directory.parent().unwrap_or(&self.directory).to_owned();
+        Ok(observe::domain(&observe::Root { path: root, owner: rustix::process::geteuid().as_raw() }, &self.name)?)
     }
 
     /// Do something with the state, as a member: a child that was forked joins first.
@@ -388,7 +430,7 @@ impl State {
     fn join(directory: &std::path::Path, options: &Options) -> io::Result<Self> {
         let page = rustix::param::page_size() as u64;
         let (domain, hasher) = Domain::join(directory, page)?;
-        Ok(Self {
+        let state = Self {
             process: std::process::id(),
             domain,
             hasher,
@@ -397,10 +439,14 @@ impl State {
             allowance: Allowance::new(options.max_slowdown),
             started: Instant::now(),
             so_far: Merged::default(),
+            merges: 0,
+            last_merge: None,
             cursor: 0,
             surveying: Duration::ZERO,
             sighted: 0,
-        })
+        };
+        state.tell(options);
+        Ok(state)
     }
 
     /// Become a member once more: in a child that was forked, or when the program has closed the store, or all members
@@ -420,17 +466,52 @@ impl State {
         Ok(())
     }
 
-    fn standing(&self) -> io::Result<Standing> {
-        let page = self.domain.page();
-        let pages = self.regions.iter().map(|region| region.range().bytes().0 / page).sum();
-        let (merged, mappings) = pass::merged_now(&self.domain, &self.regions)?;
+    fn standing(&mut self, options: &Options) -> io::Result<Standing> {
+        let mappings = pass::tally_now(&self.domain, &mut self.regions, self.started.elapsed())?;
+        self.tell(options);
+        let Tally { pages, merged, zeros, hot } = self.tally();
         Ok(Standing {
-            pages: Pages(pages),
+            pages,
             merged,
+            zeros,
+            hot,
             store: Bytes(self.domain.store.bytes()?),
             mappings,
+            notes: self.notes(),
+            merges: self.merges,
+            spending: self.spending(options),
             so_far: self.so_far,
         })
+    }
+
+    fn tally(&self) -> Tally {
+        let mut sum = Tally::default();
+        self.regions.iter().for_each(|region| sum += region.told().tally);
+        sum
+    }
+
+    fn notes(&self) -> Bytes {
+        self.regions.iter().map(Adopted::notes).sum()
+    }
+
+    fn spending(&self, options: &Options) -> Spending {
+        Spending { elapsed: self.started.elapsed(), spent: self.allowance.spent(), bound: options.max_slowdown }
+    }
+
+    /// Tell others how this member stands.
+    fn tell(&self, options: &Options) {
+        self.domain.record.tell(&Member {
+            process: self.domain.record.process(),
+            told: record::now(),
+            last_merge: self.last_merge,
+            merges: self.merges,
+            time: self.so_far.time,
+            spending: self.spending(options),
+            notes: self.notes(),
+            tally: self.tally(),
+            region_count: self.regions.len() as u64,
+            regions: self.regions.iter().map(Adopted::told).collect(),
+        });
     }
 }
 

@@ -18,12 +18,13 @@ use crate::index::Tag;
 use crate::layout::{self, Kind};
 use crate::memory::{self, Incoming};
 use crate::statistics::Merged;
-use crate::{Advice, Options, State};
+use crate::{Advice, Options, State, record};
+use pagefold_model::engine::{RegionTally, Tally};
 use pagefold_model::hot::Note;
 use pagefold_model::lasting::{self, must_last};
 use pagefold_model::savings::Costs;
 use pagefold_model::segment::{Prices, Stretch, best_ranges_within};
-use pagefold_model::{AddressRange, PageSize, Pages};
+use pagefold_model::{AddressRange, Bytes, PageSize, Pages};
 use pagefold_sys::userfault::{Held, UserFault};
 use pagefold_sys::{fault, pagemap};
 use std::collections::{HashMap, HashSet};
@@ -59,13 +60,16 @@ pub struct Region {
     page: u64,
     notes: Vec<Note>,
     unmergeable: Vec<AddressRange>,
+    /// How it stood when that was found out last.
+    tally: Tally,
 }
 
 impl Region {
     /// Of whole pages.
     pub fn new(range: AddressRange, page: u64) -> Self {
-        let pages = (range.bytes().0 / page) as usize;
-        Self { range, page, notes: vec![Note::default(); pages], unmergeable: Vec::new() }
+        let pages = range.bytes().0 / page;
+        let tally = Tally { pages: Pages(pages), ..Tally::default() };
+        Self { range, page, notes: vec![Note::default(); pages as usize], unmergeable: Vec::new(), tally }
     }
 
     /// Where it is.
@@ -91,8 +95,55 @@ impl Region {
         }
     }
 
+    /// How it stood when that was found out last: by a merge, or when somebody asked.
+    pub fn told(&self) -> RegionTally {
+        RegionTally { range: self.range, tally: self.tally }
+    }
+
+    /// The memory in which its pages are remembered.
+    pub fn notes(&self) -> Bytes {
+        Bytes(size_of_val(&self.notes[..]) as u64)
+    }
+
     fn note(&mut self, address: u64) -> &mut Note {
-        &mut self.notes[((address - self.range.start) / self.page) as usize]
+        let at = self.at(address);
+        &mut self.notes[at]
+    }
+
+    fn at(&self, address: u64) -> usize {
+        ((address - self.range.start) / self.page) as usize
+    }
+
+    fn noted(&self, start: u64, end: u64) -> &[Note] {
+        &self.notes[self.at(start)..self.at(end)]
+    }
+
+    /// Begin to find out how it stands.
+    fn tally_anew(&mut self) {
+        self.tally = Tally { pages: self.tally.pages, ..Tally::default() };
+    }
+
+    /// Count a part of it, of which `found` is mapped.
+    fn tally(&mut self, part: AddressRange, kind: Kind, found: &[pagemap::MappedRange], now: Duration) {
+        let held = |notes: &[Note]| Pages(notes.iter().filter(|note| note.is_merged()).count() as u64);
+        let hot = |notes: &[Note]| Pages(notes.iter().filter(|note| !note.may_merge(now)).count() as u64);
+        // What the program has of its own there.
+        let own = || {
+            let own = found.iter().filter(|found| !found.file && !found.zero);
+            own.map(|found| (found, self.noted(found.start, found.end)))
+        };
+        let left_alone: Pages = own().map(|(_, notes)| hot(notes)).sum();
+        match kind {
+            Kind::Stored { .. } => {
+                let written: u64 = own().map(|(found, _)| found.end - found.start).sum();
+                self.tally.merged += Pages((part.bytes().0 - written) / self.page);
+            }
+            Kind::Ordinary => {
+                let written: Pages = own().map(|(_, notes)| held(notes)).sum();
+                self.tally.zeros += held(self.noted(part.start, part.end)) - written;
+            }
+        }
+        self.tally.hot += left_alone;
     }
 }
 
@@ -179,10 +230,12 @@ impl State {
         let (began, now) = (Instant::now(), self.started.elapsed());
         let room = self.allowance.room(now);
         let mut merged = Merged::default();
+        self.merges += 1;
         // Small merges that only find out what there is would use up what there is room for.
         if room.is_some_and(|room| room <= self.surveying * SURVEYS) {
             merged.cut_short = 1;
             self.so_far += merged;
+            self.tell(options);
             return Ok(merged);
         }
         if !self.domain.is_whole() {
@@ -194,6 +247,8 @@ impl State {
         merged.time = began.elapsed();
         self.allowance.spend(merged.time + Duration::from_secs_f64(lasting::BREAK * merged.broken.0 as f64));
         self.so_far += merged;
+        self.last_merge = Some(record::now());
+        self.tell(options);
         done.map(|()| merged)
     }
 
@@ -225,7 +280,7 @@ impl State {
             if give_back(range, stillness).is_ok_and(|done| done) {
                 merged.zeros += Pages(run.len() as u64);
                 split.extend(run.iter().filter(|found| found.huge).map(|found| huge_page(found.address, page)));
-                self.noted(range, |note| note.merged(now));
+                self.noted(range, |note| note.merged(now), |tally, pages| tally.zeros += pages);
             } else {
                 merged.failed += Pages(run.len() as u64);
             }
@@ -252,7 +307,7 @@ impl State {
                 merged.merged += pages;
                 merged.runs += 1;
                 mapped += pages.0;
-                self.noted(run.range(page), |note| note.merged(now));
+                self.noted(run.range(page), |note| note.merged(now), |tally, pages| tally.merged += pages);
             } else {
                 merged.failed += pages;
             }
@@ -273,13 +328,14 @@ impl State {
         let mut survey = Survey { mappings, stored, ..Survey::default() };
         self.regions.sort_by_key(|region| region.range.start);
         for region in &mut self.regions {
+            region.tally_anew();
             let first = parts.partition_point(|part| part.range.end <= region.range.start);
             for part in &parts[first..] {
-                let Some(range) = part.range.overlap(region.range) else { break };
-                survey.parts.push(range);
+                let Some(whole) = part.range.overlap(region.range) else { break };
+                survey.parts.push(whole);
                 let mut found = Vec::new();
-                pagemap::mapped(&pagemap, range.start..range.end, |mapped| found.push(mapped))?;
-                for mapped in found {
+                pagemap::mapped(&pagemap, whole.start..whole.end, |mapped| found.push(mapped))?;
+                for mapped in &found {
                     let range = AddressRange { start: mapped.start, end: mapped.end };
                     let addresses = (range.start..range.end).step_by(page as usize);
                     match part.kind {
@@ -319,6 +375,7 @@ impl State {
                         }
                     }
                 }
+                region.tally(whole, part.kind, &found, now);
             }
             let allowed = |&(range, huge): &(AddressRange, bool)| {
                 range.outside(&region.unmergeable).into_iter().map(move |range| (range, huge))
@@ -472,9 +529,10 @@ impl State {
         Ok(())
     }
 
-    fn noted(&mut self, range: AddressRange, mut note: impl FnMut(&mut Note)) {
+    fn noted(&mut self, range: AddressRange, mut note: impl FnMut(&mut Note), tally: impl Fn(&mut Tally, Pages)) {
         for region in &mut self.regions {
             let Some(range) = region.range.overlap(range) else { continue };
+            tally(&mut region.tally, Pages(range.bytes().0 / region.page));
             for address in (range.start..range.end).step_by(region.page as usize) {
                 note(region.note(address));
             }
@@ -645,25 +703,24 @@ pub fn slots_mapped(domain: &Domain) -> io::Result<impl Iterator<Item = u32>> {
     }))
 }
 
-/// Pages of regions that map the store and were not written since, and all mappings of this process.
+/// Find out how regions stand, and count all mappings of this process.
 ///
 /// # Errors
 /// Those of reading `/proc/self/maps` and `pagemap`.
-pub fn merged_now(domain: &Domain, regions: &[Region]) -> io::Result<(Pages, u64)> {
-    let page = domain.page();
-    let (parts, mappings) = layout::own(domain.store.identity(), page)?;
+pub fn tally_now(domain: &Domain, regions: &mut [Region], now: Duration) -> io::Result<u64> {
+    let (parts, mappings) = layout::own(domain.store.identity(), domain.page())?;
     let pagemap = File::open("/proc/self/pagemap")?;
-    let mut bytes = 0;
-    for part in parts.iter().filter(|part| part.kind != Kind::Ordinary) {
-        for range in regions.iter().filter_map(|region| part.range.overlap(region.range)) {
-            bytes += range.bytes().0;
-            let written = |mapped: &pagemap::MappedRange| !mapped.file;
-            pagemap::mapped(&pagemap, range.start..range.end, |mapped| {
-                bytes -= if written(&mapped) { mapped.end - mapped.start } else { 0 };
-            })?;
+    for region in regions {
+        region.tally_anew();
+        let first = parts.partition_point(|part| part.range.end <= region.range.start);
+        for part in &parts[first..] {
+            let Some(range) = part.range.overlap(region.range) else { break };
+            let mut found = Vec::new();
+            pagemap::mapped(&pagemap, range.start..range.end, |mapped| found.push(mapped))?;
+            region.tally(range, part.kind, &found, now);
         }
     }
-    Ok((Pages(bytes / page), mappings))
+    Ok(mappings)
 }
 
 /// `vm.max_map_count`.

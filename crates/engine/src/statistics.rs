@@ -1,6 +1,7 @@
 //! What merging came to.
 
-use pagefold_model::{Bytes, Pages};
+use pagefold_model::engine::{Spending, Tally};
+use pagefold_model::{AddressRange, Bytes, NetBytes, Pages};
 use std::ops::AddAssign;
 use std::time::Duration;
 
@@ -48,17 +49,38 @@ impl AddAssign for Merged {
     }
 }
 
-/// How a member and its domain stand.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// How a member stands, and what its domain's store takes.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Standing {
     /// Pages of this process's regions, resident or not.
     pub pages: Pages,
     /// Of them, those that map the store and were not written since.
     pub merged: Pages,
+    /// Pages of zeros that were given back and not written since: they take no memory.
+    pub zeros: Pages,
+    /// Pages that are left alone now, because they were written too soon after they were merged.
+    pub hot: Pages,
     /// Memory that the domain's store takes, of all members together.
     pub store: Bytes,
     /// The mappings that this process has.
     pub mappings: u64,
+    /// The memory in which this process remembers the pages of its regions.
+    pub notes: Bytes,
+    /// Merges of this process so far, those that there was no time for among them.
+    pub merges: u64,
+    /// The time that the engine takes from this program, against what it may.
+    pub spending: Spending,
     /// All merges of this process so far.
     pub so_far: Merged,
+}
+
+/// How a region stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RegionStanding {
+    /// Where it is.
+    pub range: AddressRange,
+    /// Its pages.
+    pub tally: Tally,
+    /// What merging saves in it, gross, by the mean of the domain.
+    pub saved: NetBytes,
 }

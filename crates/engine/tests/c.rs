@@ -68,6 +68,64 @@ fn what_is_wrong_is_told_in_c() {
     assert_eq!(wrong.status().expect("it runs").code(), Some(0), "the number of what was not told");
 }
 
+#[test]
+fn what_is_merged_is_told_in_c() {
+    let root = root();
+    let source = root.path().join("told.c");
+    std::fs::write(&source, TOLD).expect("a file");
+    let Some(mut told) = compiled(&root, &source) else { return };
+    assert_eq!(told.status().expect("it runs").code(), Some(0), "the number of what was told wrong");
+}
+
+const TOLD: &str = r#"#include <pagefold.h>
+#include <string.h>
+#define PAGE ((size_t)4096)
+int main(void)
+{
+	pagefold_options options = PAGEFOLD_OPTIONS_INIT;
+	options.max_slowdown = -1;
+	pagefold_engine *engine = pagefold_join("told", &options);
+	/* Sixty pages of ten contents, forty of zeros, and as many again that are never touched. */
+	char *memory = pagefold_allocate(engine, 200 * PAGE), *more = pagefold_allocate(engine, PAGE);
+	if (!memory || !more)
+		return 1;
+	for (size_t page = 0; page < 100; page++)
+		memset(memory + page * PAGE, page < 60 ? 1 + page % 10 : 0, PAGE);
+	if (pagefold_merge(engine, NULL))
+		return 2;
+	pagefold_standing standing;
+	if (pagefold_standing_of(engine, &standing) || standing.pages != 201 || standing.merged != 60 ||
+	    standing.zeros != 40 || standing.hot != 0 || standing.store != 10 * PAGE || standing.merges != 1 ||
+	    standing.notes != 4 * 201 || standing.spent == 0 || standing.spent >= standing.elapsed)
+		return 3;
+	size_t count = 7;
+	if (pagefold_regions_of(engine, NULL, &count) || count != 2)
+		return 4;
+	pagefold_region regions[2];
+	count = 1;
+	if (pagefold_regions_of(engine, regions, &count) || count != 2 ||
+	    regions[0].memory != (void *)(memory < more ? memory : more))
+		return 5;
+	if (pagefold_regions_of(engine, regions, &count) || count != 2)
+		return 6;
+	pagefold_region *region = regions[0].memory == (void *)memory ? &regions[0] : &regions[1];
+	if (region->bytes != 200 * PAGE || region->merged != 60 || region->zeros != 40 || region->hot != 0 ||
+	    region->saved != (60 - 10 + 40) * (int64_t)PAGE)
+		return 7;
+	pagefold_domain domain;
+	if (pagefold_domain_of(engine, &domain) || domain.members != 1 || domain.pages != 201 || domain.merged != 60 ||
+	    domain.zeros != 40 || domain.hot != 0 || domain.stored != 10 ||
+	    domain.saved != (60 - 10 + 40) * (int64_t)PAGE || domain.index == 0 || domain.overhead <= domain.index)
+		return 8;
+	if (pagefold_regions_of(engine, NULL, NULL) != -1 || strcmp(pagefold_error(), "count is NULL"))
+		return 9;
+	if (pagefold_domain_of(engine, NULL) != -1 || strcmp(pagefold_error(), "domain is NULL"))
+		return 10;
+	pagefold_leave(engine);
+	return 0;
+}
+"#;
+
 const WRONG: &str = r#"#include <pagefold.h>
 #include <stdio.h>
 #include <string.h>
