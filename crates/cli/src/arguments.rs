@@ -74,6 +74,8 @@ pub enum Command {
     Config(command::config::Options),
     /// Give merged processes pages of their own again, if the memory is there
     Unmerge(command::unmerge::Options),
+    /// Show who merges by libpagefold, and what that saves
+    Engine(command::engine::Options),
     /// Print the JSON schema of a report
     Schema(command::schema::Options),
     /// Print a completion script for a shell

@@ -52,6 +52,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
         Command::Recover(options) => command::recover::run(options, &arguments.global),
         Command::Config(options) => command::config::run(options, &arguments.global),
         Command::Unmerge(options) => command::unmerge::run(options, &arguments.global),
+        Command::Engine(options) => command::engine::run(options, &arguments.global),
         Command::Schema(options) => command::schema::run(options),
         Command::Completions(options) => command::completions::run(options),
     }

@@ -8,6 +8,7 @@
 pub mod account;
 pub mod census;
 pub mod doctor;
+pub mod engine;
 pub mod merge;
 pub mod policy;
 pub mod recover;

@@ -5,6 +5,7 @@ pub mod census;
 pub mod completions;
 pub mod config;
 pub mod doctor;
+pub mod engine;
 pub mod merge;
 pub mod policy;
 pub mod record;

@@ -5,6 +5,7 @@ use clap::{Args, ValueEnum};
 use pagefold_report::account::AccountReport;
 use pagefold_report::census::CensusReport;
 use pagefold_report::doctor::DoctorReport;
+use pagefold_report::engine::EngineReport;
 use pagefold_report::merge::MergeReport;
 use pagefold_report::policy::PolicyReport;
 use pagefold_report::recover::RecoverReport;
@@ -36,6 +37,8 @@ enum Report {
     Recover,
     /// `pagefold unmerge --json`
     Unmerge,
+    /// `pagefold engine status --json`
+    Engine,
 }
 
 /// Print the schema.
@@ -48,6 +51,7 @@ pub fn run(options: &Options) -> anyhow::Result<Outcome> {
         Report::Policy => wire::schema::<PolicyReport>(),
         Report::Recover => wire::schema::<RecoverReport>(),
         Report::Unmerge => wire::schema::<UnmergeReport>(),
+        Report::Engine => wire::schema::<EngineReport>(),
     })?;
     Ok(Outcome::Done)
 }

@@ -1,0 +1,266 @@
+//! `pagefold engine status` and `pagefold account` of members of the user-space engine whose memory is known page by
+//! page.
+
+#![forbid(unsafe_code)]
+
+use serde_json::Value;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
+use tempfile::TempDir;
+
+const PAGE: u64 = 4096;
+const NOBODY: u32 = 65534;
+
+fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+/// A directory for domains, in memory as by default.
+fn root() -> TempDir {
+    let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
+    fs::set_permissions(root.path(), fs::Permissions::from_mode(0o700)).expect("its owner may");
+    root
+}
+
+/// A running `examples/member` of the engine.
+struct Member {
+    child: Child,
+    says: ChildStdin,
+    tells: BufReader<ChildStdout>,
+}
+
+/// The example, built as this test was.
+fn example() -> Option<PathBuf> {
+    let tests = std::env::current_exe().expect("a test is a program");
+    let member = tests.parent().and_then(Path::parent).expect("target/PROFILE/deps").join("examples/member");
+    if member.exists() {
+        return Some(member);
+    }
+    println!("skipped: `cargo build -p pagefold-engine --examples` was not run");
+    None
+}
+
+impl Member {
+    fn start(mut command: Command) -> Self {
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it runs");
+        let says = child.stdin.take().expect("a pipe");
+        let tells = BufReader::new(child.stdout.take().expect("a pipe"));
+        let mut member = Self { child, says, tells };
+        assert_eq!(member.answer(), "ready");
+        member
+    }
+
+    fn of(member: &Path, root: &Path, pages: u64, more: &[&str]) -> Self {
+        let mut command = Command::new(member);
+        command.args(["known", &pages.to_string()]).args(more).env("PAGEFOLD_RUNTIME", root);
+        Self::start(command)
+    }
+
+    fn answer(&mut self) -> String {
+        let mut line = String::new();
+        self.tells.read_line(&mut line).expect("text");
+        line.trim_end().to_owned()
+    }
+
+    fn tell(&mut self, line: &str) -> String {
+        writeln!(self.says, "{line}").expect("it lives");
+        self.answer()
+    }
+
+    fn pid(&self) -> u64 {
+        u64::from(self.child.id())
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn pagefold(root: &Path, arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+    command.env("PAGEFOLD_RUNTIME", root).args(arguments).output().expect("the binary runs")
+}
+
+/// A report of the schema that is published.
+fn report(root: &Path, schema: &str, arguments: &[&str]) -> Value {
+    let output = pagefold(root, arguments);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../docs/schema/{schema}.json"));
+    let schema = serde_json::from_slice(&fs::read(path).expect("a schema")).expect("JSON");
+    let validator = jsonschema::validator_for(&schema).expect("a schema");
+    let wrong: Vec<String> = validator.iter_errors(&report).map(|error| error.to_string()).collect();
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    report
+}
+
+fn pages(value: &Value, name: &str) -> u64 {
+    let bytes = value[name].as_u64().unwrap_or_else(|| panic!("{name} in {value:#}"));
+    assert_eq!(bytes % PAGE, 0, "{name}");
+    bytes / PAGE
+}
+
+/// Two members of 2000 pages: 1500 that both hold, 300 of zeros in the first, and 100 of each one's own.
+fn two(member: &Path, root: &Path) -> [Member; 2] {
+    let mut members = [Member::of(member, root, 2000, &[]), Member::of(member, root, 2000, &[])];
+    for (number, member) in members.iter_mut().enumerate() {
+        member.tell("fill 0 1500 7");
+        member.tell(&format!("fill 1500 100 {}", 20 + number));
+    }
+    members[0].tell("fill 1600 300 0");
+    for at in [0, 1, 0] {
+        members[at].tell("merge");
+    }
+    members
+}
+
+#[test]
+fn a_domain_is_shown_as_it_is() {
+    let Some(member) = example() else { return };
+    let root = root();
+    let [mut first, second] = two(&member, root.path());
+    let idle = Member::of(&member, root.path(), 10, &["--max-slowdown", "50"]);
+    let seen = report(root.path(), "engine", &["engine", "status", "known", "--json"]);
+    let domain = &seen["domains"][0];
+    let of = |name: &str| pages(domain, name);
+    assert_eq!((of("adopted"), of("merged"), of("zeros"), of("hot")), (4010, 3000, 300, 0));
+    assert_eq!((domain["references_pages"].as_u64(), domain["stored_pages"].as_u64()), (Some(3000), Some(1500)));
+    assert_eq!((of("stored"), of("saved"), domain["sharing"].as_f64()), (1500, 1800, Some(2.0)));
+    let (saved, overhead) = (domain["saved"].as_i64().unwrap(), domain["overhead"].as_i64().unwrap());
+    assert_eq!(domain["net"].as_i64(), Some(saved - overhead));
+    assert!(overhead >= domain["index"].as_i64().unwrap() + 4 * 4010, "{domain:#}");
+    assert_eq!(domain["uid"].as_u64(), Some(u64::from(rustix::process::geteuid().as_raw())));
+    for (who, merges, zeros) in [(&first, 2, 300), (&second, 1, 0)] {
+        let members = domain["members"].as_array().unwrap();
+        let told = members.iter().find(|member| member["pid"] == who.pid()).expect("the member");
+        assert_eq!((told["comm"].as_str(), told["merges"].as_u64()), (Some("member"), Some(merges)));
+        assert_eq!((pages(told, "merged"), pages(told, "zeros"), pages(told, "saved")), (1500, zeros, 750 + zeros));
+        assert_eq!((told.get("max_slowdown"), told["region_count"].as_u64()), (None, Some(1)));
+        assert!(told["slowdown"].as_f64().unwrap() > 0.0 && told["merge_seconds"].as_f64().unwrap() > 0.0);
+        assert!(told["last_merge_seconds_ago"].as_f64().unwrap() >= told["told_seconds_ago"].as_f64().unwrap());
+        assert_eq!(pages(&told["regions"][0], "saved"), 750 + zeros);
+    }
+    let told = domain["members"].as_array().unwrap().iter().find(|member| member["pid"] == idle.pid());
+    let told = told.expect("the one that has not merged");
+    assert_eq!(
+        (told["merges"].as_u64(), told["max_slowdown"].as_f64(), pages(told, "adopted")),
+        (Some(0), Some(0.5), 10)
+    );
+    assert_eq!(told.get("last_merge_seconds_ago"), None);
+
+    let list = pagefold(root.path(), &["engine", "status"]);
+    let text = String::from_utf8(list.stdout).expect("UTF-8");
+    let line = text.lines().find(|line| line.trim_start().starts_with("known ")).unwrap_or_else(|| panic!("{text}"));
+    for figure in ["15.7 MiB", "11.7 MiB", "1.17 MiB", "5.86 MiB", "7.03 MiB"] {
+        assert!(line.contains(figure), "{figure} in {line}");
+    }
+    // To root other users' directories are shown, too, and what is wrong with those.
+    assert_eq!(list.status.code(), Some(if text.contains("Not ") { 3 } else { 0 }), "{text}");
+    let details = pagefold(root.path(), &["engine", "status", "known"]);
+    let text = String::from_utf8(details.stdout).expect("UTF-8");
+    assert!(text.contains("1,500 pages, 5.86 MiB; mapped by 3,000 pages of members: 2.00 pages share one"), "{text}");
+
+    // Looking left everything as it was.
+    assert_eq!(first.tell("check"), "same");
+    let pid = second.pid();
+    drop(second);
+    let seen = report(root.path(), "engine", &["engine", "status", "known", "--json"]);
+    let domain = &seen["domains"][0];
+    assert_eq!((domain["ended"].as_u64(), pages(domain, "merged")), (Some(1), 1500), "killed");
+    assert!(domain["members"].as_array().unwrap().iter().all(|member| member["pid"] != pid));
+    for _ in 0..3 {
+        first.tell("merge");
+    }
+    let seen = report(root.path(), "engine", &["engine", "status", "known", "--json"]);
+    assert_eq!(seen["domains"][0]["ended"].as_u64(), Some(0), "what it told is gone once each has merged");
+}
+
+#[test]
+fn there_may_be_no_such_domain() {
+    let root = root();
+    for name in ["nobody", "../x", "a\x1b[2Jb"] {
+        let output = pagefold(root.path(), &["engine", "status", name]);
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{error}");
+        assert!(error.contains("there is no domain") && error.contains("engine status") && !error.contains('\x1b'));
+    }
+    let output = pagefold(root.path(), &["--host", "recording:/x", "engine", "status"]);
+    assert_eq!(output.status.code(), Some(2));
+}
+
+/// What root is shown of another user's directory is that user's doing, and leads nowhere else.
+#[test]
+fn root_sees_the_domains_of_all_users_and_trusts_none() {
+    let Some(member) = example() else { return };
+    if !is_root() {
+        return println!("skipped: needs root to become another user");
+    }
+    // So that two runs on one machine do not meet.
+    let uid = 3_000_000_000 + std::process::id();
+    let theirs = PathBuf::from(format!("/dev/shm/pagefold-{uid}"));
+    struct Removed(PathBuf);
+    impl Drop for Removed {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+    let removed = Removed(theirs.clone());
+    // What the user may execute, wherever this tree is.
+    let folder = tempfile::tempdir().unwrap();
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let program = folder.path().join("member");
+    // By another process: a child that another test starts would hold the file open for writing.
+    let copied = Command::new("install").args(["-m", "755"]).args([&member, &program]).status().unwrap();
+    assert!(copied.success());
+    let mut command = Command::new(&program);
+    command.args(["theirs", "100"]).current_dir("/").uid(uid).gid(NOBODY);
+    command.env_remove("PAGEFOLD_RUNTIME");
+    let mut one = Member::start(command);
+    one.tell("fill 0 50 3");
+    one.tell("copy 50 50 0");
+    one.tell("merge");
+    let root = root();
+    let seen = || report(root.path(), "engine", &["engine", "status", "theirs", "--json"]);
+    let domain = seen()["domains"][0].clone();
+    assert_eq!(
+        (domain["uid"].as_u64(), pages(&domain, "merged"), pages(&domain, "stored")),
+        (Some(uid.into()), 100, 50)
+    );
+
+    // A record that names a process of somebody else.
+    let records: Vec<PathBuf> = theirs.join("theirs").read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
+    let record = records.iter().find(|path| path.to_string_lossy().contains("status-")).expect("a record");
+    let mut forged = fs::read(record).unwrap();
+    let stat = fs::read_to_string("/proc/self/stat").unwrap();
+    let start: u64 = stat.rsplit_once(')').unwrap().1.split_ascii_whitespace().nth(19).unwrap().parse().unwrap();
+    forged[16..24].copy_from_slice(&u64::from(std::process::id()).to_ne_bytes());
+    forged[24..32].copy_from_slice(&start.to_ne_bytes());
+    let forgery = theirs.join("theirs/status-1-forged");
+    fs::write(&forgery, forged).unwrap();
+    chown(&forgery, Some(uid), Some(NOBODY)).unwrap();
+    symlink("/etc/shadow", theirs.join("theirs/status-1-link")).unwrap();
+    symlink("/", theirs.join("elsewhere")).unwrap();
+    let output = pagefold(root.path(), &["engine", "status", "theirs"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(3), "{text}");
+    assert!(text.contains("1 record of a member") && !text.contains("elsewhere"), "{text}");
+    assert_eq!(seen()["domains"][0]["members"].as_array().map(Vec::len), Some(1));
+
+    // A directory that is not that user's is refused whole.
+    chown(&theirs, Some(NOBODY), Some(NOBODY)).unwrap();
+    let output = pagefold(root.path(), &["engine", "status"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(3), "{text}");
+    assert!(text.contains(&format!("pagefold-{uid} is not a directory")), "{text}");
+    let output = pagefold(root.path(), &["engine", "status", "theirs"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("cannot be looked at"));
+    drop(one);
+    drop(removed);
+}
