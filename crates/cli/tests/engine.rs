@@ -264,3 +264,35 @@ fn root_sees_the_domains_of_all_users_and_trusts_none() {
     drop(one);
     drop(removed);
 }
+
+/// Shares of the store's pages are in the account, named, and add up: 1500 of two members, of which 40 were written by
+/// one of them since.
+#[test]
+fn an_account_names_what_members_share() {
+    let Some(member) = example() else { return };
+    let root = root();
+    let [first, mut second] = two(&member, root.path());
+    second.tell("fill 0 40 9");
+    let pids: Vec<String> = [&first, &second].iter().map(|member| format!("--pid={}", member.pid())).collect();
+    let arguments = ["account", "--json", &pids[0], &pids[1]];
+    let account = report(root.path(), "account", &arguments);
+    let of = |name: &str| account["total"][name].as_u64();
+    assert_eq!(of("engine_pages"), Some(1500 + 1460), "{account:#}");
+    let text = String::from_utf8(pagefold(root.path(), &["account", &pids[0], &pids[1]]).stdout).expect("UTF-8");
+    assert!(text.contains("engine"), "{text}");
+    if !is_root() {
+        assert_eq!(of("engine_saved"), None, "shares are not known without the frames");
+        return println!("skipped: needs root to look at frames");
+    }
+    // Each page of the store once, between both.
+    assert_eq!(of("engine_fair_share"), Some(1500 * PAGE), "{account:#}");
+    assert_eq!(of("engine_saved"), Some(1460 * PAGE));
+    assert!(text.contains("the user-space engine saves them 5.70 MiB"), "{text}");
+    for (who, merged, fair) in [(&first, 1500, 1460 / 2 + 40), (&second, 1460, 1460 / 2)] {
+        let process = account["processes"].as_array().unwrap().iter().find(|process| process["pid"] == who.pid());
+        let process = process.expect("the process");
+        assert_eq!(process["engine_pages"].as_u64(), Some(merged));
+        assert_eq!(pages(process, "engine_fair_share"), fair);
+        assert!(process["fair_share"].as_u64() >= Some(fair * PAGE), "it is a part of all");
+    }
+}

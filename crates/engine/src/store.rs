@@ -8,6 +8,7 @@
 //! the last one has ended or was killed its memory is free.
 
 use crate::words::Words;
+use pagefold_model::engine::STORE;
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat, memfd_create};
 use std::fs::File;
 use std::io;
@@ -36,9 +37,9 @@ impl Store {
     /// Those of memfd_create(2).
     pub fn new(slots: u32, page: u64) -> io::Result<Self> {
         let file = File::from(
-            memfd_create("pagefold-store", MemfdFlags::CLOEXEC | MemfdFlags::NOEXEC_SEAL)
+            memfd_create(STORE, MemfdFlags::CLOEXEC | MemfdFlags::NOEXEC_SEAL)
                 // Before 6.3 there is no such flag.
-                .or_else(|_| memfd_create("pagefold-store", MemfdFlags::CLOEXEC))?,
+                .or_else(|_| memfd_create(STORE, MemfdFlags::CLOEXEC))?,
         );
         file.set_len(u64::from(slots) * page)?;
         Self::of(file, page)

@@ -40,6 +40,7 @@
 
 use crate::{FrameFlags, Host, Mapping, Process};
 use pagefold_model::account::{Frames, Mapped};
+use pagefold_model::engine::is_store;
 use pagefold_model::region::{Region, VmFlags};
 use pagefold_model::{Absent, AddressRange, Bytes, Pages, Pfn, Reading};
 use std::collections::BTreeMap;
@@ -124,7 +125,8 @@ struct Entry<'l, 'h> {
     ledger: &'l mut Ledger<'h>,
     mapped: Mapped,
     /// Frames whose counts are still to be asked for; one that is mapped twice is in it twice.
-    pending: Vec<Pfn>,
+    /// With whether it is mapped as of the engine's store.
+    pending: Vec<(Pfn, bool)>,
 }
 
 impl Entry<'_, '_> {
@@ -134,7 +136,7 @@ impl Entry<'_, '_> {
             return Ok(());
         }
         if !is_sparse(region, self.batch_bytes()) {
-            return self.range(process, region.range);
+            return self.range(process, region.range, is_store(&region.name));
         }
         let page = self.ledger.host.page_size();
         let mut window: Option<AddressRange> = None;
@@ -145,26 +147,27 @@ impl Entry<'_, '_> {
                     Some(AddressRange { start: open.start, end: run.end })
                 }
                 full => {
-                    full.map_or(Ok(()), |full| self.range(process, full))?;
+                    full.map_or(Ok(()), |full| self.range(process, full, false))?;
                     Some(run)
                 }
             };
         }
-        window.map_or(Ok(()), |last| self.range(process, last))
+        window.map_or(Ok(()), |last| self.range(process, last, false))
     }
 
     fn batch_bytes(&self) -> u64 {
         self.ledger.host.page_size().of(Pages(BATCH)).0
     }
 
-    fn range(&mut self, process: &dyn Process, range: AddressRange) -> Reading<()> {
+    fn range(&mut self, process: &dyn Process, range: AddressRange, store: bool) -> Reading<()> {
         let mut start = range.start;
         while start < range.end {
             let end = range.end.min(start.saturating_add(self.batch_bytes()));
-            for Mapping { present, frame, .. } in process.mappings(AddressRange { start, end })? {
+            for Mapping { present, frame, file, .. } in process.mappings(AddressRange { start, end })? {
                 if present {
                     // The kernel hides frame numbers from those without CAP_SYS_ADMIN.
-                    self.pending.push(frame.ok_or(Absent::Denied)?);
+                    // A page that was written since it was merged is no longer the store's.
+                    self.pending.push((frame.ok_or(Absent::Denied)?, store && file));
                 }
             }
             if self.pending.len() as u64 >= BATCH {
@@ -178,14 +181,15 @@ impl Entry<'_, '_> {
     /// Ask for the counts and flags of the pending frames and enter them. On an error none of them is entered.
     fn count(&mut self) -> Reading<()> {
         self.pending.sort_unstable();
-        let frames: Vec<Pfn> = self.pending.chunk_by(Pfn::eq).map(|same| same[0]).collect();
+        let of_one = |a: &(Pfn, bool), b: &(Pfn, bool)| a.0 == b.0;
+        let frames: Vec<Pfn> = self.pending.chunk_by(of_one).map(|same| same[0].0).collect();
         if frames.is_empty() {
             return Ok(());
         }
         let mappings = stay(self.ledger.host.frame_mappings(&frames))?;
         let flags = stay(self.ledger.host.frame_flags(&frames))?;
-        for ((same, mappings), flags) in self.pending.chunk_by(Pfn::eq).zip(mappings).zip(flags) {
-            let (pfn, places) = (same[0], same.len() as u64);
+        for ((same, mappings), flags) in self.pending.chunk_by(of_one).zip(mappings).zip(flags) {
+            let (pfn, places) = (same[0].0, same.len() as u64);
             if flags.is_zero_page() {
                 let zeros = if flags.is_thp() { &mut self.mapped.huge_zero } else { &mut self.mapped.zero };
                 *zeros += Pages(places);
@@ -196,6 +200,7 @@ impl Entry<'_, '_> {
                 continue;
             };
             self.mapped.shares.add(mappings, places);
+            self.mapped.engine.add(mappings, same.iter().filter(|(_, store)| *store).count() as u64);
             if flags.is_ksm() {
                 self.mapped.ksm.add(mappings, places);
             }

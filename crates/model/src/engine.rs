@@ -1,7 +1,7 @@
 //! What the user-space engine holds, and what that saves: for a region, a member and a domain.
 //!
-//! A page that maps the store takes a part of a frame, and a page of zeros that was given back takes none. How many map
-//! each frame is not kept, so what the store costs is laid on its pages evenly: with `s` pages in the store and `m` pages
+//! A page that maps the store takes a part of a frame, and a page of zeros that was given back takes none. How many
+//! map each frame is not kept, so what the store costs is laid on its pages evenly: with `s` pages in the store and `m` pages
 //! of all members that map it, each of those saves `1 - s/m` of a page. The savings of all regions then add up to what
 //! the domain saves. Contents that nobody maps any more and were not collected yet make that less, even negative.
 //!
@@ -11,6 +11,15 @@
 use crate::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, ProcessId};
 use std::ops::AddAssign;
 use std::time::Duration;
+
+/// What the memfd of a store is called. Anybody may call his so.
+pub const STORE: &str = "pagefold-store";
+
+/// Whether a region, by its name in `/proc/PID/maps`, maps a store.
+pub fn is_store(name: &str) -> bool {
+    // A memfd has no path, and reads as one that was removed (mm/memfd.c).
+    name.strip_prefix("/memfd:").and_then(|name| name.strip_suffix(" (deleted)")) == Some(STORE)
+}
 
 /// Pages of a region or of several.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -209,6 +218,16 @@ mod tests {
         assert_eq!((nobody.sharing(), nobody.saved_by_all()), (Some(0.0), NetBytes(-7 * 4096)));
         assert_eq!(nobody.saved(&nobody.members[0].tally), NetBytes(0), "nobody's");
         assert_eq!(domain(Vec::new(), 0).sharing(), None);
+    }
+
+    #[test]
+    fn stores_are_known_by_name() {
+        assert!(is_store("/memfd:pagefold-store (deleted)"));
+        for name in
+            ["", "/memfd:pagefold-store", "/memfd:pagefold-stores (deleted)", "/tmp/memfd:pagefold-store (deleted)"]
+        {
+            assert!(!is_store(name), "{name}");
+        }
     }
 
     #[test]

@@ -14,6 +14,7 @@ use pagefold_host::{Host, Process as Handle, observe, parse};
 use pagefold_model::account::reconcile::{Reconciliation, reconcile};
 use pagefold_model::account::{Account, Footprint, GroupBy, Mapped};
 use pagefold_model::census::Unseen;
+use pagefold_model::engine::is_store;
 use pagefold_model::ksm::Ksm;
 use pagefold_model::process::Process;
 use pagefold_model::{Absent, Bytes, Pages, Reading};
@@ -169,9 +170,22 @@ impl Books<'_> {
             (Err(Absent::Vanished), _) => return Err(Absent::Vanished),
             (Ok(mapped), Ok(rollup)) => Footprint::exact(page, mapped, rollup.pss, rollup.swap, &process.ksm),
             (Ok(mapped), Err(why)) => Footprint::exact(page, mapped, Err(why.clone()), Err(why), &process.ksm),
-            (Err(why), rollup) => Footprint::estimated(page, &rollup?, &process.ksm, &self.ksm, why)?,
+            (Err(why), rollup) => Footprint {
+                engine: self.stored(handle),
+                ..Footprint::estimated(page, &rollup?, &process.ksm, &self.ksm, why)?
+            },
         };
         Ok(Account { process, footprint })
+    }
+
+    /// The pages of a process that map a store of the engine: what its own regions say, without the frames.
+    fn stored(&self, handle: &dyn Handle) -> Reading<Pages> {
+        if !observe::layout(handle)?.iter().any(|mapped| is_store(&mapped.name)) {
+            return Ok(Pages::ZERO);
+        }
+        let stores = observe::regions(handle)?.into_iter().filter(|region| is_store(&region.name));
+        let bytes = stores.map(|region| region.rss.saturating_sub(region.anonymous)).sum();
+        Ok(self.host.page_size().pages_in(bytes))
     }
 
     /// What the page tables of a process map.

@@ -4,11 +4,13 @@ use crate::{PageView, Run, Way};
 use pagefold_model::account::Shares;
 use pagefold_model::{PageSize, Pid, ProcessId};
 use proptest::prelude::*;
+use std::ops::Range;
 use std::sync::Mutex;
 
 const PAGE: u64 = 4096;
 const KSM: u64 = 1 << 21 | 1 << 12;
 const ANON: u64 = 1 << 12;
+const SHARED_MEMORY: u64 = 1 << 14;
 const HUGETLB: u64 = 1 << 17 | 1 << 12;
 const ZERO: u64 = 1 << 24;
 const HUGE_ZERO: u64 = 1 << 24 | 1 << 22;
@@ -25,6 +27,8 @@ struct FakeProcess {
     pages: BTreeMap<u64, Option<Pfn>>,
     /// How many ranges it can be asked for before it vanishes.
     lives: usize,
+    /// Frames that are of files or of shared memory.
+    files: Range<u64>,
     asked: Mutex<Vec<AddressRange>>,
 }
 
@@ -78,6 +82,7 @@ impl FakeProcess {
             id: ProcessId { pid: Pid(pid), start_time: 1 },
             pages: (16..).zip(frames.into_iter().map(|pfn| Some(Pfn(pfn)))).collect(),
             lives: usize::MAX,
+            files: 0..0,
             asked: Mutex::default(),
         }
     }
@@ -112,7 +117,10 @@ impl Process for FakeProcess {
     fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>> {
         self.answer(range, || {
             let page = |number| match self.pages.get(&number) {
-                Some(&frame) => Mapping { present: true, frame, ..Mapping::default() },
+                Some(&frame) => {
+                    let file = frame.is_some_and(|frame| self.files.contains(&frame.0));
+                    Mapping { present: true, frame, file, ..Mapping::default() }
+                }
                 None => Mapping::default(),
             };
             (range.start / PAGE..range.end / PAGE).map(page).collect()
@@ -189,6 +197,26 @@ fn zero_pages_are_no_memory() {
     assert_eq!(mapped, counted);
     let frames = ledger.close();
     assert_eq!((frames.distinct, frames.zero, frames.huge_zero), (Pages(1), Pages(3), Pages(8)));
+}
+
+#[test]
+fn what_maps_a_store_of_the_engine_is_told_apart() {
+    let host = Fake::default();
+    (1..=4).for_each(|pfn| host.frame(pfn, 2, SHARED_MEMORY));
+    host.frame(9, 1, ANON);
+    let process = FakeProcess { files: 1..5, ..FakeProcess::new(1, [1, 2, 9, 2, 3, 4]) };
+    let mut ledger = Ledger::new(&host);
+    let part = |name: &str, first: u64, end: u64| Region {
+        name: name.to_owned(),
+        rss: Bytes((end - first) * PAGE),
+        ..region(first, end)
+    };
+    // Frame 9 was written since it was merged, 3 is of the store in another region, 4 of another memfd.
+    let store = "/memfd:pagefold-store (deleted)";
+    let regions = [part(store, 16, 20), part(store, 20, 21), part("/memfd:other (deleted)", 21, 22)];
+    let mapped = ledger.enter(&process, &regions).unwrap();
+    assert_eq!(mapped.engine, shares(&[(2, 4)]));
+    assert_eq!(mapped.shares, shares(&[(1, 1), (2, 5)]));
 }
 
 #[test]

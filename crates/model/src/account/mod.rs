@@ -130,6 +130,8 @@ pub struct Mapped {
     pub shares: Shares,
     /// The part of `shares` that is mapped to KSM frames.
     pub ksm: Shares,
+    /// The part of `shares` that maps a store of the user-space engine ([`crate::engine`]).
+    pub engine: Shares,
     /// The part of `shares` that is hugetlb memory, which RSS leaves out.
     pub hugetlb: Pages,
     /// Pages mapped to the kernel's zero page, whether a read fault or KSM put it there. No memory in use.
@@ -209,6 +211,10 @@ pub struct Footprint {
     pub fair: FairShare,
     /// The KSM pages' part of `fair`.
     pub ksm_fair: FairShare,
+    /// Pages that map a store of the user-space engine, by the store's name.
+    pub engine: Reading<Pages>,
+    /// Their part of `fair`; unknown to an estimate.
+    pub engine_fair: Reading<Shares>,
     /// `ksm_rmap_items`: pages ksmd keeps metadata for.
     pub rmap_items: Reading<u64>,
     /// `ksm_merging_pages`: what `ksm` should be, as of ksmd's last visit.
@@ -233,6 +239,8 @@ impl Footprint {
             ksm_zero: Ok(Pages::ZERO),
             fair: FairShare::default(),
             ksm_fair: FairShare::default(),
+            engine: Ok(Pages::ZERO),
+            engine_fair: Ok(Shares::default()),
             rmap_items: Ok(0),
             merging_pages: Ok(0),
             kernel_profit: Ok(NetBytes(0)),
@@ -251,6 +259,8 @@ impl Footprint {
             ksm: mapped.ksm.pages(),
             fair: FairShare { exact: mapped.shares, estimated: Bytes::ZERO },
             ksm_fair: FairShare { exact: mapped.ksm, estimated: Bytes::ZERO },
+            engine: Ok(mapped.engine.pages()),
+            engine_fair: Ok(mapped.engine),
             swap,
             basis: Basis::Exact,
             ..Self::counters(ksm)
@@ -288,6 +298,8 @@ impl Footprint {
             fair: FairShare { exact: Shares::default(), estimated: fair },
             ksm_fair: FairShare { exact: Shares::default(), estimated: ksm_fair },
             swap: rollup.swap.clone(),
+            engine: Err(why.clone()),
+            engine_fair: Err(why.clone()),
             basis: Basis::Estimated(why),
             ..counters
         })
@@ -309,6 +321,12 @@ impl Footprint {
     pub fn saved(&self, page: PageSize) -> Reading<Bytes> {
         let merged = page.of(self.ksm).saturating_sub(self.ksm_fair.bytes(page));
         Ok(merged + page.of(self.ksm_zero.clone()?))
+    }
+
+    /// What the user-space engine saves this process, gross: each page that maps its store in full, less what the process
+    /// still pays for it. Zeros that it gave back are not seen.
+    pub fn engine_saved(&self, page: PageSize) -> Reading<Bytes> {
+        Ok(page.of(self.engine.clone()?).saturating_sub(self.engine_fair.clone()?.bytes(page)))
     }
 
     /// What the process would cost if all that KSM merged in it were unmerged: its fair share with every KSM page and
@@ -344,6 +362,12 @@ impl AddAssign<&Self> for Footprint {
         self.ksm_zero = sum(&self.ksm_zero, &other.ksm_zero);
         self.fair += &other.fair;
         self.ksm_fair += &other.ksm_fair;
+        self.engine = sum(&self.engine, &other.engine);
+        match (&mut self.engine_fair, &other.engine_fair) {
+            (Ok(sum), Ok(other)) => *sum += other,
+            (Err(_), _) => {}
+            (sum, Err(why)) => *sum = Err(why.clone()),
+        }
         self.rmap_items = sum(&self.rmap_items, &other.rmap_items);
         self.merging_pages = sum(&self.merging_pages, &other.merging_pages);
         self.kernel_profit = match (&self.kernel_profit, &other.kernel_profit) {

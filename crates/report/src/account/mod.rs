@@ -60,6 +60,15 @@ pub struct FootprintReport {
     pub ksm_pages: u64,
     /// Their part of `fair_share`.
     pub ksm_fair_share: u64,
+    /// Pages that map a store of the user-space engine (`pagefold engine status`), by the name of its memfd.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub engine_pages: Option<u64>,
+    /// Their part of `fair_share`; unknown to an estimate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub engine_fair_share: Option<u64>,
+    /// What merging by the engine saves, gross, without zeros that it gave back.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub engine_saved: Option<u64>,
     /// Pages of zeros that KSM mapped to the kernel's zero page; in neither RSS nor PSS.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ksm_zero_pages: Option<u64>,
@@ -283,6 +292,9 @@ impl FootprintReport {
             fair_share: footprint.fair.bytes(page).0,
             ksm_pages: footprint.ksm.0,
             ksm_fair_share: footprint.ksm_fair.bytes(page).0,
+            engine_pages: bytes(&footprint.engine, |pages| pages.0),
+            engine_fair_share: bytes(&footprint.engine_fair, |shares| shares.bytes(page).0),
+            engine_saved: bytes(&footprint.engine_saved(page), |saved| saved.0),
             ksm_zero_pages: bytes(&footprint.ksm_zero, |pages| pages.0),
             unmerged: bytes(&footprint.unmerged(page), |unmerged| unmerged.0),
             saved: bytes(&footprint.saved(page), |saved| saved.0),

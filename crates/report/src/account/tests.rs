@@ -333,3 +333,38 @@ fn json_is_what_its_schema_says() {
     wrong["total"]["rss"] = "much".into();
     assert!(!validator.is_valid(&wrong));
 }
+
+#[test]
+fn what_the_engine_saves_is_shown_where_it_is_there() {
+    let mapped = |engine: &[(u64, u64)]| {
+        let parts: Vec<(u64, u64)> = engine.iter().copied().chain([(1, 2 * MIB)]).collect();
+        Mapped { shares: shares(&parts), engine: shares(engine), ..Mapped::default() }
+    };
+    let none = ProcessKsm::absent(&Absent::NotOnThisKernel);
+    let footprint =
+        |engine: &[(u64, u64)]| Footprint::exact(page(), mapped(engine), Ok(Bytes::ZERO), Ok(Bytes::ZERO), &none);
+    let account =
+        |pid, engine| Account { process: process(pid, "rank", Identity::default()), footprint: footprint(engine) };
+    let accounts = [account(1, &[(4, 8 * MIB)]), account(2, &[])];
+    let report = AccountReport::of(&Input {
+        host: "this host".to_owned(),
+        page_size: page(),
+        by: GroupBy::Process,
+        accounts: &accounts,
+        unseen: &[],
+        reconciliation: None,
+        seconds: 0.0,
+    });
+    let total = &report.total;
+    let engine = (total.engine_pages, total.engine_fair_share, total.engine_saved);
+    assert_eq!(engine, (Some(8 * MIB), Some(2 << 20), Some(6 << 20)));
+    insta::assert_snapshot!(text::render(&report, 3, REMEDY, Style { width: 160, colour: false }), @r"
+    Account of this host: 2 processes cost 6.00 MiB, by RSS 12.0 MiB; what KSM saves them is not known; the user-space engine saves them 6.00 MiB. Every frame was
+    looked at.
+
+     pid  name             RSS  PSS   private  KSM  KSM zero  fair share  unmerged  saved, net    engine  engine saves  share
+       1  rank        10.0 MiB    ·  2.00 MiB    ·         ?    4.00 MiB         ?           ?  8.00 MiB      6.00 MiB  ████████
+       2  rank        2.00 MiB    ·  2.00 MiB    ·         ?    2.00 MiB         ?           ?         ·             ·  ████
+          total of 2  12.0 MiB    ·  4.00 MiB    ·         ?    6.00 MiB         ?           ?  8.00 MiB      6.00 MiB
+    ");
+}

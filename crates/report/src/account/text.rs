@@ -36,8 +36,12 @@ fn title(report: &AccountReport) -> String {
         Some(profit) => format!("KSM saves them {} net", net(profit)),
         None => "what KSM saves them is not known".to_owned(),
     };
+    let engine = match total.engine_saved {
+        Some(saved) if saved > 0 => format!("; the user-space engine saves them {}", Bytes(saved)),
+        _ => String::new(),
+    };
     format!(
-        "Account of {}: {} {} {}, by RSS {}; {saved}. {exactness}",
+        "Account of {}: {} {} {}, by RSS {}; {saved}{engine}. {exactness}",
         report.host,
         processes(report.processes.len() as u64),
         if report.processes.len() == 1 { "costs" } else { "cost" },
@@ -69,19 +73,53 @@ struct Column {
     heading: &'static str,
     /// Columns of low rank are left out first.
     rank: u8,
+    /// Where all cells are one of these, the column is not there at all.
+    silent: &'static [&'static str],
     cell: fn(&FootprintReport, u64) -> String,
 }
 
-const COLUMNS: [Column; 9] = [
-    Column { heading: "RSS", rank: 7, cell: |footprint, _| bytes(footprint.rss) },
-    Column { heading: "PSS", rank: 3, cell: |footprint, _| known(footprint.pss) },
-    Column { heading: "private", rank: 4, cell: |footprint, _| bytes(footprint.private) },
-    Column { heading: "KSM", rank: 5, cell: |footprint, page| bytes(footprint.ksm_pages * page) },
-    Column { heading: "KSM zero", rank: 1, cell: |footprint, page| known(footprint.ksm_zero_pages.map(|n| n * page)) },
-    Column { heading: "fair share", rank: 9, cell: |footprint, _| about(footprint, bytes(footprint.fair_share)) },
-    Column { heading: "unmerged", rank: 6, cell: |footprint, _| about(footprint, known(footprint.unmerged)) },
-    Column { heading: "saved, net", rank: 8, cell: |footprint, _| about(footprint, known_net(footprint.profit)) },
-    Column { heading: "swap", rank: 2, cell: |footprint, _| known(footprint.swap) },
+const COLUMNS: [Column; 11] = [
+    Column { heading: "RSS", rank: 7, silent: &[], cell: |footprint, _| bytes(footprint.rss) },
+    Column { heading: "PSS", rank: 3, silent: &[], cell: |footprint, _| known(footprint.pss) },
+    Column { heading: "private", rank: 4, silent: &[], cell: |footprint, _| bytes(footprint.private) },
+    Column { heading: "KSM", rank: 5, silent: &[], cell: |footprint, page| bytes(footprint.ksm_pages * page) },
+    Column {
+        heading: "KSM zero",
+        rank: 1,
+        silent: &["·"],
+        cell: |footprint, page| known(footprint.ksm_zero_pages.map(|n| n * page)),
+    },
+    Column {
+        heading: "fair share",
+        rank: 9,
+        silent: &[],
+        cell: |footprint, _| about(footprint, bytes(footprint.fair_share)),
+    },
+    Column {
+        heading: "unmerged",
+        rank: 6,
+        silent: &[],
+        cell: |footprint, _| about(footprint, known(footprint.unmerged)),
+    },
+    Column {
+        heading: "saved, net",
+        rank: 8,
+        silent: &[],
+        cell: |footprint, _| about(footprint, known_net(footprint.profit)),
+    },
+    Column {
+        heading: "engine",
+        rank: 8,
+        silent: &["·", "?"],
+        cell: |footprint, page| known(footprint.engine_pages.map(|n| n * page)),
+    },
+    Column {
+        heading: "engine saves",
+        rank: 8,
+        silent: &["·", "?"],
+        cell: |footprint, _| known(footprint.engine_saved),
+    },
+    Column { heading: "swap", rank: 2, silent: &["·"], cell: |footprint, _| known(footprint.swap) },
 ];
 
 fn known(figure: Option<u64>) -> String {
@@ -176,9 +214,8 @@ fn fitting(
     fixed: &[usize],
 ) -> (Vec<&'static Column>, Vec<&'static str>, bool) {
     const GAP: usize = 2;
-    let says_nothing = |column: &Column| {
-        column.rank <= 2 && rows.iter().all(|row| matches!((column.cell)(row.footprint, page).as_str(), "·"))
-    };
+    let says_nothing =
+        |column: &Column| rows.iter().all(|row| column.silent.contains(&(column.cell)(row.footprint, page).as_str()));
     let wide = |column: &Column| {
         let cells = rows.iter().map(|row| (column.cell)(row.footprint, page).chars().count());
         cells.chain([column.heading.len()]).max().unwrap_or(0) + GAP
