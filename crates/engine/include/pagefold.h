@@ -124,8 +124,8 @@ int pagefold_merge(pagefold_engine *engine, pagefold_merged *merged);
 int pagefold_standing_of(pagefold_engine *engine, pagefold_standing *standing);
 
 /*
- * How each region of this member stands, by address. *count says for how many there is room, and then how many there are;
- * regions may be NULL to ask for that.
+ * How each region of this member stands, by address. *count says for how many there is room, and then how many there
+ * are; regions may be NULL to ask for that.
  */
 int pagefold_regions_of(pagefold_engine *engine, pagefold_region *regions, size_t *count);
 

@@ -23,6 +23,9 @@
 //! content goes to the store once it was seen in two places, so what only one member has is never touched, and members
 //! that merge one after another find each other's contents one merge later.
 //!
+//! How regions, members and the domain stand is told by [`Engine::regions`], [`Engine::standing`] and
+//! [`Engine::domain`]; to others, who are no members, by [`observe`].
+//!
 //! # What is promised
 //! - Memory reads the same before and after, whatever happens: contents are compared byte by byte before one mapping
 //!   takes the place of another in a single step (`memory`).

@@ -1,9 +1,9 @@
 //! What the user-space engine holds, and what that saves: for a region, a member and a domain.
 //!
 //! A page that maps the store takes a part of a frame, and a page of zeros that was given back takes none. How many
-//! map each frame is not kept, so what the store costs is laid on its pages evenly: with `s` pages in the store and `m` pages
-//! of all members that map it, each of those saves `1 - s/m` of a page. The savings of all regions then add up to what
-//! the domain saves. Contents that nobody maps any more and were not collected yet make that less, even negative.
+//! map each frame is not kept, so what the store costs is laid on its pages evenly: with `s` pages in the store and `m`
+//! pages of all members that map it, each of those saves `1 - s/m` of a page. The savings of all regions then add up to
+//! what the domain saves. Contents that nobody maps any more and were not collected yet make that less, even negative.
 //!
 //! Figures of members are as of when each has told them. Forked children that have not used the engine since, and
 //! members that left with merged memory, map the store and tell nothing: they are in no sum.
