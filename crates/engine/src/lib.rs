@@ -389,7 +389,11 @@ impl Engine {
         let process = std::process::id();
         let mut state = self.lock(process)?;
         self.holder.store(process, Ordering::Relaxed);
-        let joined = if state.process == process { Ok(()) } else { state.rejoin(&self.directory) };
+        let joined = if state.process == process {
+            Ok(())
+        } else {
+            state.rejoin(&self.directory).map(|()| state.tell(&self.options))
+        };
         let done = joined.map(|()| work(&mut state));
         done.map_err(|source| Error::Domain { name: self.name.clone(), source })
     }

@@ -146,9 +146,10 @@ pub fn domain(root: &Root, name: &str) -> Result<Domain, Error> {
         records += 1;
         match told(&file, page) {
             _ if records > MEMBERS => domain.unread += 1,
-            Ok(Some(member)) if lives(&member) => domain.members.push(member),
-            Ok(Some(_)) => domain.ended += 1,
-            Ok(None) | Err(_) => domain.unread += 1,
+            Ok(Told::Member(member)) if lives(&member) => domain.members.push(member),
+            Ok(Told::Member(_)) => domain.ended += 1,
+            Ok(Told::NothingYet) => {}
+            Ok(Told::Nonsense) | Err(_) => domain.unread += 1,
         }
     }
     domain.members.sort_by_key(|member| member.process);
@@ -235,21 +236,36 @@ fn ones(file: &File, bits: u64) -> io::Result<u64> {
     Ok(ones.min(bits))
 }
 
-/// What a record tells, as of one moment; `None` if it makes no sense, or changes all the time.
-fn told(file: &File, page: u64) -> io::Result<Option<Member>> {
-    let version = || Ok::<_, io::Error>(read(file, VERSION as u64, 1)?.first().copied());
+/// What a record tells.
+#[derive(Debug, PartialEq)]
+enum Told {
+    /// Its member is about to join.
+    NothingYet,
+    /// How the member stood at one moment.
+    Member(Member),
+    /// It makes no sense, or changes all the time.
+    Nonsense,
+}
+
+/// What a record tells, as of one moment.
+fn told(file: &File, page: u64) -> io::Result<Told> {
+    // A file that is still empty has version 0.
+    let version = || Ok::<_, io::Error>(read(file, VERSION as u64, 1)?.first().copied().unwrap_or(0));
     for _ in 0..TRIES {
         let before = version()?;
         // The words are read after the version before, and before the version after.
         fence(Ordering::SeqCst);
         let words = read(file, 0, MOST as u64)?;
         fence(Ordering::SeqCst);
-        if before.is_some_and(|version| version % 2 == 0) && version()? == before {
-            return Ok(record::member(&words, page));
+        if before % 2 == 0 && version()? == before {
+            return Ok(match before {
+                0 => Told::NothingYet,
+                _ => record::member(&words, page).map_or(Told::Nonsense, Told::Member),
+            });
         }
         std::thread::sleep(PAUSE);
     }
-    Ok(None)
+    Ok(Told::Nonsense)
 }
 
 #[cfg(test)]
@@ -299,7 +315,7 @@ mod tests {
         let path = make(&root, "x");
         let record = Record::new(&path).unwrap();
         let file = File::open(path.read_dir().unwrap().next().unwrap().unwrap().path()).unwrap();
-        assert_eq!(told(&file, 4096).unwrap(), None, "nothing yet");
+        assert_eq!(told(&file, 4096).unwrap(), Told::NothingYet);
         record.tell(&member(&record, 1));
         let (end, seen) = (AtomicBool::new(false), &mut std::collections::BTreeSet::new());
         std::thread::scope(|scope| {
@@ -313,8 +329,8 @@ mod tests {
                 }
             });
             while seen.len() < 20 {
-                // None, if it changed whenever it was read.
-                let Some(found) = told(&file, 4096).unwrap() else { continue };
+                // It may have changed whenever it was read.
+                let Told::Member(found) = told(&file, 4096).unwrap() else { continue };
                 assert_eq!(found, member(&record, found.merges));
                 seen.insert(found.merges);
             }
@@ -375,7 +391,7 @@ mod tests {
         stranger.process.start_time += 1;
         ended.tell(&stranger);
         let found = domain(&root, "x").unwrap();
-        assert_eq!((found.members.len(), found.ended, found.unread), (0, 1, 2));
+        assert_eq!((found.members.len(), found.ended, found.unread), (0, 1, 1));
         assert_eq!((found.stored, found.owner), (Pages(100), root.owner));
         assert_eq!(found.index, Bytes(4096));
         assert!(found.files.0 > 4 * 4096, "{found:?}");

@@ -63,12 +63,11 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let host = source::open(global)?;
     let (domains, not_seen) = look(&*host, options.domain.as_deref());
     if let (Some(name), []) = (&options.domain, &domains[..]) {
-        if let [first, ..] = &not_seen[..] {
-            bail!("the domain {name:?} cannot be looked at: {}", first.detail);
-        }
+        let others: String = not_seen.iter().map(|unlooked| format!(". Not looked at: {}", unlooked.detail)).collect();
         bail!(
-            "there is no domain {name:?}: `pagefold engine status` lists those there are. Those of other users are \
-             for root to see, and those that are kept elsewhere are found with PAGEFOLD_RUNTIME set as for the program"
+            "there is no domain {name:?} to be seen: `pagefold engine status` lists those there are. Those of other \
+             users are for root to see, and those that are kept elsewhere are found with PAGEFOLD_RUNTIME set as for \
+             the program{others}"
         );
     }
     let report = EngineReport::of(host.page_size(), &domains, not_seen, now());
