@@ -54,7 +54,7 @@ pub enum Header {
     Generation,
     /// Files of members that there are, those that are no more counted until they are removed; never more than that.
     Members,
-    /// Of sightings; counted on by each collection.
+    /// Of sightings: the lowest byte, counted on by collections, once a second at most; above it, the second of that.
     Epoch,
     /// Merges since the last collection.
     Passes,
@@ -289,7 +289,10 @@ impl Domain {
         let _lock = self.lock_whole()?;
         self.follow()?;
         self.set(Header::Passes, 0);
-        self.set(Header::Epoch, self.number(Header::Epoch).wrapping_add(1));
+        let (epoch, second) = (self.number(Header::Epoch), crate::clock().as_secs());
+        if epoch >> 8 != second {
+            self.set(Header::Epoch, second << 8 | u64::from((epoch as u8).wrapping_add(1)));
+        }
         let mut everybody = Everybody::find(&self.path)?;
         let store = self.store.identity().1;
         if (everybody.listed() as u64) < self.number(Header::Members) {

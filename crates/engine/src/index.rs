@@ -21,7 +21,8 @@ use std::sync::atomic::Ordering;
 /// Words of an entry.
 const ENTRY: usize = 2;
 
-/// A content of which nobody saw a partner in so many epochs is taken to have none.
+/// A content of which nobody saw a partner in so many epochs is taken to have none: what members look at in the same
+/// second is compared, however often they merge.
 const RECENT: u8 = 3;
 
 /// Which page was seen to hold a content: a tag of the page among all pages of all members, never 0.

@@ -87,6 +87,7 @@ use pagefold_model::{AddressRange, Bytes};
 use pagefold_sys::fingerprint::Hasher;
 use pagefold_sys::userfault::UserFault;
 use rustix::rand::{GetRandomFlags, getrandom};
+use rustix::time::{ClockId, clock_gettime};
 use std::fs::File;
 use std::io;
 use std::mem::ManuallyDrop;
@@ -562,6 +563,12 @@ impl Drop for Region<'_> {
             debug_assert!(unmapped.is_ok(), "unmapping one's own region: {unmapped:?}");
         }
     }
+}
+
+/// A clock that all members share.
+fn clock() -> Duration {
+    let time = clock_gettime(ClockId::Monotonic);
+    Duration::new(time.tv_sec.cast_unsigned(), time.tv_nsec as u32)
 }
 
 fn random() -> io::Result<u64> {

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | survey | page tables: what is ordinary memory and resident, what is merged, what was written since |
 //! | heal | what was written since becomes ordinary memory again, so that its slots can be freed |
-//! | look | fingerprints of candidates, on all threads; each content is noted in the index |
+//! | look | candidates that are zeros, then fingerprints of the others, on all threads; those are noted in the index |
 //! | decide | runs of pages with a partner that pay, by the prices and the code of guided planning |
 //! | store | contents that were seen twice and lie nowhere yet, in the order in which they lie in memory |
 //! | map | each run: refer, check, compare, exchange |
@@ -18,13 +18,14 @@ use crate::index::Tag;
 use crate::layout::{self, Kind};
 use crate::memory::{self, Incoming};
 use crate::statistics::Merged;
-use crate::{Advice, Options, State, record};
+use crate::{Advice, Options, State, clock, record};
 use pagefold_model::engine::{RegionTally, Tally};
 use pagefold_model::hot::Note;
 use pagefold_model::lasting::{self, must_last};
 use pagefold_model::savings::Costs;
 use pagefold_model::segment::{Prices, Stretch, best_ranges_within};
 use pagefold_model::{AddressRange, Bytes, PageSize, Pages};
+use pagefold_sys::fingerprint::is_zeros;
 use pagefold_sys::userfault::{Held, UserFault};
 use pagefold_sys::{fault, pagemap};
 use std::collections::{HashMap, HashSet};
@@ -45,7 +46,7 @@ const MAPPINGS: u64 = 6;
 const MAX_MAP_COUNT: u64 = 65_530;
 
 /// A merge does not begin before there is room for so many times what finding out took the last time.
-const SURVEYS: u32 = 8;
+const SURVEYS: u32 = 4;
 
 /// References are made anew once an eighth of them, and so many, are not needed.
 const SPARE: u64 = 64;
@@ -152,15 +153,24 @@ impl Region {
 struct Survey {
     /// Parts of regions, each within one mapping, that may hold anything of the following.
     parts: Vec<AddressRange>,
-    /// Resident ordinary memory that may be looked at, and whether it is a part of huge pages; ascending within a
-    /// region.
-    candidates: Vec<(AddressRange, bool)>,
+    /// Resident ordinary memory that may be looked at, ascending.
+    candidates: Vec<Candidates>,
     /// What was merged and written since, mapped as merging maps it.
     broken: Vec<AddressRange>,
     /// Pages of this process that map the store, of regions or not.
     stored: u64,
     /// Mappings of this process.
     mappings: u64,
+}
+
+/// Pages that may be looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Candidates {
+    range: AddressRange,
+    /// Whether they are a part of huge pages.
+    huge: bool,
+    /// Whether nothing is known of them.
+    new: bool,
 }
 
 /// A page that was looked at.
@@ -227,8 +237,8 @@ impl Stillness {
 impl State {
     /// Merge what is identical now.
     pub fn merge(&mut self, options: &Options, directory: &Path, stillness: &Stillness) -> io::Result<Merged> {
-        let (began, now) = (Instant::now(), self.started.elapsed());
-        let room = self.allowance.room(now);
+        let (began, now) = (Instant::now(), clock());
+        let room = self.allowance.room(self.started.elapsed());
         let mut merged = Merged::default();
         self.merges += 1;
         // Small merges that only find out what there is would use up what there is room for.
@@ -288,6 +298,7 @@ impl State {
         fault::point("after giving zeros back");
 
         let (partners, places, wanted) = places(&self.domain, &pages);
+        self.note_alone(&pages, &partners, now);
         let follows = |at: usize| places[at].follows(places[at - 1]);
         // Each of two that share a content that is to be stored gives back half of it.
         let worth = |at: usize| if matches!(places[at], Place::Slot(_)) { page as i64 } else { page as i64 / 2 };
@@ -362,14 +373,11 @@ impl State {
                                     merged.left_alone += Pages(1);
                                     continue;
                                 }
+                                let range = AddressRange { start: address, end: address + page };
+                                let found = Candidates { range, huge: mapped.huge, new: note.is_new() };
                                 match survey.candidates.last_mut() {
-                                    Some((last, huge)) if last.end == address && *huge == mapped.huge => {
-                                        last.end += page
-                                    }
-                                    _ => {
-                                        let range = AddressRange { start: address, end: address + page };
-                                        survey.candidates.push((range, mapped.huge));
-                                    }
+                                    Some(last) if last.precedes(&found) => last.range.end += page,
+                                    _ => survey.candidates.push(found),
                                 }
                             }
                         }
@@ -377,8 +385,8 @@ impl State {
                 }
                 region.tally(whole, part.kind, &found, now);
             }
-            let allowed = |&(range, huge): &(AddressRange, bool)| {
-                range.outside(&region.unmergeable).into_iter().map(move |range| (range, huge))
+            let allowed = |&found: &Candidates| {
+                found.range.outside(&region.unmergeable).into_iter().map(move |range| Candidates { range, ..found })
             };
             if !region.unmergeable.is_empty() {
                 survey.candidates = survey.candidates.iter().flat_map(allowed).collect();
@@ -387,7 +395,9 @@ impl State {
         Ok(survey)
     }
 
-    /// Fingerprint candidates until the deadline: pages of zeros, and others with their fingerprints, by address.
+    /// Look at candidates until the deadline, the new ones first: pages of zeros, and others with their fingerprints, by
+    /// address. Zeros are found before any fingerprint is made: they are known by a line of each other page, and most
+    /// worth.
     fn look(
         &mut self,
         survey: &Survey,
@@ -397,33 +407,66 @@ impl State {
         merged: &mut Merged,
     ) -> (Vec<Page>, Vec<(Page, u64)>) {
         let page = self.domain.page();
-        let mut chunks: Vec<(AddressRange, bool)> = Vec::new();
-        for &(range, huge) in &survey.candidates {
-            let starts = (range.start..range.end).step_by((CHUNK * page) as usize);
-            chunks.extend(starts.map(|start| (AddressRange { start, end: range.end.min(start + CHUNK * page) }, huge)));
-        }
+        let addresses = |range: AddressRange| (range.start..range.end).step_by(page as usize);
+        let pieces = |all: &[Candidates]| -> Vec<Candidates> {
+            let piece = |found: &Candidates| {
+                let (found, bytes) = (*found, CHUNK * page);
+                (found.range.start..found.range.end).step_by(bytes as usize).map(move |start| {
+                    let range = AddressRange { start, end: found.range.end.min(start + bytes) };
+                    Candidates { range, ..found }
+                })
+            };
+            all.iter().flat_map(piece).collect()
+        };
+        let mut chunks = pieces(&survey.candidates);
         // What the last merge did not come to is first.
-        let first = chunks.partition_point(|(range, _)| range.start < self.cursor);
+        let first = chunks.partition_point(|chunk| chunk.range.start < self.cursor);
         chunks.rotate_left(first);
-        let hasher = &self.hasher;
-        let looked = parallel(threads, &chunks, |&(range, huge)| {
-            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+        chunks.sort_by_key(|chunk| !chunk.new);
+        let over = || deadline.is_some_and(|deadline| Instant::now() >= deadline);
+
+        // What cannot be held up is left for another time.
+        let sifted = parallel(threads, &chunks, |&chunk| {
+            if over() {
                 return None;
             }
-            // What cannot be held up is left for another time.
-            let Ok(_still) = stillness.of(range) else { return Some(Vec::new()) };
+            let Ok(_still) = stillness.of(chunk.range) else { return Some((Vec::new(), Vec::new())) };
             // SAFETY: the survey found it resident ordinary memory, and nobody writes to or unmaps it meanwhile.
-            let bytes = unsafe { memory::bytes(range) };
-            let addresses = (range.start..range.end).step_by(page as usize);
-            let look = |(address, bytes)| (Page { address, huge, entry: 0 }, hasher.fingerprint(bytes));
-            Some(addresses.zip(bytes.chunks_exact(page as usize)).map(look).collect::<Vec<_>>())
+            let bytes = unsafe { memory::bytes(chunk.range) };
+            let (mut zeros, mut others): (Vec<Page>, Vec<Candidates>) = Default::default();
+            for (address, bytes) in addresses(chunk.range).zip(bytes.chunks_exact(page as usize)) {
+                let found = Candidates { range: AddressRange { start: address, end: address + page }, ..chunk };
+                match others.last_mut() {
+                    _ if is_zeros(bytes) => zeros.push(Page { address, huge: chunk.huge, entry: 0 }),
+                    Some(last) if last.precedes(&found) => last.range.end += page,
+                    _ => others.push(found),
+                }
+            }
+            Some((zeros, others))
         });
-        let reached = looked.iter().position(Option::is_none);
-        merged.cut_short += u64::from(reached.is_some());
-        self.cursor = reached.map_or(0, |at| chunks[at].0.start);
-        let (mut zeros, mut others) = (Vec::new(), Vec::new());
+        let unsifted = sifted.iter().position(Option::is_none).map(|at| chunks[at].range.start);
+        let (zeros, others): (Vec<Vec<Page>>, Vec<Vec<Candidates>>) = sifted.into_iter().flatten().unzip();
+        let (mut zeros, chunks) = (zeros.concat(), pieces(&others.concat()));
+
+        let hasher = &self.hasher;
+        let looked = parallel(threads, &chunks, |&chunk| {
+            if over() {
+                return None;
+            }
+            let Ok(_still) = stillness.of(chunk.range) else { return Some(Vec::new()) };
+            // SAFETY: as above.
+            let bytes = unsafe { memory::bytes(chunk.range) };
+            let look = |(address, bytes)| (Page { address, huge: chunk.huge, entry: 0 }, hasher.fingerprint(bytes));
+            Some(addresses(chunk.range).zip(bytes.chunks_exact(page as usize)).map(look).collect::<Vec<_>>())
+        });
+        let unseen = looked.iter().position(Option::is_none).map(|at| chunks[at].range.start);
+        let unreached = unseen.or(unsifted);
+        merged.cut_short += u64::from(unreached.is_some());
+        self.cursor = unreached.unwrap_or(0);
+        let mut others: Vec<(Page, u64)> = Vec::new();
         for (page, fingerprint) in looked.into_iter().flatten().flatten() {
             match fingerprint {
+                // Written between.
                 0 => zeros.push(page),
                 _ => others.push((page, fingerprint)),
             }
@@ -529,14 +572,35 @@ impl State {
         Ok(())
     }
 
+    /// Note the pages that have no partner.
+    fn note_alone(&mut self, pages: &[Page], partners: &[Page], now: Duration) {
+        let mut partners = partners.iter().map(|page| page.address).peekable();
+        for found in pages {
+            if partners.next_if_eq(&found.address).is_none() {
+                let fingerprint = self.domain.index.fingerprint(found.entry);
+                let at = self.regions.partition_point(|region| region.range.end <= found.address);
+                self.regions[at].note(found.address).looked(now, fingerprint);
+            }
+        }
+    }
+
     fn noted(&mut self, range: AddressRange, mut note: impl FnMut(&mut Note), tally: impl Fn(&mut Tally, Pages)) {
-        for region in &mut self.regions {
-            let Some(range) = region.range.overlap(range) else { continue };
+        // The survey has put them in order.
+        let first = self.regions.partition_point(|region| region.range.end <= range.start);
+        for region in &mut self.regions[first..] {
+            let Some(range) = region.range.overlap(range) else { break };
             tally(&mut region.tally, Pages(range.bytes().0 / region.page));
             for address in (range.start..range.end).step_by(region.page as usize) {
                 note(region.note(address));
             }
         }
+    }
+}
+
+impl Candidates {
+    /// Whether others of the same kind lie right behind.
+    fn precedes(&self, other: &Self) -> bool {
+        self.range.end == other.range.start && (self.huge, self.new) == (other.huge, other.new)
     }
 }
 
@@ -553,7 +617,7 @@ impl Survey {
             can
         };
         self.broken.retain(|&range| can(range));
-        self.candidates.retain(|&(range, _)| can(range));
+        self.candidates.retain(|found| can(found.range));
     }
 }
 

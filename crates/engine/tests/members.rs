@@ -4,6 +4,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 const PAGE: u64 = 4096;
@@ -347,7 +348,9 @@ fn memory_may_be_written_while_it_is_merged() {
     for member in [&mut first, &mut second] {
         member.tell("fill 0 2000 7");
     }
-    for turn in 0..4 {
+    let begin = Instant::now();
+    // What is written all the time is left alone for a second and more: so it may take some turns.
+    for turn in 0.. {
         let member = if turn % 2 == 0 { &mut first } else { &mut second };
         let told = Told(member.tell("race 40"));
         if told.0.contains("needs userfaultfd") {
@@ -356,10 +359,12 @@ fn memory_may_be_written_while_it_is_merged() {
         }
         assert_eq!(told.of("lost"), 0, "{told:?}");
         member.check();
+        let told = member.standing();
+        if told.of("broken") > 0 && told.of("store") > 0 {
+            return;
+        }
+        assert!(begin.elapsed() < Duration::from_secs(120), "none were merged and written: {told:?}");
     }
-    let so_far = first.standing();
-    assert!(so_far.of("broken") > 0, "some were merged and written: {so_far:?}");
-    assert!(so_far.of("store") > 0, "{so_far:?}");
 }
 
 #[test]

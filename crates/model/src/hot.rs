@@ -1,14 +1,25 @@
-//! Which pages are left alone because they are written too soon after they were merged.
+//! Which pages are left alone: those that are written too soon after they were merged, and those that were looked at in
+//! vain.
 //!
 //! A page that is merged and written again costs its program a fault and a copy, and whoever merges it the work once
-//! more. So each page has a note of four bytes: when it was merged last, or until when it is left alone, and how often
-//! in a row it did not last. Times are whole seconds since some beginning, of which the lowest 16 bits are kept: a note
-//! that is older than nine hours may be taken for a young one, and its page is then left alone for once too often.
+//! more. So each page has a note of eight bytes: when it was merged last, or until when it is left alone, and how often
+//! in a row it did not last. A page without a partner costs only that it is read; but most pages of a program have none,
+//! and those that it computes with have another content each time. So they are looked at less and less often, too, and
+//! all of them that wait equally long at the same moments: partners that are looked at by turns never meet.
+//!
+//! Times are whole seconds of a clock that all members share, of which the lowest 16 bits are kept: a note that is older
+//! than nine hours may be taken for a young one, and its page is then left alone for once too often.
 
 use std::time::Duration;
 
 /// The longest that a page is left alone is 2 to this power of seconds, 68 minutes.
 const MOST: u8 = 12;
+
+/// So often a page is looked at in vain before it is left alone, unless its content was another each time.
+const FREE: u8 = 4;
+
+/// The longest that a page without a partner is left alone is 2 to this power of seconds, a minute.
+const MOST_ALONE: u8 = 6;
 
 /// What is remembered of a page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -18,13 +29,19 @@ pub struct Note {
     /// How often in a row it did not last, which doubles how long it is left alone.
     level: u8,
     state: State,
+    /// How often in a row it was looked at in vain.
+    looks: u8,
+    /// Some bits of what it held then.
+    content: u16,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum State {
-    /// It was never merged, or not since it was forgotten.
+    /// Nothing is known of it.
     #[default]
     New,
+    /// It was looked at, and had no partner.
+    Alone,
     /// It is merged, or given back as a page of zeros, as far as was seen.
     Merged,
     /// It was merged and written.
@@ -48,11 +65,17 @@ impl Note {
         self.state == State::Merged
     }
 
+    /// Whether nothing is known of it: of all pages these are looked at first.
+    pub fn is_new(self) -> bool {
+        self.state == State::New
+    }
+
     /// Whether it may be merged at a time.
     pub fn may_merge(self, now: Duration) -> bool {
         match self.state {
             State::New | State::Merged => true,
-            State::Broken => stamp(now).wrapping_sub(self.stamp) <= u16::MAX / 2,
+            State::Alone if self.looks < FREE => true,
+            State::Alone | State::Broken => stamp(now).wrapping_sub(self.stamp) <= u16::MAX / 2,
         }
     }
 
@@ -60,6 +83,19 @@ impl Note {
     pub fn merged(&mut self, now: Duration) {
         self.stamp = stamp(now);
         self.state = State::Merged;
+        self.looks = 0;
+    }
+
+    /// It was looked at, and nobody was known to hold what it does, whose fingerprint is this. After some looks it is
+    /// left alone until the next moment that is a multiple of 1, 2, 4 and so on seconds; at once if it has changed.
+    pub fn looked(&mut self, now: Duration, fingerprint: u64) {
+        let content = fingerprint as u16;
+        let changed = self.state == State::Alone && self.content != content;
+        self.looks = self.looks.max(if changed { FREE - 1 } else { 0 }).saturating_add(1).min(FREE + MOST_ALONE);
+        self.content = content;
+        let step = 1_u64 << self.looks.saturating_sub(FREE);
+        self.stamp = (now.as_secs() / step * step + step) as u16;
+        self.state = State::Alone;
     }
 
     /// It was found written. It lasted if it was merged for `must_last` at least; else it is left alone for twice as
@@ -115,6 +151,29 @@ mod tests {
         assert!(note.is_merged());
         note.broken(at(30), MUST_LAST);
         assert!(!note.may_merge(at(31)) && note.may_merge(at(32)), "two seconds, not eight");
+    }
+
+    #[test]
+    fn a_page_without_a_partner_is_looked_at_less_and_less_often() {
+        let looks = |content: fn(u64) -> u64| {
+            let (mut note, mut looked) = (Note::default(), Vec::new());
+            for now in 0..400 {
+                if note.may_merge(at(now)) {
+                    note.looked(at(now), content(now));
+                    looked.push(now);
+                }
+            }
+            looked
+        };
+        assert_eq!(looks(|_| 7), [0, 1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 192, 256, 320, 384]);
+        assert_eq!(looks(|now| now), [0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384], "it changes");
+        let mut note = Note::default();
+        assert!(note.is_new());
+        (0..9).for_each(|now| note.looked(at(now), 7));
+        assert!(!note.is_new() && !note.may_merge(at(31)));
+        note.merged(at(32));
+        note.looked(at(33), 7);
+        assert!(note.may_merge(at(33)), "as if for the first time");
     }
 
     #[test]

@@ -147,7 +147,16 @@ fn words(line: &[u8; 64]) -> [u64; 8] {
     std::array::from_fn(|i| u64::from_le_bytes(line.as_chunks::<8>().0[i]))
 }
 
-/// Whether all bytes are zero; looks at one line of most other pages.
+/// Whether all bytes of whole lines of 64 are zero; looks at one line of most other pages.
+///
+/// # Panics
+/// If a part of a line is left over.
+pub fn is_zeros(bytes: &[u8]) -> bool {
+    let (lines, rest) = bytes.as_chunks::<64>();
+    assert!(rest.is_empty(), "{} bytes", bytes.len());
+    is_zero(lines)
+}
+
 fn is_zero(lines: &[[u8; 64]]) -> bool {
     lines.iter().all(|line| words(line).into_iter().fold(0, |all, word| all | word) == 0)
 }

@@ -127,7 +127,8 @@ pub fn mapped(pagemap: &File, range: Range<u64>, mut found: impl FnMut(MappedRan
 }
 
 fn scan(pagemap: &File, range: Range<u64>, wanted: &Wanted, mut found: impl FnMut(PageRegion)) -> io::Result<()> {
-    let mut batch = vec![PageRegion::default(); BATCH];
+    let pages = (range.end.saturating_sub(range.start)).div_ceil(crate::mapping::page_size() as u64);
+    let mut batch = vec![PageRegion::default(); BATCH.min(pages as usize)];
     let mut start = range.start;
     while start < range.end {
         let mut request = PmScanArg {
