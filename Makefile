@@ -46,6 +46,13 @@ bench-merge: setup ## Measure what merging brings and costs under all policies (
 	$(CARGO) build $(LOCKED) --release -p pagefold -p pagefold-labs -p pagefold-benchmarks
 	target/release/pagefold-benchmarks merge $(ARGS)
 
+.PHONY: bench-hera
+bench-hera: setup ## Measure the stand-in for HERA in all its modes of memory (as root; about an hour; ARGS: --cases ranks4)
+	$(CARGO) build $(LOCKED) --release -p pagefold -p pagefold-engine -p pagefold-benchmarks
+	$(MAKE) install-library DESTDIR=$(CURDIR)/target/installed PREFIX=
+	labs/hera/build.sh target/hera target/installed/lib
+	target/release/pagefold-benchmarks merge hera $(ARGS)
+
 # gxhash, one of the hashes that are compared, compiles only where AES instructions may be used everywhere.
 ifeq ($(shell grep -m1 -cw aes /proc/cpuinfo),1)
 bench: export RUSTFLAGS := $(strip $(RUSTFLAGS) -C target-feature=+aes)

@@ -27,7 +27,7 @@ struct Options {
     Mode mode = Mode::plain;
     std::string trace, domain;
     double max_slowdown = 0.02;
-    int ranks = 4, steps = 70, regrid = 4, merge = 1, check = 20, sample = 250;
+    int ranks = 4, steps = 100, regrid = 4, merge = 1, check = 20, sample = 250;
 };
 
 constexpr char kHelp[] =
@@ -41,9 +41,9 @@ constexpr char kHelp[] =
     "  --writes WHICH        of the arrays in a line of cells: all, those of materials that are present, or what is\n"
     "                        changed (present)\n"
     "  --ranks N             processes, without MPI (4)\n"
-    "  --steps N             time steps (70)\n"
-    "  --roots N             blocks of 16^3 cells across the box, at the coarsest level (3)\n"
-    "  --levels N            levels of refinement and the coarsest one (3)\n"
+    "  --steps N             time steps (100)\n"
+    "  --roots N             blocks of 16^3 cells across the box, at the coarsest level (4)\n"
+    "  --levels N            levels of refinement and the coarsest one (2)\n"
     "  --regrid N            steps from one regridding to the next (4)\n"
     "  --materials N         up to 8 (6)\n"
     "  --spheres N           balls, each a core and a shell (3)\n"
@@ -297,9 +297,9 @@ template <class Array> void simulate(const Options &options, Comm &comm)
         totals = solver.totals();
         Drift drift(first, totals, options.problem);
         if (comm.rank == 0) {
-            printf("step %d time %.5g seconds %.2f blocks %zu pure %.4f mass %.1e energy %.1e momentum %.1e "
+            printf("step %d time %.5g seconds %.2f blocks %zu pure %.4f vorticity %.4g mass %.1e energy %.1e momentum %.1e "
                    "fractions %.1e\n",
-                   step, time, trace.seconds(), solver.forest.leaves.size(), double(totals.pure) / totals.cells,
+                   step, time, trace.seconds(), solver.forest.leaves.size(), double(totals.pure) / totals.cells, totals.vorticity,
                    drift.mass, drift.energy, drift.momentum, totals.unlike_one);
             fflush(stdout);
         }
@@ -325,6 +325,7 @@ template <class Array> void simulate(const Options &options, Comm &comm)
         if ((step + 1) % options.regrid == 0)
             regridded += solver.regrid();
         /* When most is in use: what the step wrote is neither released nor merged yet. */
+        solver.derive();
         if (words[1] != 0 || step + 1 == options.steps)
             trace.sample();
         solver.release();

@@ -13,6 +13,9 @@
  * sums are added in the order of the curve: so results are the same to the last bit for any number of ranks, and in all
  * modes.
  *
+ * Besides what is conserved, a block has fields that follow from it, as codes keep them for output and for their other
+ * physics: the state of the mixture, its slopes and curvatures. They are computed at the end of each step.
+ *
  * What is written: arrays of materials that are not in a line of cells are left alone, as codes with many materials do.
  * `Writes` has two more: all of them, as a code would that knows nothing of that, and only what changes.
  *
@@ -31,11 +34,23 @@
 enum class Writes { all, present, changed };
 
 struct Problem {
-    int materials = 6, roots = 3, levels = 3, spheres = 3;
+    int materials = 6, roots = 4, levels = 2, spheres = 3;
     double cfl = 0.4, mach = 3;
     bool periodic = false, slow = false;
     Writes writes = Writes::present;
 };
+
+/* The state of the mixture, which follows from what is conserved. */
+enum State { kDensity, kPressure, kVelocity, kSound = kVelocity + 3, kTemperature, kInternal, kStates };
+/* Fields: each state, its slopes in three directions, and the sum of its curvatures. */
+constexpr int kFields = kStates * 5;
+/* Fields have no ghosts. */
+constexpr int kInside[3] = { 1, kSide, kSide * kSide }, kCells = kSide * kSide * kSide;
+
+/* How fast everything moves to and fro at the beginning, beside a sound of 1.2 in air: nothing is quite at rest. */
+constexpr double kStir = 1e-3;
+
+constexpr double kPi = 3.14159265358979323846;
 
 /* Where the shock is at the beginning. */
 constexpr double kShock = 0.16;
@@ -70,6 +85,7 @@ struct Totals {
     double mass[kMostMaterials] = {}, energy = 0, momentum[3] = {};
     double unlike_one = 0; /* by how much the volume fractions of a cell differ from 1 in sum, at most */
     uint64_t checksum = 0; /* of all bits of all cells */
+    double vorticity = 0; /* square of it, over the box */
     long cells = 0, pure = 0; /* pure: of one material */
 };
 
@@ -101,6 +117,7 @@ public:
                 forest = forest.adapted(wanted_levels());
         }
         /* The speed of waves at the beginning. */
+        derive();
         for (auto &[leaf, block] : blocks_)
             lines(*block, 0, [&](Line &line, int) { line.solve(0, instrument_); });
     }
@@ -123,11 +140,18 @@ public:
         }
     }
 
+    /* Compute the fields of all blocks from what is conserved. */
+    void derive()
+    {
+        for (auto &[leaf, block] : blocks_)
+            derive(*block, width_of_cells(leaf));
+    }
+
     /* No longer store what has become zeros. */
     void release()
     {
         for (auto &[leaf, block] : blocks_)
-            block->arrays.release();
+            block->arrays.release(), block->fields.release();
     }
 
     /* Refine and coarsen, and move blocks to the ranks that own them then. Whether any was. */
@@ -144,11 +168,14 @@ public:
 
 private:
     struct Block {
-        typename Array::Arrays arrays;
+        typename Array::Arrays arrays, fields;
         uint32_t interior = 0, ghosts[6] = {}; /* which materials are there */
         std::vector<double> finer[2]; /* fluxes of the finer neighbour on this side; empty without one */
 
-        Block(Memory &memory, int quantities) : arrays(memory, quantities, kLength) {}
+        Block(Memory &memory, int quantities)
+            : arrays(memory, quantities, kLength), fields(memory, kFields, kCells)
+        {
+        }
         uint32_t present(int direction) const { return interior | ghosts[2 * direction] | ghosts[2 * direction + 1]; }
     };
 
@@ -172,6 +199,8 @@ private:
     int mass_of(int material) const { return count_ + material; }
     int momentum_of(int direction) const { return 2 * count_ + direction; }
     int energy_of() const { return 2 * count_ + 3; }
+    static int slope_of(int state, int direction) { return kStates + 4 * state + direction; }
+    static int curvature_of(int state) { return kStates + 4 * state + 3; }
 
     Block &make(int leaf) { return *(blocks_[leaf] = std::make_unique<Block>(memory_, quantities_)); }
 
@@ -258,7 +287,7 @@ private:
                         samples[material_at(place)]++;
                     }
                     bool shocked = centre[0] < kShock && !near && material_at(centre) == 0;
-                    double pressure = shocked ? shocked_pressure : 1, energy = 0;
+                    double pressure = shocked ? shocked_pressure : 1, energy = 0, mass = 0;
                     for (int k = 0; k < count_; k++) {
                         if (samples[k] == 0)
                             continue;
@@ -267,11 +296,15 @@ private:
                         block.arrays[volume_of(k)][at] = volume;
                         block.arrays[mass_of(k)][at] = volume * density;
                         energy += volume * kMaterials[k].energy(pressure);
+                        mass += volume * density;
                         block.interior |= 1u << k;
                     }
-                    if (shocked) {
-                        block.arrays[momentum_of(0)][at] = shocked_density * speed;
-                        energy += 0.5 * shocked_density * speed * speed;
+                    for (int d = 0; d < 3; d++) {
+                        /* Three waves of different directions that fit into the box. */
+                        double phase = centre[d] + 2 * centre[(d + 1) % 3] + 3 * centre[(d + 2) % 3];
+                        double velocity = kStir * std::sin(2 * kPi * phase) + (shocked && d == 0 ? speed : 0);
+                        block.arrays[momentum_of(d)][at] = mass * velocity;
+                        energy += 0.5 * mass * velocity * velocity;
                     }
                     block.arrays[energy_of()][at] = energy;
                 }
@@ -619,6 +652,60 @@ private:
         updates += kSide * kSide * kSide;
     }
 
+    /* The state of the mixture in each cell, as Line::states has it; and differences of it between cells of the block. */
+    void derive(Block &block, double width)
+    {
+        const auto &cells = std::as_const(block.arrays);
+        for (int c = 0; c < kCells; c++) {
+            int at = place_of(kGhosts + c % kSide, kGhosts + c / kSide % kSide, kGhosts + c / kSide / kSide);
+            double rho = 0, xi = 0, stiff = 0, squares = 0;
+            for (int k = 0; k < count_; k++) {
+                if (block.interior >> k & 1) {
+                    double volume = cells[volume_of(k)][at];
+                    rho += cells[mass_of(k)][at];
+                    xi += volume * kMaterials[k].xi();
+                    stiff += volume * (kMaterials[k].xi() * kMaterials[k].gamma * kMaterials[k].pi);
+                }
+            }
+            for (int d = 0; d < 3; d++) {
+                double velocity = cells[momentum_of(d)][at] / rho;
+                put(block.fields[kVelocity + d], c, velocity);
+                squares += velocity * velocity;
+            }
+            double internal = cells[energy_of()][at] - 0.5 * rho * squares;
+            double pressure = (internal - stiff) / xi, stiffness = 0, heat = 0;
+            for (int k = 0; k < count_; k++) {
+                if (block.interior >> k & 1) {
+                    double part = cells[volume_of(k)][at] * kMaterials[k].xi() * (pressure + kMaterials[k].pi);
+                    stiffness += kMaterials[k].gamma * part;
+                    heat += part;
+                }
+            }
+            put(block.fields[kDensity], c, rho);
+            put(block.fields[kPressure], c, pressure);
+            put(block.fields[kSound], c, std::sqrt(stiffness / xi / rho));
+            /* For a heat capacity of 1 of all materials. */
+            put(block.fields[kTemperature], c, heat / rho);
+            put(block.fields[kInternal], c, internal / rho);
+        }
+        for (int state = 0; state < kStates; state++) {
+            const Array &of = std::as_const(block.fields)[state];
+            for (int c = 0; c < kCells; c++) {
+                int in[3] = { c % kSide, c / kSide % kSide, c / kSide / kSide };
+                double here = of[c], curvature = 0;
+                for (int d = 0; d < 3; d++) {
+                    double before = in[d] > 0 ? of[c - kInside[d]] : here;
+                    double behind = in[d] + 1 < kSide ? of[c + kInside[d]] : here;
+                    /* One-sided at the sides of the block. */
+                    double across = width * ((in[d] > 0) + (in[d] + 1 < kSide));
+                    put(block.fields[slope_of(state, d)], c, (behind - before) / across);
+                    curvature += (before - 2 * here + behind) / (width * width);
+                }
+                put(block.fields[curvature_of(state)], c, curvature);
+            }
+        }
+    }
+
     std::vector<int> wanted_levels();
     void move_to(Forest next);
 };
@@ -753,12 +840,12 @@ template <class Array> void Solver<Array>::move_to(Forest next)
 /* Add everything up, and look whether every cell is sound. */
 template <class Array> Totals Solver<Array>::totals()
 {
-    const int sums = count_ + 4, numbers = sums + 5;
+    const int sums = count_ + 4, numbers = sums + 6;
     std::vector<double> mine;
     for (auto &[leaf, block] : blocks_) {
         const auto &arrays = std::as_const(block->arrays);
         std::vector<Sum> sum(sums);
-        double unlike_one = 0, pure = 0;
+        double unlike_one = 0, pure = 0, vorticity = 0;
         /* FNV-1a (draft-eastlake-fnv), of words instead of bytes, from the place of the block on. */
         uint64_t hash = 0xcbf29ce484222325u;
         auto take = [&](uint64_t word) {
@@ -785,6 +872,14 @@ template <class Array> Totals Solver<Array>::totals()
                 sum[count_ + q].add(value);
                 take(bits_of(value));
             }
+            const auto &fields = std::as_const(block->fields);
+            for (int f = 0; f < kFields; f++)
+                take(bits_of(fields[f][c]));
+            for (int d = 0; d < 3; d++) {
+                int a = (d + 1) % 3, b = (d + 2) % 3;
+                double turn = fields[slope_of(kVelocity + b, a)][c] - fields[slope_of(kVelocity + a, b)][c];
+                vorticity += turn * turn;
+            }
         }
         double cell = std::pow(width_of_cells(leaf), 3);
         for (const Sum &part : sum)
@@ -795,6 +890,7 @@ template <class Array> Totals Solver<Array>::totals()
         mine.push_back(hash >> 32);
         mine.push_back(hash & 0xffffffff);
         mine.push_back(kSide * kSide * kSide);
+        mine.push_back(vorticity * cell);
     }
     std::vector<double> all = comm_.all_gather(mine);
     Totals totals;
@@ -809,6 +905,7 @@ template <class Array> Totals Solver<Array>::totals()
         totals.checksum = (totals.checksum ^ hash) * 0x100000001b3u;
         totals.checksum ^= totals.checksum >> 32;
         totals.cells += static_cast<long>(leaf[sums + 4]);
+        totals.vorticity += leaf[sums + 5];
     }
     for (int k = 0; k < count_; k++)
         totals.mass[k] = sum[k].value();

@@ -254,7 +254,7 @@ fn judge(code: Code, runs: &[Run], cpu: u32, findings: &mut Findings) -> Result<
 }
 
 /// The geometric mean of ratios, and its 95 % interval by Student's t on their logarithms; none with a single ratio.
-fn geometric_mean(ratios: &[f64]) -> (f64, Option<(f64, f64)>) {
+pub fn geometric_mean(ratios: &[f64]) -> (f64, Option<(f64, f64)>) {
     // Quantiles 0.975 of Student's distribution for 1 to 9 degrees of freedom.
     const T: [f64; 9] = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262];
     let count = ratios.len() as f64;
@@ -298,7 +298,7 @@ fn run(code: Code, mode: Mode, round: usize, conditions: &Conditions, samples: &
         if let Some(status) = program.try_wait()? {
             break Ok(status);
         }
-        let (bytes, so_far) = group.read()?;
+        let Usage { anonymous: bytes, faults: so_far, .. } = group.read()?;
         memory.push(bytes as f64);
         // When the last process is gone the group is empty, and its counter stays.
         faults = so_far;
@@ -395,11 +395,8 @@ impl Deck<'_> {
             }
             None => held("sh", enrolled)?,
         };
-        Command::new("sh")
-            .args(["-c", "echo $$ > \"$1/cgroup.procs\" && shift && exec \"$@\"", "sh"])
-            .arg(&group.folder)
-            .arg(held.get_program())
-            .args(held.get_args())
+        group
+            .command(&held)
             .arg(&self.script)
             .args(["run", self.size()])
             .current_dir(self.folder)
@@ -413,17 +410,18 @@ impl Deck<'_> {
 
 /// The process that `pagefold run` leaves beside a program. It is no child of this one, and is known by the folder for
 /// its state, which nobody else was given.
-struct Beside {
+pub struct Beside {
     /// The program: it was pagefold for a moment, and has the same arguments until then.
     program: u32,
     state: Vec<u8>,
     pid: Option<u32>,
     /// CPU seconds, as of the last look.
-    cpu: f64,
+    pub cpu: f64,
 }
 
 impl Beside {
-    fn new(program: u32, state: &Path) -> Self {
+    /// Of a program that was just started, with a folder for pagefold's state.
+    pub fn new(program: u32, state: &Path) -> Self {
         Self { program, state: state.as_os_str().as_bytes().to_vec(), pid: None, cpu: 0.0 }
     }
 
@@ -434,7 +432,7 @@ impl Beside {
     }
 
     /// Read its CPU time; whether it is there.
-    fn look(&mut self) -> Result<bool> {
+    pub fn look(&mut self) -> Result<bool> {
         if self.pid.is_none_or(|pid| !self.is(pid)) {
             let pids = fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
             let Some(found) = pids.into_iter().find(|&pid| self.is(pid)) else { return Ok(false) };
@@ -448,7 +446,7 @@ impl Beside {
     }
 
     /// The program has ended: so does this by itself, having put everything back.
-    fn end(&mut self) -> Result<()> {
+    pub fn end(&mut self) -> Result<()> {
         let begin = Instant::now();
         while self.look()? {
             ensure!(begin.elapsed() < LIMIT, "pagefold did not end within {LIMIT:?} after the program");
@@ -460,14 +458,26 @@ impl Beside {
 }
 
 /// A control group for memory, removed when dropped.
-struct Group {
+pub struct Group {
     folder: PathBuf,
     /// The line of memory.stat with anonymous memory.
     line: &'static str,
 }
 
+/// What a group uses.
+#[derive(Clone, Copy, Debug)]
+pub struct Usage {
+    /// Bytes of anonymous memory.
+    pub anonymous: u64,
+    /// Bytes of shared memory and of files on a tmpfs.
+    pub shared: u64,
+    /// Page faults so far.
+    pub faults: u64,
+}
+
 impl Group {
-    fn create() -> Result<Self> {
+    /// A new one, without members.
+    pub fn create() -> Result<Self> {
         let first = Path::new("/sys/fs/cgroup/memory");
         let (root, line) = if first.exists() { (first, "rss ") } else { (Path::new("/sys/fs/cgroup"), "anon ") };
         let folder = root.join(format!("pagefold-bench-{}", std::process::id()));
@@ -475,12 +485,24 @@ impl Group {
         Ok(Self { folder, line })
     }
 
-    /// Bytes of anonymous memory and page faults so far.
-    fn read(&self) -> Result<(u64, u64)> {
+    /// What starts another command as a member of it.
+    pub fn command(&self, other: &Command) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo $$ > \"$1/cgroup.procs\" && shift && exec \"$@\"", "sh"]);
+        command.arg(&self.folder).arg(other.get_program()).args(other.get_args());
+        command
+    }
+
+    /// Read it.
+    pub fn read(&self) -> Result<Usage> {
         let path = self.folder.join("memory.stat");
         let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
         let line = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
-        Ok((line(self.line).context("no memory")?, line("pgfault ").context("no page faults")?))
+        Ok(Usage {
+            anonymous: line(self.line).context("no memory")?,
+            shared: line("shmem ").context("no shared memory")?,
+            faults: line("pgfault ").context("no page faults")?,
+        })
     }
 }
 

@@ -7,6 +7,7 @@
 
 mod bars;
 mod compare;
+mod hera;
 mod holder;
 mod hot;
 mod plot;
@@ -57,6 +58,15 @@ pub struct Arguments {
     /// Which simulations, by their folders in labs/mpi; all if none is named
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     codes: Vec<String>,
+    /// Which cases of the stand-in for HERA; all if none is named
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    cases: Vec<String>,
+    /// The stand-in for HERA, as labs/hera/build.sh makes it [default: target/hera/hera]
+    #[arg(long, value_name = "PATH")]
+    hera: Option<PathBuf>,
+    /// Bound on the slow-down of it by the user engine, in percent
+    #[arg(long, default_value_t = 2.0, value_name = "PERCENT")]
+    max_slowdown: f64,
     /// Bound on CPU for pagefold and for flat-out merging, in percent of one
     #[arg(long, default_value_t = 100, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
     cpu: u32,
@@ -83,6 +93,8 @@ enum Section {
     Hot,
     /// For how long a process is stopped while its ranges are enrolled and withdrawn
     Stops,
+    /// The stand-in for HERA in all its modes; only where it is named
+    Hera,
 }
 
 impl Section {
@@ -93,6 +105,7 @@ impl Section {
             Self::Program => "program",
             Self::Hot => "hot",
             Self::Stops => "stops",
+            Self::Hera => "hera",
         }
     }
 }
@@ -122,7 +135,10 @@ pub fn benchmark(arguments: &Arguments) -> Result<bool> {
         None => std::env::current_exe()?.with_file_name("pagefold"),
     };
     let pagefold = Pagefold { program: program.canonicalize().with_context(|| format!("no {}", program.display()))? };
-    let chosen = |section: &&Section| arguments.sections.is_empty() || arguments.sections.contains(section);
+    let chosen = |section: &&Section| match arguments.sections.is_empty() {
+        true => **section != Section::Hera,
+        false => arguments.sections.contains(section),
+    };
     trial::note_signals()?;
     let mut met = true;
     for section in Section::value_variants().iter().filter(chosen).copied() {
@@ -173,6 +189,26 @@ impl Kept<'_> {
                     hot::Conditions { pagefold: self.pagefold.clone(), cpu: self.arguments.hot_cpu, quick };
                 for code in hot::chosen(&self.arguments.codes)? {
                     all.push((code.name, hot::measure(code, rounds(self.arguments.hot_rounds), &conditions)?));
+                    self.keep(section, &all)?;
+                }
+                return Ok(are_met(&all));
+            }
+            Section::Hera => {
+                let program = match &self.arguments.hera {
+                    Some(path) => path.clone(),
+                    None => Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("target/hera/hera"),
+                };
+                let conditions = hera::Conditions {
+                    program,
+                    pagefold: self.pagefold.clone(),
+                    cpu: self.arguments.hot_cpu,
+                    max_slowdown: self.arguments.max_slowdown / 100.0,
+                    quick,
+                };
+                for case in hera::chosen(&self.arguments.cases)? {
+                    let runs = hera::measure(case, rounds(self.arguments.rounds), &conditions)?;
+                    hera::draw(case, &runs, &self.folder.join(format!("{}.svg", case.name)))?;
+                    all.push((case.name, hera::findings(case, &runs, &conditions)));
                     self.keep(section, &all)?;
                 }
                 return Ok(are_met(&all));
