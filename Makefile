@@ -17,7 +17,7 @@ help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: setup ## Take a census of a small fleet of real programs on this machine, and show what was found
+demo: setup ## Merge memory of real programs on this machine and show what that saved: guests as root, else a simulation
 	labs/demo.sh
 
 # Documentation tests come first and integration tests last, so that the last line is a result of tests that ran: the
@@ -47,11 +47,12 @@ bench-merge: setup ## Measure what merging brings and costs under all policies (
 	target/release/pagefold-benchmarks merge $(ARGS)
 
 .PHONY: bench-hera
-bench-hera: setup ## Measure the stand-in for HERA in all its modes of memory (as root; about an hour; ARGS: --cases ranks4)
+bench-hera: setup ## Measure the user engine: a stand-in for HERA in all modes of memory, and throughput (as root; an hour)
 	$(CARGO) build $(LOCKED) --release -p pagefold -p pagefold-engine -p pagefold-benchmarks
+	$(CARGO) build $(LOCKED) --release -p pagefold-engine --example member
 	$(MAKE) install-library DESTDIR=$(CURDIR)/target/installed PREFIX=
 	labs/hera/build.sh target/hera target/installed/lib
-	target/release/pagefold-benchmarks merge hera $(ARGS)
+	target/release/pagefold-benchmarks merge throughput hera $(ARGS)
 
 # gxhash, one of the hashes that are compared, compiles only where AES instructions may be used everywhere.
 ifeq ($(shell grep -m1 -cw aes /proc/cpuinfo),1)

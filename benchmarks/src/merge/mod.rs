@@ -16,6 +16,7 @@ mod probe;
 mod readings;
 mod reports;
 mod stops;
+mod throughput;
 mod trial;
 mod truth;
 mod workloads;
@@ -95,6 +96,8 @@ enum Section {
     Stops,
     /// The stand-in for HERA in all its modes; only where it is named
     Hera,
+    /// How fast the user engine merges, against ksmd; only where it is named
+    Throughput,
 }
 
 impl Section {
@@ -106,6 +109,7 @@ impl Section {
             Self::Hot => "hot",
             Self::Stops => "stops",
             Self::Hera => "hera",
+            Self::Throughput => "throughput",
         }
     }
 }
@@ -136,7 +140,7 @@ pub fn benchmark(arguments: &Arguments) -> Result<bool> {
     };
     let pagefold = Pagefold { program: program.canonicalize().with_context(|| format!("no {}", program.display()))? };
     let chosen = |section: &&Section| match arguments.sections.is_empty() {
-        true => **section != Section::Hera,
+        true => !matches!(section, Section::Hera | Section::Throughput),
         false => arguments.sections.contains(section),
     };
     trial::note_signals()?;
@@ -211,6 +215,11 @@ impl Kept<'_> {
                     all.push((case.name, hera::findings(case, &runs, &conditions)));
                     self.keep(section, &all)?;
                 }
+                return Ok(are_met(&all));
+            }
+            Section::Throughput => {
+                all.push(("throughput", throughput::measure(rounds(self.arguments.rounds), quick)?));
+                self.keep(section, &all)?;
                 return Ok(are_met(&all));
             }
             Section::Stops => {
