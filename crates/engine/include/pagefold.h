@@ -41,7 +41,7 @@ typedef struct pagefold_merged {
 	uint64_t runs;       /* runs of pages that were mapped as one */
 	uint64_t not_worth;  /* pages with a partner whose run would not pay */
 	uint64_t broken;     /* pages that were written since they were merged */
-	uint64_t left_alone; /* pages that were written too soon before */
+	uint64_t left_alone; /* pages that were written too soon before, or looked at in vain too often */
 	uint64_t failed;     /* pages that could not be merged */
 	uint64_t cut_short;  /* merges whose time was over before they had looked at everything */
 	uint64_t nanoseconds; /* of the program's time */

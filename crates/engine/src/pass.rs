@@ -298,11 +298,11 @@ impl State {
         fault::point("after giving zeros back");
 
         let (partners, places, wanted) = places(&self.domain, &pages);
-        self.note_alone(&pages, &partners, now);
         let follows = |at: usize| places[at].follows(places[at - 1]);
         // Each of two that share a content that is to be stored gives back half of it.
         let worth = |at: usize| if matches!(places[at], Place::Slot(_)) { page as i64 } else { page as i64 / 2 };
         let chosen = choose(&partners, follows, worth, &split, page, at_most);
+        self.note_alone(&pages, chosen.iter().flat_map(|range| &partners[range.clone()]), now);
         let taken: usize = chosen.iter().map(Range::len).sum();
         merged.not_worth += Pages((partners.len() - taken) as u64);
         let stored = self.store(&partners, &places, &chosen, wanted, threads, stillness, merged)?;
@@ -509,7 +509,7 @@ impl State {
         threads: usize,
         stillness: &Stillness,
         merged: &mut Merged,
-    ) -> io::Result<HashMap<u32, u32>> {
+    ) -> io::Result<Vec<Option<u32>>> {
         let page = self.domain.page();
         // The first page of each content: later ones of the same order hold the same.
         let mut seen = vec![false; wanted as usize];
@@ -522,7 +522,7 @@ impl State {
             }
         }
         if first.is_empty() {
-            return Ok(HashMap::new());
+            return Ok(vec![None; wanted as usize]);
         }
         let reserved = self.domain.reserve(first.len() as u32)?;
         let contents: Vec<(u32, Page, u32)> = first
@@ -554,8 +554,9 @@ impl State {
             };
             piece.iter().filter_map(publish).collect::<Vec<(u32, u32)>>()
         });
-        let slots: HashMap<u32, u32> = stored.into_iter().flatten().collect();
-        let own = contents.iter().filter(|(order, _, slot)| slots.get(order) == Some(slot)).count();
+        let mut slots = vec![None; wanted as usize];
+        stored.into_iter().flatten().for_each(|(order, slot)| slots[order as usize] = Some(slot));
+        let own = contents.iter().filter(|(order, _, slot)| slots[*order as usize] == Some(*slot)).count();
         merged.stored += Pages(own as u64);
         Ok(slots)
     }
@@ -572,11 +573,11 @@ impl State {
         Ok(())
     }
 
-    /// Note the pages that have no partner.
-    fn note_alone(&mut self, pages: &[Page], partners: &[Page], now: Duration) {
-        let mut partners = partners.iter().map(|page| page.address).peekable();
+    /// Note the pages that have no partner, or not one that it would pay to merge them with.
+    fn note_alone<'p>(&mut self, pages: &[Page], chosen: impl Iterator<Item = &'p Page>, now: Duration) {
+        let mut chosen = chosen.map(|page| page.address).peekable();
         for found in pages {
-            if partners.next_if_eq(&found.address).is_none() {
+            if chosen.next_if_eq(&found.address).is_none() {
                 let fingerprint = self.domain.index.fingerprint(found.entry);
                 let at = self.regions.partition_point(|region| region.range.end <= found.address);
                 self.regions[at].note(found.address).looked(now, fingerprint);
@@ -710,12 +711,12 @@ fn runs<'p>(
     partners: &'p [Page],
     places: &[Place],
     chosen: &[Range<usize>],
-    stored: &HashMap<u32, u32>,
+    stored: &[Option<u32>],
     at_once: usize,
 ) -> Vec<Run<'p>> {
     let slot = |at: usize| match places[at] {
         Place::Slot(slot) => Some(slot),
-        Place::Next(order) => stored.get(&order).copied(),
+        Place::Next(order) => stored[order as usize],
     };
     let mut runs: Vec<Run<'p>> = Vec::new();
     for range in chosen {

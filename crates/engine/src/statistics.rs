@@ -23,7 +23,7 @@ pub struct Merged {
     pub not_worth: Pages,
     /// Pages that were written since they were merged or given back.
     pub broken: Pages,
-    /// Pages that were left alone because they were written too soon before.
+    /// Pages that were left alone because they were written too soon before, or looked at in vain too often.
     pub left_alone: Pages,
     /// Pages that could not be merged: the store was full, the kernel refused, or a content had gone.
     pub failed: Pages,
