@@ -1,7 +1,7 @@
 #!/bin/sh
 # Prepares what `pagefold-lab fleet` boots: QEMU, and in .cache/fleet a kernel (Debian's cloud kernel, unpacked and never
-# installed) and an initramfs (busybox and guest/init); and what tests start: a C compiler, OpenMPI, the shell of SQLite
-# and PostgreSQL, of which no server is set up. Does only what is still to be done, so it may run each time.
+# installed) and an initramfs (busybox and guest/init); and what tests start: compilers of C and C++, OpenMPI, the shell of
+# SQLite and PostgreSQL, of which no server is set up. Does only what is still to be done, so it may run each time.
 # Needs Debian on amd64 after `apt-get update`, and root only where packages are missing.
 set -eu
 
@@ -15,6 +15,7 @@ command -v apt-get > /dev/null && command -v dpkg > /dev/null || fail "this need
 
 missing=
 command -v gcc > /dev/null || missing="$missing gcc libc6-dev"
+command -v g++ > /dev/null || missing="$missing g++"
 command -v mpirun > /dev/null || missing="$missing openmpi-bin"
 command -v mpicc > /dev/null || missing="$missing libopenmpi-dev"
 command -v sqlite3 > /dev/null || missing="$missing sqlite3"

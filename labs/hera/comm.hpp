@@ -23,6 +23,7 @@
 #include <csignal>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #endif
@@ -152,6 +153,8 @@ public:
             if (child < 0)
                 fail("cannot fork");
             if (child == 0) {
+                /* Who ends the run ends all of it. */
+                prctl(PR_SET_PDEATHSIG, SIGKILL);
                 rank_of_many(comm);
                 fflush(nullptr);
                 _exit(0);

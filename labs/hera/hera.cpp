@@ -297,10 +297,10 @@ template <class Array> void simulate(const Options &options, Comm &comm)
         totals = solver.totals();
         Drift drift(first, totals, options.problem);
         if (comm.rank == 0) {
-            printf("step %d time %.5g seconds %.2f blocks %zu pure %.4f vorticity %.4g mass %.1e energy %.1e momentum %.1e "
-                   "fractions %.1e\n",
-                   step, time, trace.seconds(), solver.forest.leaves.size(), double(totals.pure) / totals.cells, totals.vorticity,
-                   drift.mass, drift.energy, drift.momentum, totals.unlike_one);
+            printf("step %d time %.5g seconds %.2f blocks %zu pure %.4f vorticity %.4g mass %.1e energy %.1e "
+                   "momentum %.1e fractions %.1e\n",
+                   step, time, trace.seconds(), solver.forest.leaves.size(), double(totals.pure) / totals.cells,
+                   totals.vorticity, drift.mass, drift.energy, drift.momentum, totals.unlike_one);
             fflush(stdout);
         }
         /* One says so; the others wait for it, and end with it. */

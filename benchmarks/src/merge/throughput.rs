@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 /// Pages of a run.
 const LENGTHS: [u64; 6] = [1, 4, 16, 64, 256, 1024];
 
-/// From this length on the engine is to be so many times as fast as ksmd.
+/// From this length on the engine, on two threads, is to be so many times as fast as ksmd, which is one.
 const LONG: u64 = 64;
 const TIMES: f64 = 5.0;
 
@@ -133,7 +133,14 @@ fn findings(trials: &[Trial], pages: u64) -> Findings {
                 if zeros { "Zeros" } else { "Equal memory" },
                 (pages * pagefold_sys::mapping::page_size() as u64) as f64 / f64::from(1 << 20)
             ),
-            &["pages in a run", "engine GB/s", "2 threads GB/s", "ksmd GB/s", "engine over ksmd", "2 threads over 1"],
+            &[
+                "pages in a run",
+                "1 thread GB/s",
+                "2 threads GB/s",
+                "ksmd GB/s",
+                "1 thread over ksmd",
+                "2 threads over 1",
+            ],
         );
         for run in LENGTHS {
             let rate = |way| {
@@ -150,10 +157,12 @@ fn findings(trials: &[Trial], pages: u64) -> Findings {
                 factor(two, one),
             ]);
             if run >= LONG && !zeros {
-                let ratio = spread(ratios(run, zeros, one, ksmd));
+                let told = |way| spread(ratios(run, zeros, way, ksmd));
+                let ratio = told(two);
+                let factor = |ratio: Option<Spread>| ratio.map_or("not all was merged".to_owned(), Spread::factor);
                 findings.bars.push(Bar {
-                    claim: format!("runs of {run} pages: at least {TIMES} times ksmd flat out, on one thread"),
-                    measured: ratio.map_or("not all was merged".to_owned(), Spread::factor),
+                    claim: format!("runs of {run} pages: at least {TIMES} times ksmd flat out, on two threads"),
+                    measured: format!("{}; on one {}", factor(ratio), factor(told(one))),
                     met: ratio.is_some_and(|ratio| ratio.median >= TIMES),
                 });
             }
@@ -298,12 +307,12 @@ mod tests {
     }
 
     #[test]
-    fn bars_are_judged_on_one_thread_within_rounds() {
+    fn bars_are_judged_within_rounds() {
         let held = Held { run: 64, zeros: false, pages: 100 };
         let trial = |way, seconds, merged| Trial { held, way, round: 1, merged, seconds };
         let met = |seconds: f64, merged: u64| {
             let trials =
-                [trial(Way::ALL[0], seconds, merged), trial(Way::ALL[1], 0.1, 200), trial(Way::Ksmd, 5.0, 200)];
+                [trial(Way::ALL[0], 5.0, 200), trial(Way::ALL[1], seconds, merged), trial(Way::Ksmd, 5.0, 200)];
             findings(&trials, 100).bars[0].met
         };
         assert!(met(0.9, 200) && !met(1.1, 200) && !met(0.9, 100));
