@@ -475,7 +475,7 @@ impl State {
     }
 
     fn standing(&mut self, options: &Options) -> io::Result<Standing> {
-        let mappings = pass::tally_now(&self.domain, &mut self.regions, self.started.elapsed())?;
+        let mappings = pass::tally_now(&self.domain, &mut self.regions, clock())?;
         self.tell(options);
         let Tally { pages, merged, zeros, hot } = self.tally();
         Ok(Standing {

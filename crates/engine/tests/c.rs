@@ -96,7 +96,7 @@ int main(void)
 	pagefold_standing standing;
 	if (pagefold_standing_of(engine, &standing) || standing.pages != 201 || standing.merged != 60 ||
 	    standing.zeros != 40 || standing.hot != 0 || standing.store != 10 * PAGE || standing.merges != 1 ||
-	    standing.notes != 4 * 201 || standing.spent == 0 || standing.spent >= standing.elapsed)
+	    standing.notes != 8 * 201 || standing.spent == 0 || standing.spent >= standing.elapsed)
 		return 3;
 	size_t count = 7;
 	if (pagefold_regions_of(engine, NULL, &count) || count != 2)

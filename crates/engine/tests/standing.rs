@@ -83,7 +83,7 @@ fn regions_members_and_the_domain_tell_what_is_known_of_them() {
 
     let standing = first.standing().unwrap();
     assert_eq!((standing.pages, standing.merged, standing.zeros), (Pages(1200), Pages(600), Pages(300)));
-    assert_eq!((standing.store, standing.notes, standing.merges), (Bytes(600 * 4096), Bytes(1200 * 4), 2));
+    assert_eq!((standing.store, standing.notes, standing.merges), (Bytes(600 * 4096), Bytes(1200 * 8), 2));
     assert!(standing.spending.spent >= standing.so_far.time && standing.so_far.time > Duration::ZERO);
     assert!(standing.spending.slowdown() > 0.0 && standing.spending.elapsed > standing.spending.spent);
 
