@@ -1,4 +1,5 @@
-//! A member of a domain that does what lines on its standard input say, and knows what its memory has to hold.
+//! A member of a domain that does what lines on its standard input say, and knows what its memory has to hold. Any
+//! sequence of lines is allowed: pages that a line is not for, as they are unmapped or protected, are passed over.
 //!
 //! ```text
 //! member DOMAIN PAGES [--threads N] [--max-slowdown PERCENT]
@@ -6,27 +7,52 @@
 //! fill START COUNT SEED   pages from START on; SEED 0 is zeros, and equal seeds and places are equal contents
 //! copy START COUNT FROM   pages from START on become what those from FROM on hold
 //! clear START COUNT       by the engine's own way
+//! advise START COUNT HOW  0 mergeable, 1 unmergeable
+//! forsake START COUNT     `adopt` forsakes all, and adopts what is mapped
 //! merge                   tells what was done
 //! race ROUNDS             merges so often while a thread writes to pages without pause
+//! shuffle ROUNDS          merges so often while a thread moves forsaken memory without pause
 //! check                   every page against what was written
 //! standing                tells how it stands
+//!
+//! unmap START COUNT       forsakes and unmaps; `map` maps what is unmapped, and adopts it
+//! move START COUNT        by mremap, with memory of no access in the place; `back` moves it back
+//! grow START              one page, to two, by mremap, likewise
+//! dontneed START COUNT    by MADV_DONTNEED; tells how many pages read as zeros, and as what they were merged with
+//! guard START COUNT       by MADV_GUARD_INSTALL
+//! protect START COUNT HOW 0 not to be accessed, 1 to be read; `expose` to be written, guarded pages too
+//! huge                    asks for huge pages
+//!
+//! base                    tells where its memory is
+//! core DIRECTORY          dies of a signal that dumps core there
+//! exec                    becomes the same program anew
 //! close                   closes all descriptors but the first three, and opens others by their numbers
 //! leave                   drops its memory and its engine, and ends
-//! fork                    a child that waits; `child` has it check its memory, merge and end
+//! fork                    a child that waits; `child` has it check, write and merge its memory, and end
+//! forks ROUNDS            children that do so one after another, while a thread merges without pause
 //! ```
 
-use pagefold_engine::{Engine, Options};
+use pagefold_engine::{Advice, Engine, Error, Options, Region};
 use pagefold_model::AddressRange;
+use std::ffi::{CString, c_int, c_void};
 use std::io::{BufRead, Read, Write, stdin};
 use std::os::fd::OwnedFd;
+use std::ptr;
+use std::slice;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 const PAGE: usize = 4096;
 
-/// What a page is to hold: a seed and a place, from which all its bytes follow.
-type Known = Vec<(u64, u64)>;
+/// `MADV_GUARD_INSTALL` and `MADV_GUARD_REMOVE` (include/uapi/asm-generic/mman-common.h, 6.13).
+const GUARD_INSTALL: c_int = 102;
+const GUARD_REMOVE: c_int = 103;
 
-fn fill(page: &mut [u8], (seed, place): (u64, u64)) {
+/// What a page is to hold: a seed and a place, from which all its bytes follow.
+type Content = (u64, u64);
+
+const ZEROS: Content = (0, 0);
+
+fn fill(page: &mut [u8], (seed, place): Content) {
     let mut state = seed << 32 ^ place << 12;
     for word in page.as_chunks_mut::<8>().0 {
         // splitmix64 (G. Steele et al., OOPSLA 2014).
@@ -37,17 +63,200 @@ fn fill(page: &mut [u8], (seed, place): (u64, u64)) {
     }
 }
 
-/// The first page that does not hold what it has to.
-fn wrong(memory: &[u8], known: &Known) -> Option<usize> {
-    let mut expected = vec![0; PAGE];
-    memory.chunks_exact(PAGE).zip(known).position(|(page, &known)| {
-        fill(&mut expected, known);
-        page != expected
-    })
+fn filled(content: Content) -> Vec<u8> {
+    let mut page = vec![0; PAGE];
+    fill(&mut page, content);
+    page
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Access {
+    Write,
+    Read,
+    Hidden,
+    Guarded,
+    Unmapped,
+}
+
+/// A page of the program's, wherever it is.
+#[derive(Clone, Debug)]
+struct Page {
+    at: usize,
+    access: Access,
+    holds: Content,
+    /// What it may have been merged with.
+    past: Vec<Content>,
+}
+
+impl Page {
+    fn new(at: usize) -> Self {
+        Self { at, access: Access::Write, holds: ZEROS, past: Vec::new() }
+    }
+
+    fn pointer(&self) -> *mut u8 {
+        ptr::with_exposed_provenance_mut(self.at)
+    }
+
+    fn is_readable(&self) -> bool {
+        matches!(self.access, Access::Write | Access::Read)
+    }
+
+    fn bytes(&self) -> &[u8] {
+        assert!(self.is_readable());
+        // SAFETY: it is mapped readable, and this program writes to it through `&mut self` only.
+        unsafe { slice::from_raw_parts(self.pointer(), PAGE) }
+    }
+
+    fn fill(&mut self, content: Content) {
+        if self.access == Access::Write {
+            // SAFETY: it is mapped writable, and `&mut self` makes this the only borrow.
+            fill(unsafe { slice::from_raw_parts_mut(self.pointer(), PAGE) }, content);
+            self.holds = content;
+        }
+    }
+
+    fn is_right(&self) -> bool {
+        !self.is_readable() || self.bytes() == filled(self.holds)
+    }
+
+    fn advise(&self, advice: c_int) -> bool {
+        // SAFETY: what the program holds there is no longer borrowed, and the content is found out afterwards.
+        unsafe { libc::madvise(self.pointer().cast(), PAGE, advice) == 0 }
+    }
+
+    /// What it holds was dropped: it reads as zeros, or as what it was merged with.
+    fn find_out(&mut self) -> bool {
+        let held = [ZEROS].into_iter().chain(self.past.iter().copied()).find(|&past| self.bytes() == filled(past));
+        self.holds = held.unwrap_or_else(|| panic!("page at {:#x} reads as what it never was", self.at));
+        held != Some(ZEROS)
+    }
+
+    /// Map it, unless somebody else has taken the address; whether that was done.
+    fn map(&mut self) -> bool {
+        let at = space(1, self.at);
+        let mapped = at == self.at;
+        if mapped {
+            *self = Self::new(self.at);
+            self.protect(Access::Write);
+        } else {
+            // SAFETY: it was mapped right above.
+            unsafe { libc::munmap(ptr::with_exposed_provenance_mut(at), PAGE) };
+        }
+        mapped
+    }
+
+    /// It was moved away: keep others from the address.
+    fn hold_the_place(&mut self) {
+        assert_eq!(space(1, self.at), self.at, "it was free");
+        *self = Self { access: Access::Hidden, ..Self::new(self.at) };
+    }
+
+    fn protect(&mut self, access: Access) {
+        let protection = match access {
+            Access::Write => libc::PROT_READ | libc::PROT_WRITE,
+            Access::Read => libc::PROT_READ,
+            _ => libc::PROT_NONE,
+        };
+        // SAFETY: it is mapped, and no borrow of it lives.
+        let done = unsafe { libc::mprotect(self.pointer().cast(), PAGE, protection) };
+        assert_eq!(done, 0, "mprotect: {}", std::io::Error::last_os_error());
+        self.access = access;
+    }
+}
+
+/// Address space for so many pages, mapped without access: at some address if it is free, or somewhere.
+fn space(pages: usize, at: usize) -> usize {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
+    let start =
+        unsafe { libc::mmap(ptr::with_exposed_provenance_mut(at), pages * PAGE, libc::PROT_NONE, flags, -1, 0) };
+    assert_ne!(start, libc::MAP_FAILED, "address space");
+    start.expose_provenance()
+}
+
+/// Move mapped memory to space that it may have; where it is then.
+fn remap(from: usize, bytes: usize, to: usize, more: usize) {
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+    let pointer = |at: usize| ptr::with_exposed_provenance_mut::<c_void>(at);
+    // SAFETY: what is moved is not borrowed, and what is replaced is empty space.
+    let moved = unsafe { libc::mremap(pointer(from), bytes, bytes + more, flags, pointer(to)) };
+    assert_eq!(moved.addr(), to, "mremap: {}", std::io::Error::last_os_error());
+}
+
+/// All that a member has.
+struct Memory<'e> {
+    engine: &'e Engine,
+    region: Region<'e>,
+    pages: Vec<Page>,
+    /// What was moved away: from which place on, and the pages.
+    elsewhere: Vec<(usize, Vec<Page>)>,
+}
+
+impl Memory<'_> {
+    fn some(&mut self, start: u64, count: u64) -> &mut [Page] {
+        &mut self.pages[start as usize..(start + count) as usize]
+    }
+
+    fn range(&self, start: u64, count: u64) -> AddressRange {
+        let start = self.region.range().start + start * PAGE as u64;
+        AddressRange { start, end: start + count * PAGE as u64 }
+    }
+
+    fn is_right(&self) -> Result<(), usize> {
+        let all = self.pages.iter().chain(self.elsewhere.iter().flat_map(|(_, pages)| pages));
+        all.enumerate().find(|(_, page)| !page.is_right()).map_or(Ok(()), |(at, _)| Err(at))
+    }
+
+    fn merge(&mut self) -> String {
+        // SAFETY: this program has one thread, and no borrow of the memory lives.
+        let merged = unsafe { self.engine.merge() };
+        for page in self.pages.iter_mut().chain(self.elsewhere.iter_mut().flat_map(|(_, pages)| pages)) {
+            if !page.past.contains(&page.holds) {
+                page.past.push(page.holds);
+            }
+        }
+        merged.map_or_else(|error| error.to_string(), |merged| format!("{merged:?}"))
+    }
+
+    fn move_away(&mut self, start: u64, count: u64) {
+        let to = space(count as usize, 0);
+        let mut moved = Vec::new();
+        for page in self.some(start, count).iter_mut().filter(|page| page.access != Access::Unmapped) {
+            let there = Page { at: to + moved.len() * PAGE, ..page.clone() };
+            remap(page.at, PAGE, there.at, 0);
+            page.hold_the_place();
+            moved.push(there);
+        }
+        self.elsewhere.push((start as usize, moved));
+    }
+
+    fn move_back(&mut self) {
+        let Some((start, moved)) = self.elsewhere.pop() else { return };
+        let places = self.pages[start..].iter_mut().filter(|page| page.access != Access::Unmapped);
+        for (page, there) in places.zip(moved) {
+            remap(there.at, PAGE, page.at, 0);
+            *page = Page { at: page.at, ..there };
+        }
+    }
+
+    /// The page that comes with it reads as nothing in particular, until it is written.
+    fn grow(&mut self, start: u64) {
+        let page = &mut self.pages[start as usize];
+        if page.access == Access::Unmapped {
+            return;
+        }
+        let there = Page { at: space(2, 0), ..page.clone() };
+        remap(page.at, PAGE, there.at, PAGE);
+        page.hold_the_place();
+        let mut more = Page { at: there.at + PAGE, access: there.access, ..Page::new(0) };
+        more.protect(Access::Write);
+        more.fill((9, start));
+        self.elsewhere.push((start as usize, vec![there, more]));
+    }
 }
 
 /// Merge while another thread writes, which looks whether what it has written is there.
-fn race(engine: &Engine, memory: &mut [u8], known: &Known, rounds: u64) -> String {
+fn race(engine: &Engine, memory: &mut [u8], rounds: u64) -> String {
     let words: Vec<&AtomicU64> = memory
         .chunks_exact_mut(PAGE)
         // SAFETY: each is the first word of a page, aligned and writable, and used by atomic operations only until the
@@ -81,14 +290,160 @@ fn race(engine: &Engine, memory: &mut [u8], known: &Known, rounds: u64) -> Strin
         end.store(true, Ordering::Relaxed);
         (told, writer.join().expect("it does not panic"))
     });
-    let wrong = wrong(memory, known).map_or(0, |_| 1);
-    format!("{told} lost: {} .", lost + wrong)
+    format!("{told} lost: {lost} .")
+}
+
+/// Merge while another thread moves merged memory that was forsaken to and fro, past whoever looks for what is mapped.
+fn shuffle(engine: &Engine, rounds: u64) -> String {
+    const MOVED: usize = 100;
+    const BETWEEN: usize = 6000;
+    let content = |at: usize| (77, (at % MOVED) as u64);
+    // One far below the other, with what the engine maps between them.
+    let places = [space(MOVED, 1 << 32), space(MOVED, 0)];
+    let between = space(BETWEEN, 0);
+    for page in (0..BETWEEN).step_by(2) {
+        Page::new(between + page * PAGE).protect(Access::Read);
+    }
+    let mut memory = Page::new(places[0]);
+    let pointer = |at: usize| ptr::with_exposed_provenance_mut::<c_void>(at);
+    // SAFETY: it is empty space of its own.
+    unsafe { libc::mprotect(pointer(places[0]), MOVED * PAGE, libc::PROT_READ | libc::PROT_WRITE) };
+    let range = AddressRange { start: places[0] as u64, end: (places[0] + MOVED * PAGE) as u64 };
+    // SAFETY: it is private anonymous memory.
+    unsafe { engine.adopt(range) }.expect("whole pages");
+    let fill_at = |page: &mut Page, at: usize, content: Content| {
+        page.at = at;
+        page.fill(content);
+    };
+    (0..MOVED).for_each(|at| fill_at(&mut memory, places[0] + at * PAGE, content(at)));
+    let mut twin = engine.allocate(MOVED * PAGE).expect("memory");
+    twin.as_mut_slice().chunks_exact_mut(PAGE).enumerate().for_each(|(at, page)| fill(page, content(at)));
+    // SAFETY: there is one thread as yet.
+    let merged = unsafe { engine.merge() }.expect("a domain that works");
+    assert_eq!(merged.merged.0, 2 * MOVED as u64, "{merged:?}");
+    drop(twin);
+    engine.forsake(range).expect("a domain that works");
+    let end = AtomicBool::new(false);
+    let (told, at) = std::thread::scope(|scope| {
+        let mover = scope.spawn(|| {
+            let mut at = places[0];
+            for place in places.iter().rev().cycle() {
+                if end.load(Ordering::Relaxed) {
+                    break;
+                }
+                // Where it was is free for anybody.
+                let to = space(MOVED, *place);
+                remap(at, MOVED * PAGE, to, 0);
+                at = to;
+            }
+            at
+        });
+        let mut told = String::new();
+        for round in 0..rounds {
+            // New each time, so that its references are soon not needed.
+            let mut other = engine.allocate(2 * MOVED * PAGE).expect("memory");
+            for (at, page) in other.as_mut_slice().chunks_exact_mut(PAGE).enumerate() {
+                fill(page, (1000 + round, (at % MOVED) as u64));
+            }
+            // SAFETY: nobody unmaps, moves or replaces adopted memory.
+            match unsafe { engine.merge_while_running() } {
+                Ok(merged) => told = format!("{merged:?}"),
+                Err(error) => told = error.to_string(),
+            }
+        }
+        end.store(true, Ordering::Relaxed);
+        (told, mover.join().expect("it does not panic"))
+    });
+    let wrong = (0..MOVED).filter(|&page| {
+        memory.at = at + page * PAGE;
+        memory.bytes() != filled(content(page))
+    });
+    format!("{told} wrong: {} .", wrong.count())
 }
 
 struct Child {
     process: libc::pid_t,
     /// Closed to have the child go on.
     gate: OwnedFd,
+}
+
+/// What a forked child does: nothing that needs a lock which another thread of the parent may have had.
+fn child(memory: &mut Memory<'_>) -> ! {
+    let wrong = |memory: &Memory<'_>| memory.is_right().is_err();
+    let mut failed = wrong(memory);
+    for (at, page) in memory.pages.iter_mut().enumerate().step_by(3) {
+        page.fill((5, at as u64));
+    }
+    let mut forked = false;
+    for _ in 0..2 {
+        // SAFETY: the child has one thread, and no borrow of the memory lives.
+        let merged = unsafe { memory.engine.merge() };
+        forked |= matches!(merged, Err(Error::Forked));
+        failed |= wrong(memory) || (merged.is_err() && !forked);
+    }
+    // SAFETY: it ends here.
+    unsafe { libc::_exit(if failed { 1 } else { c_int::from(forked) * 2 }) }
+}
+
+fn fork() -> libc::pid_t {
+    // SAFETY: the child does only what a child of a program of several threads may.
+    let process = unsafe { libc::fork() };
+    assert!(process >= 0, "a child");
+    process
+}
+
+fn exit_code(process: libc::pid_t) -> c_int {
+    let mut status = 0;
+    // SAFETY: `status` is there to be written.
+    unsafe { libc::waitpid(process, &raw mut status, 0) };
+    if libc::WIFEXITED(status) { libc::WEXITSTATUS(status) } else { 1 }
+}
+
+/// Fork while another thread merges.
+fn forks(memory: &mut Memory<'_>, rounds: u64) -> String {
+    let (end, engine) = (AtomicBool::new(false), memory.engine);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !end.load(Ordering::Relaxed) {
+                // SAFETY: the other thread only forks, and what children write is their own.
+                unsafe { engine.merge() }.expect("a domain that works");
+            }
+        });
+        let code = |_| match fork() {
+            0 => child(memory),
+            process => exit_code(process),
+        };
+        let codes: Vec<c_int> = (0..rounds).map(code).collect();
+        end.store(true, Ordering::Relaxed);
+        let count = |code| codes.iter().filter(|&&found| found == code).count();
+        format!(" merged: {} wrong: {} forked: {} .", count(0), count(1), count(2))
+    })
+}
+
+/// Adopt pages, unless they are.
+fn adopt(memory: &Memory<'_>, start: u64, count: u64) {
+    // SAFETY: it is private anonymous memory, or maps the store privately.
+    match unsafe { memory.engine.adopt(memory.range(start, count)) } {
+        Ok(()) | Err(Error::Range { .. }) => {}
+        Err(error) => panic!("{error}"),
+    }
+}
+
+fn dump_core(directory: &str) -> ! {
+    std::env::set_current_dir(directory).expect("a directory");
+    let limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: `limit` is valid, and a higher limit that is refused leaves the one that is there.
+    unsafe { libc::setrlimit(libc::RLIMIT_CORE, &raw const limit) };
+    std::process::abort()
+}
+
+fn exec(arguments: &[String]) -> ! {
+    let program = CString::new("/proc/self/exe").expect("no zeros");
+    let arguments: Vec<CString> = arguments.iter().map(|text| CString::new(text.as_str()).expect("no zeros")).collect();
+    let pointers: Vec<_> = arguments.iter().map(|text| text.as_ptr()).chain([ptr::null()]).collect();
+    // SAFETY: strings that end with zero, and a list of them that ends with null.
+    unsafe { libc::execv(program.as_ptr(), pointers.as_ptr()) };
+    panic!("exec: {}", std::io::Error::last_os_error())
 }
 
 fn main() {
@@ -103,9 +458,17 @@ fn main() {
         ..Options::default()
     };
     let pages: usize = arguments[2].parse().expect("a number of pages");
-    let engine = Engine::join(&arguments[1], &options).expect("a domain");
-    let mut region = engine.allocate(pages * PAGE).expect("memory");
-    let mut known: Known = vec![(0, 0); pages];
+    let engine = match Engine::join(&arguments[1], &options) {
+        Ok(engine) => engine,
+        Err(error) => {
+            println!("{error}");
+            return;
+        }
+    };
+    let region = engine.allocate(pages * PAGE).expect("memory");
+    let start = region.range().start as usize;
+    let pages = (0..pages).map(|page| Page::new(start + page * PAGE)).collect();
+    let mut memory = Memory { engine: &engine, region, pages, elsewhere: Vec::new() };
     let mut children: Vec<Child> = Vec::new();
     // The program's own files, which are none of the engine's business.
     let mut others = Vec::new();
@@ -113,43 +476,141 @@ fn main() {
     for line in stdin().lock().lines().map_while(Result::ok) {
         let mut words = line.split_ascii_whitespace();
         let command = words.next().unwrap_or_default();
-        let numbers: Vec<u64> = words.map(|word| word.parse().expect("a number")).collect();
-        let page = |number: u64| number as usize * PAGE..(number as usize + 1) * PAGE;
+        let text = words.clone().next().unwrap_or_default();
+        let numbers: Vec<u64> = words.map_while(|word| word.parse().ok()).collect();
         match (command, &numbers[..]) {
             ("fill", &[start, count, seed]) => {
-                for number in start..start + count {
-                    known[number as usize] = (seed, number);
-                    fill(&mut region.as_mut_slice()[page(number)], (seed, number));
+                for (page, place) in memory.some(start, count).iter_mut().zip(start..) {
+                    page.fill((seed, place));
                 }
                 println!("filled");
             }
             ("copy", &[start, count, from]) => {
-                for number in 0..count {
-                    known[(start + number) as usize] = known[(from + number) as usize];
-                    region.as_mut_slice().copy_within(page(from + number), (start + number) as usize * PAGE);
+                for number in 0..count as usize {
+                    let source = &memory.pages[from as usize + number];
+                    if source.is_readable() {
+                        let content = source.holds;
+                        memory.pages[start as usize + number].fill(content);
+                    }
                 }
                 println!("copied");
             }
             ("clear", &[start, count]) => {
-                let at = region.range().start + start * PAGE as u64;
-                let range = AddressRange { start: at, end: at + count * PAGE as u64 };
                 // SAFETY: no borrow of the region lives.
-                unsafe { engine.clear(range) }.expect("whole pages");
-                known[start as usize..(start + count) as usize].fill((0, 0));
-                println!("cleared");
-            }
-            ("merge", []) => {
-                // SAFETY: this program has one thread, and no borrow of the region lives.
-                match unsafe { engine.merge() } {
-                    Ok(merged) => println!("{merged:?}"),
+                match unsafe { engine.clear(memory.range(start, count)) } {
+                    Ok(()) => {
+                        memory.some(start, count).iter_mut().for_each(|page| *page = Page::new(page.at));
+                        println!("cleared");
+                    }
                     Err(error) => println!("{error}"),
                 }
             }
-            ("race", &[rounds]) => println!("{}", race(&engine, region.as_mut_slice(), &known, rounds)),
-            ("check", []) => match wrong(region.as_slice(), &known) {
-                None => println!("same"),
-                Some(page) => println!("page {page} differs"),
+            ("advise", &[start, count, how]) => {
+                let advice = if how == 0 { Advice::Mergeable } else { Advice::Unmergeable };
+                engine.advise(memory.range(start, count), advice).expect("a domain that works");
+                println!("advised");
+            }
+            ("forsake", &[start, count]) => {
+                engine.forsake(memory.range(start, count)).expect("a domain that works");
+                println!("forsaken");
+            }
+            ("adopt", &[start, count]) => {
+                engine.forsake(memory.range(start, count)).expect("a domain that works");
+                let is_mapped = |number: u64| memory.pages[number as usize].access != Access::Unmapped;
+                let numbers: Vec<u64> = (start..start + count).collect();
+                for stretch in numbers.chunk_by(|&a, &b| is_mapped(a) == is_mapped(b)) {
+                    if is_mapped(stretch[0]) {
+                        adopt(&memory, stretch[0], stretch.len() as u64);
+                    }
+                }
+                println!("adopted");
+            }
+            ("merge", []) => println!("{}", memory.merge()),
+            ("race", &[rounds]) => println!("{}", race(&engine, memory.region.as_mut_slice(), rounds)),
+            ("shuffle", &[rounds]) => println!("{}", shuffle(&engine, rounds)),
+            ("check", []) => match memory.is_right() {
+                Ok(()) => println!("same"),
+                Err(page) => println!("page {page} differs"),
             },
+            ("unmap", &[start, count]) => {
+                engine.forsake(memory.range(start, count)).expect("a domain that works");
+                for page in memory.some(start, count).iter_mut().filter(|page| page.access != Access::Unmapped) {
+                    // SAFETY: no borrow of it lives.
+                    unsafe { libc::munmap(page.pointer().cast(), PAGE) };
+                    page.access = Access::Unmapped;
+                }
+                println!("unmapped");
+            }
+            ("map", &[start, count]) => {
+                for number in start..start + count {
+                    let page = &mut memory.pages[number as usize];
+                    if page.access == Access::Unmapped && page.map() {
+                        adopt(&memory, number, 1);
+                    }
+                }
+                println!("mapped");
+            }
+            ("move", &[start, count]) => {
+                memory.move_away(start, count);
+                println!("moved");
+            }
+            ("back", []) => {
+                memory.move_back();
+                println!("moved back");
+            }
+            ("grow", &[start]) => {
+                memory.grow(start);
+                println!("grown");
+            }
+            ("dontneed", &[start, count]) => {
+                let mut kept = 0;
+                for page in memory.some(start, count).iter_mut().filter(|page| page.is_readable()) {
+                    assert!(page.advise(libc::MADV_DONTNEED), "{}", std::io::Error::last_os_error());
+                    kept += u64::from(page.find_out());
+                }
+                println!(" zeros: {} kept: {kept} .", count - kept);
+            }
+            ("guard", &[start, count]) => {
+                let mut guarded = 0;
+                for page in memory.some(start, count).iter_mut().filter(|page| page.access == Access::Write) {
+                    if page.advise(GUARD_INSTALL) {
+                        page.access = Access::Guarded;
+                        guarded += 1;
+                    }
+                }
+                println!(" guarded: {guarded} .");
+            }
+            ("protect", &[start, count, how]) => {
+                let mapped = |page: &&mut Page| !matches!(page.access, Access::Unmapped | Access::Guarded);
+                let access = if how == 0 { Access::Hidden } else { Access::Read };
+                memory.some(start, count).iter_mut().filter(mapped).for_each(|page| page.protect(access));
+                println!("protected");
+            }
+            ("expose", &[start, count]) => {
+                for page in memory.some(start, count) {
+                    match page.access {
+                        Access::Unmapped => {}
+                        Access::Guarded => {
+                            assert!(page.advise(GUARD_REMOVE), "{}", std::io::Error::last_os_error());
+                            page.access = Access::Write;
+                            page.find_out();
+                        }
+                        _ => page.protect(Access::Write),
+                    }
+                }
+                println!("exposed");
+            }
+            ("huge", []) => {
+                let range = memory.region.range();
+                let (start, bytes) = (range.start as usize, range.bytes().0 as usize);
+                // SAFETY: the advice changes no content.
+                let done =
+                    unsafe { libc::madvise(ptr::with_exposed_provenance_mut(start), bytes, libc::MADV_HUGEPAGE) };
+                println!("advised: {done}");
+            }
+            ("base", []) => println!(" base: {} .", memory.region.range().start),
+            ("core", _) => dump_core(text),
+            ("exec", []) => exec(&arguments),
             ("close", []) => {
                 // SAFETY: what of these is somebody's finds that out, which is what is tested.
                 unsafe { libc::close_range(3, libc::c_uint::MAX, 0) };
@@ -163,7 +624,7 @@ fn main() {
                 println!("{}", if untouched { "untouched" } else { "touched" });
             }
             ("leave", []) => {
-                drop(region);
+                drop(memory);
                 drop(engine);
                 println!("left");
                 return;
@@ -171,31 +632,22 @@ fn main() {
             ("standing", []) => println!("{:?}", engine.standing().expect("a domain that works")),
             ("fork", []) => {
                 let (wait, gate) = std::io::pipe().expect("a pipe");
-                // SAFETY: this program has one thread.
-                let process = unsafe { libc::fork() };
+                let process = fork();
                 if process == 0 {
                     drop(gate);
                     drop(std::mem::take(&mut children));
                     let _ = (&wait).read(&mut [0]);
-                    let before = wrong(region.as_slice(), &known);
-                    // SAFETY: as above.
-                    let merged = unsafe { engine.merge() };
-                    let right = before.is_none() && merged.is_ok() && wrong(region.as_slice(), &known).is_none();
-                    // SAFETY: it ends here.
-                    unsafe { libc::_exit(if right { 0 } else { 1 }) };
+                    child(&mut memory);
                 }
-                assert!(process > 0, "a child");
                 children.push(Child { process, gate: gate.into() });
                 println!("forked");
             }
             ("child", []) => {
                 let child = children.pop().expect("a child");
                 drop(child.gate);
-                let mut status = 0;
-                // SAFETY: `status` is there to be written.
-                unsafe { libc::waitpid(child.process, &raw mut status, 0) };
-                println!("{}", if status == 0 { "same" } else { "different" });
+                println!("{}", if exit_code(child.process) == 0 { "same" } else { "different" });
             }
+            ("forks", &[rounds]) => println!("{}", forks(&mut memory, rounds)),
             _ => println!("unknown: {line}"),
         }
         std::io::stdout().flush().expect("somebody reads");

@@ -44,6 +44,7 @@ typedef struct pagefold_merged {
 	uint64_t left_alone; /* pages that were written too soon before, or looked at in vain too often */
 	uint64_t failed;     /* pages that could not be merged */
 	uint64_t cut_short;  /* merges whose time was over before they had looked at everything */
+	uint64_t held_up;    /* merges that left something undone because another member had the domain's lock too long */
 	uint64_t nanoseconds; /* of the program's time */
 } pagefold_merged;
 
@@ -105,7 +106,10 @@ int pagefold_free(pagefold_engine *engine, void *memory, size_t bytes);
 /* Hand private anonymous memory of the program over. No device may have it pinned. */
 int pagefold_adopt(pagefold_engine *engine, void *memory, size_t bytes);
 
-/* Take memory that was handed over back, as it was handed over. What of it is merged stays so until it is written. */
+/*
+ * Take memory that was handed over back, all or part of it, as before it is unmapped. What of it is merged stays so until
+ * it is written.
+ */
 int pagefold_forsake(pagefold_engine *engine, void *memory, size_t bytes);
 
 /* Say what a range is to be taken for. */
@@ -115,8 +119,8 @@ int pagefold_advise(pagefold_engine *engine, void *memory, size_t bytes, enum pa
 int pagefold_clear(pagefold_engine *engine, void *memory, size_t bytes);
 
 /*
- * Merge what is identical now. Nobody may write to, unmap or replace memory of the engine until it returns. merged may be
- * NULL.
+ * Merge what is identical now. Nobody may write to, unmap, move or replace memory that is or was the engine's until it
+ * returns. merged may be NULL.
  */
 int pagefold_merge(pagefold_engine *engine, pagefold_merged *merged);
 

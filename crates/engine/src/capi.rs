@@ -1,7 +1,7 @@
 //! The C interface, `include/pagefold.h`: each function checks its pointers, calls the engine, and keeps the reason of
 //! a failure for `pagefold_error`. No panic crosses into C.
 
-use crate::{Advice, Engine, Merged, Options, RegionStanding, Standing, memory};
+use crate::{Advice, Engine, Merged, Options, RegionStanding, Standing};
 use pagefold_model::AddressRange;
 use pagefold_model::engine::Domain;
 use std::cell::RefCell;
@@ -32,6 +32,7 @@ pub struct pagefold_merged {
     left_alone: u64,
     failed: u64,
     cut_short: u64,
+    held_up: u64,
     nanoseconds: u64,
 }
 
@@ -89,6 +90,7 @@ impl From<Merged> for pagefold_merged {
             left_alone: merged.left_alone.0,
             failed: merged.failed.0,
             cut_short: merged.cut_short,
+            held_up: merged.held_up,
             nanoseconds: merged.time.as_nanos() as u64,
         }
     }
@@ -200,13 +202,15 @@ pub unsafe extern "C" fn pagefold_join(domain: *const c_char, options: *const pa
         }
         // SAFETY: not null, so a string by the caller's promise.
         let name = unsafe { CStr::from_ptr(domain) }.to_str().map_err(|_| "domain is no UTF-8".to_owned())?;
-        // SAFETY: null or valid, by the caller's promise.
-        let given = unsafe { options.as_ref() };
+        let given = options;
         let mut options = Options::default();
-        if let Some(given) = given {
-            if given.size != size_of::<pagefold_options>() {
+        if !given.is_null() {
+            // SAFETY: not null, so of the size it says, by the caller's promise, which is in its first word.
+            if unsafe { given.cast::<usize>().read() } != size_of::<pagefold_options>() {
                 return Err("options are of another version: begin with PAGEFOLD_OPTIONS_INIT".to_owned());
             }
+            // SAFETY: it is of the size of the type, so all of it may be read.
+            let given = unsafe { &*given };
             options.max_slowdown = (given.max_slowdown >= 0.0).then_some(given.max_slowdown);
             options.threads = given.threads as usize;
             if !given.root.is_null() {
@@ -261,12 +265,8 @@ pub unsafe extern "C" fn pagefold_allocate(engine: *mut Engine, bytes: usize) ->
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_free(engine: *mut Engine, memory: *mut c_void, bytes: usize) -> c_int {
     let bytes = bytes.checked_next_multiple_of(rustix::param::page_size()).unwrap_or(bytes);
-    let range = range(memory, bytes);
-    let free = |engine: &Engine| {
-        engine.forsake(range)?;
-        // SAFETY: the caller's promise.
-        unsafe { memory::release(range) }.map_err(|source| crate::Error::Memory(range.bytes(), source))
-    };
+    // SAFETY: the caller's promise.
+    let free = |engine: &Engine| unsafe { engine.release(range(memory, bytes)) };
     // SAFETY: the caller's promise.
     status(unsafe { call(engine, free) })
 }

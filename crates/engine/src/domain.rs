@@ -15,7 +15,22 @@
 //! it looked into, then that the entry still says that slot and is not condemned. Who frees slots ([`Domain::collect`])
 //! first condemns entries, then looks at everybody's references, and frees only what nobody refers to. All these are
 //! sequentially consistent, so either the member sees the entry condemned, or its reference is seen. An index that
-//! replaces another is announced before anything is condemned in it.
+//! replaces another is announced before anything is condemned in it. `protocol` checks this in all orders of steps.
+
+//!
+//! # Memory model
+//! - **generation**: written with the lock; sequentially consistent. A reader may see that of an index which was the
+//!   present one. If it still is after a slot was referred to, whoever condemns in a later one sees the reference.
+//! - **other numbers of the header**, but for `Passes`: written with the lock; sequentially consistent. Who has the
+//!   lock sees the last ones; who has not may see a store that others have left since, which is noticed under the lock.
+//! - **`Passes`**: counted by every member; relaxed. It says when to collect, and not what.
+//! - **bits of `slots`**: read and written with the lock; relaxed, since the lock orders them.
+//! - **the key**: written with the lock, before `Magic` says that it is there.
+//! - **bytes of a slot**: written by who has reserved it, before the index says that it holds a content. Who refers to
+//!   it and then finds that said sees these bytes, until nobody refers to it any more.
+//!
+//! The lock is fcntl(2)'s: who gets it has gone through the kernel after who gave it back, and sees all that was done
+//! before. Between threads of a process the number that says which process has it is acquired and released.
 
 use crate::directory;
 use crate::index::Index;
@@ -32,6 +47,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 /// "pagefold", and the version of the layout in the lowest byte.
 pub const MAGIC: u64 = u64::from_be_bytes(*b"pagefol\x01");
@@ -41,6 +57,9 @@ const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
 
 /// Entries of the first index: 64 KiB, for two thousand contents.
 const FIRST_ENTRIES: usize = 4096;
+
+/// How long a merge, or who leaves, waits for the domain's lock: a hundred times as long as anybody at work has it.
+pub const PATIENCE: Duration = Duration::from_secs(1);
 
 /// An index is made larger before more of it than this is used, of 8.
 const FULL: usize = 5;
@@ -84,15 +103,17 @@ pub struct Domain {
     pub references: References,
     /// What this process tells of itself.
     pub record: Record,
+    /// Until when a merge waits for the lock.
+    patience: Instant,
 }
 
 impl Domain {
-    /// Join the domain that is kept in a directory, or found it; with its hasher.
+    /// Join the domain that is kept in a directory, or found it; with its hasher. Waits until some time for the lock.
     ///
     /// # Errors
-    /// Those of files, `InvalidData` where the directory holds something else.
-    pub fn join(path: &Path, page: u64) -> io::Result<(Self, Hasher)> {
-        let _lock = Lock::wait(&path.join("lock"))?;
+    /// Those of files and of the lock, `InvalidData` where the directory holds something else.
+    pub fn join(path: &Path, page: u64, until: Instant) -> io::Result<(Self, Hasher)> {
+        let _lock = Lock::wait(&path.join("lock"), until)?;
         // A file system that answers for others, as over a network, cannot be relied on to tell who is there.
         if rustix::fs::statfs(path)?.f_type != TMPFS_MAGIC {
             return Err(io::Error::new(io::ErrorKind::Unsupported, format!("{} is not on a tmpfs", path.display())));
@@ -162,7 +183,8 @@ impl Domain {
         let references = References::new(path, count, store.identity().1, store.descriptor())?;
         set(Header::Members, number(Header::Members) + 1);
         let record = Record::new(path)?;
-        let domain = Self { path: path.to_owned(), page, header, store, slots, index, generation, references, record };
+        let path = path.to_owned();
+        let domain = Self { path, page, header, store, slots, index, generation, references, record, patience: until };
         Ok((domain, Hasher::with_key(&key)))
     }
 
@@ -174,8 +196,13 @@ impl Domain {
         self.header[of as usize].store(value, Ordering::SeqCst);
     }
 
+    /// Wait for the lock until some time, from now on.
+    pub fn wait_until(&mut self, patience: Instant) {
+        self.patience = patience;
+    }
+
     fn lock(&self) -> io::Result<Lock> {
-        Lock::wait(&self.path.join("lock"))
+        Lock::wait(&self.path.join("lock"), self.patience)
     }
 
     /// Of sightings, now.
@@ -201,7 +228,7 @@ impl Domain {
     /// See to it that the index is the present one and has room for so many contents more.
     ///
     /// # Errors
-    /// Those of files; `ENOSPC` where there is no memory for a larger one.
+    /// Those of files and of the lock; `ENOSPC` where there is no memory for a larger one.
     pub fn make_room(&mut self, contents: usize) -> io::Result<()> {
         self.follow()?;
         let fits = |used: usize, capacity: usize| used + contents <= capacity / 8 * FULL;
@@ -377,6 +404,7 @@ impl Domain {
     /// Be no member any more: nothing of the store is mapped. The last one takes the directory with it.
     pub fn leave(&mut self) {
         self.references.give_up();
+        self.patience = Instant::now() + PATIENCE;
         let Ok(_lock) = self.lock() else { return };
         // Nothing more can be done about what cannot be removed; the next to join finds it.
         if Everybody::find(&self.path).is_ok_and(|everybody| everybody.count() == 0) {
@@ -395,7 +423,7 @@ pub fn sweep(root: &Path) {
     for entry in root.read_dir().into_iter().flatten().flatten() {
         let path = entry.path();
         if path.join("domain").exists()
-            && let Ok(_lock) = Lock::wait(&path.join("lock"))
+            && let Ok(_lock) = Lock::wait(&path.join("lock"), Instant::now())
             && Everybody::find(&path).is_ok_and(|everybody| everybody.count() == 0)
         {
             // What cannot be removed now is found again.

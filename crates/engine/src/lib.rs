@@ -32,6 +32,8 @@
 //! - No content goes away under a process that may map it, however that came to map it: by merging, or by being forked
 //!   (`references`, `domain`). One that nobody maps any more leaves the store.
 //! - A member may die at any point. Nobody waits for it, and what it had is free for others.
+//! - A member may be stopped at any point. A merge waits at most a second for the lock of a domain, then leaves what
+//!   needs it for a later one, and says so ([`Merged::held_up`]).
 //! - With [`Options::max_slowdown`] the time that the engine takes from its program stays below that share.
 //!
 //! # What a program does to its regions
@@ -39,10 +41,19 @@
 //!   longer and longer if it does not last ([`pagefold_model::hot`]).
 //! - **fork**: the child has the same memory. It may use the engine, too, and is a member of its own then; unless
 //!   another thread was using the engine while it was forked, which is told ([`Error::Forked`]).
-//! - **munmap, mremap, mmap in the place**: what is no longer private anonymous memory, or the store, is left alone.
-//!   Memory that was moved keeps its contents and is no longer merged.
+//! - **exec**: the program has left its domain, and what it had is free for others.
+//! - **munmap**: what it mapped leaves the store. Whatever private anonymous memory is there next is taken for adopted,
+//!   and that may be anybody's: [`Engine::forsake`] what is unmapped first.
+//! - **mmap in the place**: what is no longer private anonymous memory is left alone, and what is, is taken for memory
+//!   that was written.
+//! - **mremap**: memory that was moved keeps its contents and is no longer merged. It is not to be moved again during a
+//!   merge, unless it was forsaken before: then it may be, while [`Engine::merge_while_running`] runs. Memory that has
+//!   grown reads in its new pages as nothing in particular, until they are written.
+//! - **mprotect**: memory that may not be read and written is left alone. What of it is merged stays so.
 //! - **`madvise(MADV_DONTNEED)`**: a merged page reads as what it was merged with afterwards, and not as zeros, because
-//!   it is a mapping of a file. Use [`Engine::clear`].
+//!   it is a mapping of a file. Use [`Engine::clear`]. So it does once a guard region (`MADV_GUARD_INSTALL`) is
+//!   removed; while there is one, it is left alone.
+//! - **huge pages**: they are split where as much is merged as pays for that, and kept elsewhere.
 //! - **core dumps**: merged memory is file memory, which `/proc/PID/coredump_filter` leaves out by default; joining a
 //!   domain puts it in (bit 2, core(5)).
 //! - **devices and direct I/O**: memory that is pinned for a device (RDMA) must not be adopted, and nothing that reads
@@ -53,7 +64,6 @@
 //!   stacks.
 //! - **closing descriptors that are not its own** (`closefrom`): between merges the engine finds out and joins anew;
 //!   during a merge it must not be done.
-//! - **memory that was forsaken** may still be merged in part; it must not be moved by mremap during a merge.
 //!
 //! # Unsafe
 //! `unsafe` is in `memory`, in `words`, and where `pass` calls `memory`; each block says why it holds. The one promise
@@ -69,6 +79,8 @@ mod lock;
 mod memory;
 pub mod observe;
 mod pass;
+#[cfg(test)]
+mod protocol;
 mod record;
 mod references;
 mod statistics;
@@ -81,6 +93,7 @@ pub use statistics::{Merged, RegionStanding, Standing};
 
 use crate::domain::Domain;
 use crate::pass::{Region as Adopted, Stillness};
+use crate::references::Bits;
 use pagefold_model::allowance::Allowance;
 use pagefold_model::engine::{self, Member, RegionTally, Spending, Tally};
 use pagefold_model::{AddressRange, Bytes};
@@ -198,6 +211,8 @@ struct State {
     surveying: Duration,
     /// How many pages the last merge noted in the index.
     sighted: usize,
+    /// Slots that memory maps which was forsaken: it may be anywhere, and be moved while others are looked for.
+    strays: Bits,
 }
 
 /// Memory of a member. Unmapped when dropped.
@@ -240,7 +255,9 @@ impl Engine {
     /// [`Error::Memory`].
     pub fn allocate(&self, bytes: usize) -> Result<Region<'_>, Error> {
         self.with(|state| {
-            let bytes = (bytes as u64).next_multiple_of(state.domain.page());
+            let whole = (bytes as u64).checked_next_multiple_of(state.domain.page());
+            // More than there are addresses is refused by the kernel, too.
+            let bytes = whole.unwrap_or(u64::MAX);
             let range = memory::reserve(bytes).map_err(|source| Error::Memory(Bytes(bytes), source))?;
             state.regions.push(Adopted::new(range, state.domain.page()));
             state.tell(&self.options);
@@ -258,13 +275,11 @@ impl Engine {
     /// or replaces part of it does so between merges.
     pub unsafe fn adopt(&self, range: AddressRange) -> Result<(), Error> {
         self.with(|state| {
-            let refused = |why| Err(Error::Range { start: range.start, end: range.end, why });
             let page = state.domain.page();
-            if range.start >= range.end || !range.start.is_multiple_of(page) || !range.end.is_multiple_of(page) {
-                return refused("is not of whole pages");
-            }
+            whole(range, page)?;
             if state.regions.iter().any(|region| region.range().overlap(range).is_some()) {
-                return refused("overlaps what is adopted already");
+                let why = "overlaps what is adopted already";
+                return Err(Error::Range { start: range.start, end: range.end, why });
             }
             state.regions.push(Adopted::new(range, page));
             state.tell(&self.options);
@@ -272,12 +287,40 @@ impl Engine {
         })?
     }
 
-    /// Leave memory that was adopted alone from now on. What of it is merged stays so until it is written.
+    /// Leave adopted memory within a range of whole pages alone from now on. What of it is merged stays so until it is
+    /// written, and the program may do to it whatever it likes. What it maps of the store stays there while only
+    /// [`Engine::merge_while_running`] is used; [`Engine::merge`] looks for what is mapped still.
+    ///
+    /// # Errors
+    /// [`Error::Range`] if it is not of whole pages; [`Error::Domain`]. Then nothing has changed.
     pub fn forsake(&self, range: AddressRange) -> Result<(), Error> {
         self.with(|state| {
-            state.regions.retain(|region| region.range() != range);
+            whole(range, state.domain.page())?;
+            if state.regions.iter().any(|region| region.range().overlap(range).is_some()) {
+                let strays = pass::slots_mapped(&state.domain, range);
+                state.strays.extend(strays.map_err(|source| Error::Domain { name: self.name.clone(), source })?);
+            }
+            state.leave_alone(range);
             state.tell(&self.options);
-        })
+            Ok(())
+        })?
+    }
+
+    /// Forsake memory and unmap it.
+    ///
+    /// # Safety
+    /// Nobody needs what is there, and no borrow of it lives.
+    ///
+    /// # Errors
+    /// [`Error::Forked`], [`Error::Memory`].
+    unsafe fn release(&self, range: AddressRange) -> Result<(), Error> {
+        self.with(|state| {
+            whole(range, state.domain.page())?;
+            state.leave_alone(range);
+            state.tell(&self.options);
+            // SAFETY: the caller lets the range go.
+            unsafe { memory::release(range) }.map_err(|source| Error::Memory(range.bytes(), source))
+        })?
     }
 
     /// Say what a range of regions is to be taken for.
@@ -296,7 +339,8 @@ impl Engine {
     /// [`Error::Domain`]; what was merged before stays merged.
     ///
     /// # Safety
-    /// Nobody writes to, unmaps or replaces adopted memory until it returns, and no mutable borrow of it is used.
+    /// Until it returns nobody, no signal handler either, writes to, unmaps or replaces adopted memory, or moves what
+    /// was adopted before; and no mutable borrow of it is used.
     pub unsafe fn merge(&self) -> Result<Merged, Error> {
         self.with(|state| {
             let merged = state.merge(&self.options, &self.directory, &Stillness::Promised);
@@ -323,23 +367,23 @@ impl Engine {
         })?
     }
 
-    /// Make whole pages of a region read as zeros, and take no memory. What `madvise(MADV_DONTNEED)` does to ordinary
-    /// memory.
+    /// Make whole pages of adopted memory read as zeros, and take no memory. What `madvise(MADV_DONTNEED)` does to
+    /// ordinary memory.
     ///
     /// # Errors
-    /// [`Error::Range`] if it is not of whole pages of one region; [`Error::Memory`].
+    /// [`Error::Range`] if it is not of whole pages that are adopted; [`Error::Memory`].
     ///
     /// # Safety
     /// No borrow of it is used afterwards.
     pub unsafe fn clear(&self, range: AddressRange) -> Result<(), Error> {
         self.with(|state| {
-            let page = state.domain.page();
-            let whole = range.start.is_multiple_of(page) && range.end.is_multiple_of(page) && range.start < range.end;
-            if !whole || !state.regions.iter().any(|region| region.range().overlap(range) == Some(range)) {
-                let why = "is not of whole pages of one region";
+            whole(range, state.domain.page())?;
+            let adopted = AddressRange::union(state.regions.iter().map(|region| region.range()).collect());
+            if !range.outside(&adopted).is_empty() {
+                let why = "is not adopted";
                 return Err(Error::Range { start: range.start, end: range.end, why });
             }
-            // SAFETY: it lies in a region, whose owner says that nobody uses what is in it.
+            // SAFETY: it is adopted, and its owner says that nobody uses what is in it.
             unsafe { memory::clear(range) }.map_err(|source| Error::Memory(range.bytes(), source))?;
             state.regions.iter_mut().for_each(|region| region.forget(range));
             Ok(())
@@ -390,10 +434,11 @@ impl Engine {
         let process = std::process::id();
         let mut state = self.lock(process)?;
         self.holder.store(process, Ordering::Relaxed);
+        let until = Instant::now() + JOIN_PATIENCE;
         let joined = if state.process == process {
             Ok(())
         } else {
-            state.rejoin(&self.directory).map(|()| state.tell(&self.options))
+            state.rejoin(&self.directory, until).map(|()| state.tell(&self.options))
         };
         let done = joined.map(|()| work(&mut state));
         done.map_err(|source| Error::Domain { name: self.name.clone(), source })
@@ -419,6 +464,9 @@ impl Engine {
     }
 }
 
+/// How long to wait for the lock of a domain that is to be joined, in which others may be at work one after another.
+const JOIN_PATIENCE: Duration = Duration::from_secs(10);
+
 /// How long to wait until a thread that has the state says so, and how often.
 const MOMENT: Duration = Duration::from_millis(1);
 const MOMENTS: usize = 50;
@@ -434,10 +482,17 @@ impl Drop for Engine {
     }
 }
 
+fn whole(range: AddressRange, page: u64) -> Result<(), Error> {
+    if range.start < range.end && range.start.is_multiple_of(page) && range.end.is_multiple_of(page) {
+        return Ok(());
+    }
+    Err(Error::Range { start: range.start, end: range.end, why: "is not of whole pages" })
+}
+
 impl State {
     fn join(directory: &std::path::Path, options: &Options) -> io::Result<Self> {
         let page = rustix::param::page_size() as u64;
-        let (domain, hasher) = Domain::join(directory, page)?;
+        let (domain, hasher) = Domain::join(directory, page, Instant::now() + JOIN_PATIENCE)?;
         let state = Self {
             process: std::process::id(),
             domain,
@@ -452,6 +507,7 @@ impl State {
             cursor: 0,
             surveying: Duration::ZERO,
             sighted: 0,
+            strays: Bits::default(),
         };
         state.tell(options);
         Ok(state)
@@ -459,19 +515,29 @@ impl State {
 
     /// Become a member once more: in a child that was forked, or when the program has closed the store, or all members
     /// that could hand it on. The references that there were stay with the mapping that a parent and its children
-    /// share.
-    fn rejoin(&mut self, directory: &std::path::Path) -> io::Result<()> {
+    /// share. Waits for the domain's lock until some time.
+    fn rejoin(&mut self, directory: &std::path::Path, until: Instant) -> io::Result<()> {
         // The directory may have been removed.
         if let Some((root, name)) = directory.parent().zip(directory.file_name().and_then(|name| name.to_str())) {
             directory::of_domain(root, name).map_err(io::Error::other)?;
         }
-        let (domain, hasher) = Domain::join(directory, self.domain.page())?;
+        let (domain, hasher) = Domain::join(directory, self.domain.page(), until)?;
         // What this process maps already is referred to anew before the former references go. A former store is
         // nobody's to free: whoever still has it joins anew, too.
-        domain.references.add(pass::slots_mapped(&domain)?)?;
+        if domain.store.identity() != self.domain.store.identity() {
+            self.strays = Bits::default();
+        }
+        domain.references.add(pass::slots_mapped(&domain, pass::EVERYWHERE)?)?;
+        domain.references.add(self.strays.iter())?;
         self.domain = domain;
         (self.hasher, self.process, self.random) = (hasher, std::process::id(), random()?);
         Ok(())
+    }
+
+    /// Be done with what is adopted in a range.
+    fn leave_alone(&mut self, range: AddressRange) {
+        let regions = std::mem::take(&mut self.regions);
+        self.regions = regions.into_iter().flat_map(|region| region.without(range)).collect();
     }
 
     fn standing(&mut self, options: &Options) -> io::Result<Standing> {
@@ -526,7 +592,9 @@ impl State {
 impl Drop for State {
     fn drop(&mut self) {
         // What is merged stays mapped, and so has to stay referred to. In a child that never joined, by its parent's.
-        if pass::slots_mapped(&self.domain).map_or(true, |mut slots| slots.next().is_some()) {
+        let strays = self.strays.iter().next().is_some();
+        let mapped = pass::slots_mapped(&self.domain, pass::EVERYWHERE);
+        if strays || mapped.map_or(true, |mut slots| slots.next().is_some()) {
             self.domain.references.keep();
         } else {
             self.domain.leave();
@@ -557,11 +625,8 @@ impl Region<'_> {
 impl Drop for Region<'_> {
     fn drop(&mut self) {
         // A child that cannot use the engine keeps the memory until it ends.
-        if self.engine.forsake(self.range).is_ok() {
-            // SAFETY: the region is its own, and no borrow of it outlives it.
-            let unmapped = unsafe { memory::release(self.range) };
-            debug_assert!(unmapped.is_ok(), "unmapping one's own region: {unmapped:?}");
-        }
+        // SAFETY: the region is its own, and no borrow of it outlives it.
+        let _ = unsafe { self.engine.release(self.range) };
     }
 }
 

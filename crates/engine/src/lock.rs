@@ -4,6 +4,9 @@
 //! forked child does not inherit it. Record locks do not tell threads apart, and closing any descriptor of the file
 //! gives the lock up; so within a process a number says who has it. That number is the process's own, so that what a
 //! child inherits of a parent that held the lock while it forked holds nobody up.
+//!
+//! A process that is stopped keeps what it has, for as long as it is stopped. So nobody waits longer than it says, and
+//! the lock is asked for again and again, because fcntl(2) knows no time to wait at most.
 
 use rustix::fs::{FlockOperation, fcntl_lock};
 use rustix::process::getpid;
@@ -12,13 +15,14 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The process in which a thread has any such lock, or 0.
 static HOLDER: AtomicI32 = AtomicI32::new(0);
 
-/// How long to sleep before looking again whether another thread of this process still has it.
+/// How long to sleep before asking again: the first time, and at most.
 const PAUSE: Duration = Duration::from_micros(50);
+const LONGEST_PAUSE: Duration = Duration::from_millis(2);
 
 /// The lock, held. Given back when dropped.
 #[derive(Debug)]
@@ -27,36 +31,47 @@ pub struct Lock {
 }
 
 impl Lock {
-    /// Wait for the lock whose file has a path; the file is made if it is not there.
+    /// Wait for the lock whose file has a path, until some time; the file is made if it is not there.
     ///
     /// # Errors
-    /// Those of open(2) and fcntl(2); `Interrupted` if the file was removed meanwhile.
-    pub fn wait(path: &Path) -> io::Result<Self> {
+    /// `TimedOut` if somebody else had it all the time; those of open(2) and fcntl(2); `Interrupted` if the file was
+    /// removed meanwhile.
+    pub fn wait(path: &Path, until: Instant) -> io::Result<Self> {
         let this = getpid().as_raw_pid();
-        loop {
+        let of_this_process = || {
             let holder = HOLDER.load(Ordering::Relaxed);
-            let free =
-                holder != this && HOLDER.compare_exchange(holder, this, Ordering::Acquire, Ordering::Relaxed).is_ok();
-            if free {
-                break;
-            }
-            std::thread::sleep(PAUSE);
-        }
-        Self::of_process(path).inspect_err(|_| HOLDER.store(0, Ordering::Release))
+            let taken =
+                holder == this || HOLDER.compare_exchange(holder, this, Ordering::Acquire, Ordering::Relaxed).is_err();
+            (!taken).then_some(())
+        };
+        asked_for(until, || Ok(of_this_process()))?;
+        Self::of_process(path, until).inspect_err(|_| HOLDER.store(0, Ordering::Release))
     }
 
-    fn of_process(path: &Path) -> io::Result<Self> {
+    fn of_process(path: &Path, until: Instant) -> io::Result<Self> {
         let file = crate::directory::open(path, true)?;
-        loop {
-            match fcntl_lock(&file, FlockOperation::LockExclusive) {
-                // The last member may have removed it between, with all that it guards.
-                Ok(()) if is_at(&file, path) => return Ok(Self { file }),
-                Ok(()) => return Err(io::ErrorKind::Interrupted.into()),
-                Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
+        asked_for(until, || match fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(())),
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::ACCESS | rustix::io::Errno::INTR) => Ok(None),
+            Err(error) => Err(error.into()),
+        })?;
+        // The last member may have removed it between, with all that it guards.
+        if is_at(&file, path) { Ok(Self { file }) } else { Err(io::ErrorKind::Interrupted.into()) }
     }
+}
+
+/// Ask once at least, and again until there is an answer or the time is over.
+fn asked_for(until: Instant, mut ask: impl FnMut() -> io::Result<Option<()>>) -> io::Result<()> {
+    let mut pause = PAUSE;
+    while ask()?.is_none() {
+        if Instant::now() >= until {
+            let why = "another member has had the domain's lock for too long: is one stopped?";
+            return Err(io::Error::new(io::ErrorKind::TimedOut, why));
+        }
+        std::thread::sleep(pause);
+        pause = (2 * pause).min(LONGEST_PAUSE);
+    }
+    Ok(())
 }
 
 /// Whether a file is what a path leads to.
@@ -93,7 +108,7 @@ mod tests {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..50 {
-                        let _lock = Lock::wait(&path).unwrap();
+                        let _lock = Lock::wait(&path, Instant::now() + Duration::from_secs(300)).unwrap();
                         let before = count.0.get();
                         thread::yield_now();
                         count.0.set(before + 1);
@@ -102,5 +117,8 @@ mod tests {
             }
         });
         assert_eq!(count.0.get(), 200);
+        let _held = Lock::wait(&path, Instant::now()).unwrap();
+        let refused = thread::scope(|scope| scope.spawn(|| Lock::wait(&path, Instant::now())).join().unwrap());
+        assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::TimedOut);
     }
 }

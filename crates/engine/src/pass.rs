@@ -13,10 +13,11 @@
 //! A run is mapped as one if its pages lie one behind another in the store, too. Since contents are stored in the order
 //! of their pages, memory that is equal over many pages is one mapping in all members but for where it differs.
 
-use crate::domain::Domain;
+use crate::domain::{Domain, PATIENCE};
 use crate::index::Tag;
 use crate::layout::{self, Kind};
 use crate::memory::{self, Incoming};
+use crate::references::Bits;
 use crate::statistics::Merged;
 use crate::{Advice, Options, State, clock, record};
 use pagefold_model::engine::{RegionTally, Tally};
@@ -78,6 +79,20 @@ impl Region {
         self.range
     }
 
+    /// What is left of it without a range: up to two of them.
+    pub fn without(self, range: AddressRange) -> Vec<Self> {
+        let part = |left: AddressRange| {
+            let at = |address: u64| ((address - self.range.start) / self.page) as usize;
+            let notes = self.notes[at(left.start)..at(left.end)].to_vec();
+            let unmergeable = self.unmergeable.iter().filter_map(|known| known.overlap(left)).collect();
+            Self { notes, unmergeable, ..Self::new(left, self.page) }
+        };
+        match self.range.outside(&[range])[..] {
+            [all] if all == self.range => vec![self],
+            ref left => left.iter().copied().map(part).collect(),
+        }
+    }
+
     /// Take a range for something else.
     pub fn advise(&mut self, range: AddressRange, advice: Advice) {
         let Some(range) = self.range.overlap(range) else { return };
@@ -127,7 +142,7 @@ impl Region {
     /// Count a part of it, of which `found` is mapped.
     fn tally(&mut self, part: AddressRange, kind: Kind, found: &[pagemap::MappedRange], now: Duration) {
         let held = |notes: &[Note]| Pages(notes.iter().filter(|note| note.is_merged()).count() as u64);
-        let hot = |notes: &[Note]| Pages(notes.iter().filter(|note| !note.may_merge(now)).count() as u64);
+        let hot = |notes: &[Note]| Pages(notes.iter().filter(|note| note.is_hot(now)).count() as u64);
         // What the program has of its own there.
         let own = || {
             let own = found.iter().filter(|found| !found.file && !found.zero);
@@ -248,9 +263,12 @@ impl State {
             self.tell(options);
             return Ok(merged);
         }
-        if !self.domain.is_whole() {
-            self.rejoin(directory)?;
+        let patience = began + room.map_or(PATIENCE, |room| room.min(PATIENCE));
+        if !self.domain.is_whole() && unless_held_up(self.rejoin(directory, patience), &mut merged)?.is_none() {
+            self.so_far += merged;
+            return Ok(merged);
         }
+        self.domain.wait_until(patience);
         // The other half is for what is found.
         let deadline = room.map(|room| began + room / 2);
         let done = self.merge_until(deadline, options.threads.max(1), now, stillness, &mut merged);
@@ -325,7 +343,7 @@ impl State {
         }
         fault::point("after mapping");
         let healed: u64 = healed.iter().map(|range| range.bytes().0 / page).sum();
-        self.tidy(survey.stored - healed + mapped)
+        self.tidy(survey.stored - healed + mapped, stillness, merged)
     }
 
     /// Find out what there is.
@@ -350,7 +368,8 @@ impl State {
                     let range = AddressRange { start: mapped.start, end: mapped.end };
                     let addresses = (range.start..range.end).step_by(page as usize);
                     match part.kind {
-                        Kind::Stored { .. } if mapped.file => {}
+                        // What was swapped out is not brought back for this; guard regions look like it.
+                        Kind::Stored { .. } if mapped.file || mapped.swapped => {}
                         Kind::Stored { plain, .. } => {
                             for address in addresses {
                                 region.note(address).broken(now, must_last);
@@ -480,8 +499,10 @@ impl State {
     /// Note each content in the index. Pages for which there is no room are left out.
     fn sight(&mut self, looked: Vec<(Page, u64)>, threads: usize, merged: &mut Merged) -> io::Result<Vec<Page>> {
         // What the last merge looked at is there already.
-        self.domain.make_room(looked.len().saturating_sub(self.sighted))?;
-        self.sighted = looked.len();
+        let room = self.domain.make_room(looked.len().saturating_sub(self.sighted));
+        if unless_held_up(room, merged)?.is_some() {
+            self.sighted = looked.len();
+        }
         let (domain, random, epoch) = (&self.domain, self.random, self.domain.epoch());
         let chunks: Vec<&[(Page, u64)]> = looked.chunks(CHUNK as usize).collect();
         let sighted = parallel(threads, &chunks, |chunk| {
@@ -524,7 +545,7 @@ impl State {
         if first.is_empty() {
             return Ok(vec![None; wanted as usize]);
         }
-        let reserved = self.domain.reserve(first.len() as u32)?;
+        let reserved = unless_held_up(self.domain.reserve(first.len() as u32), merged)?.unwrap_or_default();
         let contents: Vec<(u32, Page, u32)> = first
             .into_iter()
             .zip(reserved.into_iter().flatten())
@@ -562,13 +583,22 @@ impl State {
     }
 
     /// Give up what is not needed. So many pages map the store now.
-    fn tidy(&mut self, mapped: u64) -> io::Result<()> {
+    fn tidy(&mut self, mapped: u64, stillness: &Stillness, merged: &mut Merged) -> io::Result<()> {
         if self.domain.references.count() > mapped + mapped / 8 + SPARE {
-            let slots: Vec<u32> = slots_mapped(&self.domain)?.collect();
-            self.domain.refer_only(slots)?;
+            let mut slots = Bits::default();
+            slots.extend(slots_mapped(&self.domain, EVERYWHERE)?);
+            let mut strays = Bits::default();
+            // While the program runs, what was forsaken may be moved from where nobody has looked yet to where
+            // somebody has.
+            let stay = |slot: &u32| slots.has(*slot) || matches!(stillness, Stillness::Enforced(_));
+            strays.extend(self.strays.iter().filter(stay));
+            slots.extend(strays.iter());
+            if unless_held_up(self.domain.refer_only(slots.iter()), merged)?.is_some() {
+                self.strays = strays;
+            }
         }
         if self.domain.passed() {
-            self.domain.collect()?;
+            unless_held_up(self.domain.collect(), merged)?;
         }
         Ok(())
     }
@@ -619,6 +649,17 @@ impl Survey {
         };
         self.broken.retain(|&range| can(range));
         self.candidates.retain(|found| can(found.range));
+    }
+}
+
+/// What cannot be done because another member has had the domain's lock for too long is left for a later merge.
+fn unless_held_up<T>(done: io::Result<T>, merged: &mut Merged) -> io::Result<Option<T>> {
+    match done {
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+            merged.held_up = 1;
+            Ok(None)
+        }
+        done => done.map(Some),
     }
 }
 
@@ -755,16 +796,22 @@ fn map(domain: &Domain, run: &Run<'_>, stillness: &Stillness) -> io::Result<bool
     Ok(true)
 }
 
-/// All slots that this process maps, whoever mapped them.
+/// All addresses.
+pub const EVERYWHERE: AddressRange = AddressRange { start: 0, end: u64::MAX };
+
+/// All slots that this process maps within a range, whoever mapped them. What is moved meanwhile may be missed.
 ///
 /// # Errors
 /// Those of reading `/proc/self/maps`.
-pub fn slots_mapped(domain: &Domain) -> io::Result<impl Iterator<Item = u32>> {
+pub fn slots_mapped(domain: &Domain, within: AddressRange) -> io::Result<impl Iterator<Item = u32> + use<>> {
     let page = domain.page();
     let (parts, _) = layout::own(domain.store.identity(), page)?;
-    Ok(parts.into_iter().flat_map(move |part| match part.kind {
-        Kind::Stored { slot, .. } => slot..slot + (part.range.bytes().0 / page) as u32,
-        Kind::Ordinary => 0..0,
+    Ok(parts.into_iter().flat_map(move |part| match (part.kind, part.range.overlap(within)) {
+        (Kind::Stored { slot, .. }, Some(range)) => {
+            let first = slot + ((range.start - part.range.start) / page) as u32;
+            first..first + (range.bytes().0 / page) as u32
+        }
+        _ => 0..0,
     }))
 }
 

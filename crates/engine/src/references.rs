@@ -9,6 +9,15 @@
 //! References are only ever added. A process that forked may map whatever it did when it forked, and the child cannot
 //! be asked. So to drop references a member makes a new file of what it maps now, and lets go of the old one, which a
 //! child still holds.
+//!
+//! # Memory model
+//! - **bits**: written by the threads of one member, from 0 to 1 only; sequentially consistent.
+//! - **`backed`**: written by the same, upwards only; relaxed. Who sees too little gives blocks once more.
+//!
+//! Others read the file by read(2) and not by a mapping, behind a fence ([`Everybody::all`]). A page of it that nobody
+//! has touched is a hole to lseek(2). It is no more once its first bit is set, so who finds a hole comes before that
+//! bit in the order, as who finds a 0. What is read is no state of one moment, but what is missing in it was not there
+//! when the reading began.
 
 use crate::directory;
 use crate::words::{WORD, Words};
@@ -204,6 +213,12 @@ impl Bits {
             }
             self.0[word] |= 1 << (slot % 64);
         }
+    }
+
+    /// Those that are in it, ascending.
+    pub fn iter(&self) -> impl Iterator<Item = u32> {
+        let slots = |word: usize| (0..64).map(move |bit| word as u32 * 64 + bit);
+        (0..self.0.len()).flat_map(slots).filter(|&slot| self.has(slot))
     }
 
     fn join(&mut self, first: u64, mut bytes: &[u8]) {

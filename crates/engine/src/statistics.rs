@@ -31,6 +31,9 @@ pub struct Merged {
     pub time: Duration,
     /// Merges that could not look at everything, because their time was over.
     pub cut_short: u64,
+    /// Merges that left something for a later one, because another member had the domain's lock for too long: it may
+    /// be stopped.
+    pub held_up: u64,
 }
 
 impl AddAssign for Merged {
@@ -46,6 +49,7 @@ impl AddAssign for Merged {
         self.failed += other.failed;
         self.time += other.time;
         self.cut_short += other.cut_short;
+        self.held_up += other.held_up;
     }
 }
 

@@ -2,9 +2,10 @@
 //!
 //! A [`Words`] is a shared mapping of a file as atomic words of 64 bits. All access is atomic, so that whatever another
 //! member writes, or leaves half written when it dies, is some value and never undefined behaviour; each user of it
-//! says what order its accesses need. The file is as long as the mapping before it is mapped and never made shorter, so
-//! that no access finds nothing there; a full tmpfs, which would end the program by SIGBUS, is met by allocating blocks
-//! first ([`Words::allocate`]).
+//! says what order its accesses need: `index` and `references` have a table of that. The words are the same frames in
+//! all members, so that the order which one process's atomic operations have for its threads, they have for all. The
+//! file is as long as the mapping before it is mapped and never made shorter, so that no access finds nothing there; a
+//! full tmpfs, which would end the program by SIGBUS, is met by allocating blocks first ([`Words::allocate`]).
 
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
@@ -46,6 +47,15 @@ impl Words {
         let start = unsafe { mmap(ptr::null_mut(), bytes, access, MapFlags::SHARED, file, 0) }?;
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::InvalidData)?;
         Ok(Self { start, count })
+    }
+
+    /// So many words that no file has, for tests.
+    #[cfg(test)]
+    pub fn anonymous(count: usize) -> Self {
+        let (bytes, access) = (count * WORD as usize, ProtFlags::READ | ProtFlags::WRITE);
+        // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
+        let start = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) };
+        Self { start: NonNull::new(start.expect("memory").cast()).expect("it is not at 0"), count }
     }
 
     /// Keep them mapped until the process ends.

@@ -1,120 +1,11 @@
 //! Members of a domain that merge, write, fork and die: what each one's memory reads as never changes, what nobody maps
 //! leaves the store, and what is saved is where the kernel's own accounting shows it.
 
-use std::io::{BufRead, BufReader, Write};
-use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::time::{Duration, Instant};
+mod member;
+
+use member::{Member, PAGE, Told, root};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tempfile::TempDir;
-
-const PAGE: u64 = 4096;
-
-/// A directory for domains, in memory as by default.
-fn root() -> TempDir {
-    use std::os::unix::fs::PermissionsExt;
-    let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
-    std::fs::set_permissions(root.path(), std::fs::Permissions::from_mode(0o700)).expect("its owner may");
-    root
-}
-
-/// A running `examples/member`.
-struct Member {
-    child: Child,
-    says: ChildStdin,
-    tells: BufReader<ChildStdout>,
-}
-
-fn program() -> PathBuf {
-    let tests = std::env::current_exe().expect("a test is a program");
-    tests.parent().and_then(Path::parent).expect("target/PROFILE/deps").join("examples/member")
-}
-
-impl Member {
-    fn start(root: &TempDir, pages: u64, more: &[&str]) -> Self {
-        Self::start_with(root, pages, more, None)
-    }
-
-    fn start_with(root: &TempDir, pages: u64, more: &[&str], fault: Option<&str>) -> Self {
-        let mut command = Command::new(program());
-        command.args(["test", &pages.to_string()]).args(more).env("PAGEFOLD_RUNTIME", root.path());
-        command.envs(fault.map(|fault| ("PAGEFOLD_FAULT_POINT", fault))).stderr(Stdio::piped());
-        let mut child = command
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("`cargo build --examples` was run, as `cargo test` does without `--test`");
-        let says = child.stdin.take().expect("a pipe");
-        let tells = BufReader::new(child.stdout.take().expect("a pipe"));
-        Self { child, says, tells }.readied(fault.is_some())
-    }
-
-    fn readied(mut self, may_die: bool) -> Self {
-        let answer = self.answer();
-        assert!(may_die || answer.as_deref() == Some("ready"), "{answer:?}");
-        self
-    }
-
-    /// What it says next, if it lives.
-    fn answer(&mut self) -> Option<String> {
-        let mut line = String::new();
-        let read = self.tells.read_line(&mut line).expect("text");
-        (read > 0).then(|| line.trim_end().to_owned())
-    }
-
-    /// What it answers, if it lives.
-    fn ask(&mut self, line: &str) -> Option<String> {
-        writeln!(self.says, "{line}").ok()?;
-        self.answer()
-    }
-
-    fn tell(&mut self, line: &str) -> String {
-        self.ask(line).unwrap_or_else(|| panic!("{line}: it has died"))
-    }
-
-    fn merge(&mut self) -> Told {
-        Told(self.tell("merge"))
-    }
-
-    fn standing(&mut self) -> Told {
-        Told(self.tell("standing"))
-    }
-
-    fn check(&mut self) {
-        assert_eq!(self.tell("check"), "same");
-    }
-
-    /// A line of `smaps_rollup`, in KiB.
-    fn smaps(&self, name: &str) -> u64 {
-        let text = std::fs::read_to_string(format!("/proc/{}/smaps_rollup", self.child.id())).expect("it lives");
-        let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name} in {text}"));
-        line.split_ascii_whitespace().nth(1).and_then(|number| number.parse().ok()).expect("a number")
-    }
-
-    fn kill(mut self) {
-        self.child.kill().expect("it is ours");
-        self.child.wait().expect("it is ours");
-    }
-}
-
-impl Drop for Member {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// What a member told of itself.
-#[derive(Debug)]
-struct Told(String);
-
-impl Told {
-    fn of(&self, name: &str) -> u64 {
-        let at = self.0.find(&format!(" {name}: ")).unwrap_or_else(|| panic!("{name} in {}", self.0));
-        let digits = self.0[at + name.len() + 3..].trim_start_matches(|c: char| !c.is_ascii_digit());
-        let end = digits.find(|c: char| !c.is_ascii_digit()).unwrap_or(digits.len());
-        digits[..end].parse().expect("a number")
-    }
-}
 
 #[test]
 fn equal_memory_of_two_members_is_there_once() {
@@ -376,47 +267,99 @@ fn a_bound_on_the_slow_down_bounds_it() {
     assert_eq!((merged.of("cut_short"), merged.of("looked_at")), (1, 0));
 }
 
-/// Members that write, copy, clear, merge, fork and die at random, and check their memory all the time.
+/// How long the random members go on: `PAGEFOLD_FUZZ` is seconds, and `PAGEFOLD_SOAK` some minutes.
+enum Length {
+    Rounds(u64),
+    Until(Instant),
+}
+
+impl Length {
+    fn wanted() -> Self {
+        let seconds = std::env::var("PAGEFOLD_FUZZ").ok().map(|text| text.parse().expect("PAGEFOLD_FUZZ is seconds"));
+        match seconds {
+            Some(seconds) => Self::Until(Instant::now() + Duration::from_secs(seconds)),
+            None if std::env::var_os("PAGEFOLD_SOAK").is_some() => Self::Rounds(20_000),
+            None => Self::Rounds(1000),
+        }
+    }
+
+    fn is_over(&self, round: u64) -> bool {
+        match self {
+            Self::Rounds(rounds) => round >= *rounds,
+            Self::Until(end) => Instant::now() >= *end,
+        }
+    }
+}
+
+/// Two to four members that call whatever there is, do to their memory whatever a program may, fork, exec and die, all
+/// at random, beside a copy of what each page has to hold. `PAGEFOLD_SEED` says which calls; it is printed.
 #[test]
 fn random_members_keep_their_memory() {
     let root = root();
-    let rounds = if std::env::var_os("PAGEFOLD_SOAK").is_some() { 20_000 } else { 400 };
-    let seed =
-        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("after 1970").as_nanos() as u64;
-    println!("seed {seed}");
+    let now = || SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_nanos() as u64;
+    let seed = std::env::var("PAGEFOLD_SEED").map_or_else(|_| now(), |seed| seed.parse().expect("a number"));
+    println!("PAGEFOLD_SEED={seed}");
     let mut state = seed;
     let mut random = move |below: u64| {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 33) % below
     };
     const PAGES: u64 = 600;
-    let start = || Member::start(&root, PAGES, &[]);
-    let mut members: Vec<Member> = (0..3).map(|_| start()).collect();
-    for _ in 0..rounds {
-        let at = random(3) as usize;
-        let (from, count) = (random(PAGES), 1 + random(PAGES / 2));
-        let count = count.min(PAGES - from);
+    let threads = [&[][..], &["--threads", "2"]];
+    let start = |which: u64| Member::start(&root, PAGES, threads[which as usize]);
+    let count = 2 + random(3);
+    let mut members: Vec<Member> = (0..count).map(|_| start(random(2))).collect();
+    let (length, mut round, mut merged) = (Length::wanted(), 0, 0);
+    while !length.is_over(round) {
+        round += 1;
+        let at = random(count) as usize;
+        let (from, most, to) = (random(PAGES), 1 + random(PAGES / 2), random(PAGES));
+        let (seed, which, other) = (random(4), random(2), random(count) as usize);
+        let count = most.min(PAGES - from.max(to));
         let member = &mut members[at];
-        match random(20) {
-            0..6 => drop(member.tell(&format!("fill {from} {count} {}", random(4)))),
-            6..8 => {
-                let to = random(PAGES - count + 1);
-                member.tell(&format!("copy {to} {count} {from}"));
+        match random(60) {
+            0..14 => drop(member.tell(&format!("fill {from} {count} {seed}"))),
+            14..18 => drop(member.tell(&format!("copy {to} {count} {from}"))),
+            18..20 => drop(member.tell(&format!("clear {from} {count}"))),
+            20..36 => {
+                if which == 0 {
+                    // Nothing is known any more of pages that did not stay merged.
+                    member.tell("adopt 0 600");
+                }
+                merged += member.merge().of("merged");
             }
-            8 => drop(member.tell(&format!("clear {from} {count}"))),
-            9..16 => drop(member.merge()),
-            16..18 => member.check(),
-            18 => {
+            36..40 => member.check(),
+            40 => drop(member.tell(&format!("advise {from} {count} {which}"))),
+            41 => drop(member.tell(&format!("forsake {from} {count}"))),
+            42..44 => drop(member.tell("adopt 0 600")),
+            44 => drop(member.tell(&format!("unmap {from} {}", count.min(50)))),
+            45..47 => drop(member.tell("map 0 600")),
+            47 => drop(member.tell(&format!("move {from} {}", count.min(50)))),
+            48 => drop(member.tell("back")),
+            49 => drop(member.tell(&format!("grow {from}"))),
+            50 => drop(member.tell(&format!("dontneed {from} {count}"))),
+            51 => drop(member.tell(&format!("guard {from} {}", count.min(50)))),
+            52 => drop(member.tell(&format!("protect {from} {count} {which}"))),
+            53..55 => drop(member.tell("expose 0 600")),
+            55 => drop(member.standing()),
+            56 => {
                 member.tell("fork");
-                members[(at + 1) % 3].merge();
+                members[other].merge();
                 members[at].tell(&format!("fill {from} {count} 3"));
                 members[at].merge();
                 assert_eq!(members[at].tell("child"), "same");
             }
-            _ => std::mem::replace(&mut members[at], start()).kill(),
+            57 => assert_eq!(member.tell("exec"), "ready"),
+            58 => {
+                assert_eq!(member.tell("leave"), "left");
+                members[at] = start(which);
+            }
+            _ => std::mem::replace(&mut members[at], start(which)).kill(),
         }
     }
     members.iter_mut().for_each(Member::check);
+    println!("{round} rounds of {count} members, {merged} pages merged");
+    assert!(merged > round, "there was something to merge");
 }
 
 /// A member that dies at any step leaves a domain in which the others go on, and nothing that is not freed.
@@ -459,4 +402,34 @@ fn a_member_may_die_at_any_step() {
         assert_eq!(third.standing().of("store"), 0, "killed at point {at}");
     }
     assert!(at > 15, "there are more points than {at}");
+}
+
+/// A member that is stopped at any step holds others up for a while only, and goes on where it was.
+#[cfg(feature = "fault-points")]
+#[test]
+fn a_member_may_be_stopped_at_any_step() {
+    let script = ["fill 0 300 2", "copy 300 300 0", "merge", "fill 100 100 5", "merge", "check", "leave"];
+    let (mut held_up, mut at, mut ended) = (0, 0, false);
+    while !ended {
+        at += 1;
+        let root = root();
+        let mut other = Member::start(&root, 1000, &[]);
+        other.tell("fill 0 600 2");
+        other.merge();
+        let mut stopped = Member::of_script(&root, 1000, &script, &format!("stop {at}"));
+        ended = stopped.has_ended_or_stopped();
+        other.tell("fill 0 300 9");
+        other.tell("copy 300 300 0");
+        held_up += other.merge().of("held_up");
+        other.check();
+        stopped.go_on();
+        let answers: Vec<String> = std::iter::from_fn(|| stopped.answer()).collect();
+        assert!(answers.iter().any(|answer| answer == "same"), "stopped at point {at}: {answers:?}");
+        let merged = other.merge();
+        assert_eq!((merged.of("held_up"), merged.of("failed")), (0, 0), "stopped at point {at}");
+        other.check();
+        assert_eq!(other.standing().of("merged"), 600, "stopped at point {at}");
+    }
+    assert!(at > 10, "there are more points than {at}");
+    assert!(held_up > 3, "it had the lock at some of them, not {held_up}");
 }

@@ -70,6 +70,11 @@ impl Note {
         self.state == State::New
     }
 
+    /// Whether it is left alone at a time because it did not last.
+    pub fn is_hot(self, now: Duration) -> bool {
+        self.state == State::Broken && !self.may_merge(now)
+    }
+
     /// Whether it may be merged at a time.
     pub fn may_merge(self, now: Duration) -> bool {
         match self.state {

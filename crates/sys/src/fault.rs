@@ -3,7 +3,8 @@
 //! Without the cargo feature `fault-points` a point is nothing at all. With it, the environment variable
 //! `PAGEFOLD_FAULT_POINT` says what happens: `N` ends the process at the N-th point reached, from 1, by a SIGKILL that
 //! it sends itself, so that no handler, destructor or exit function of it runs; `count` prints on exit how many were
-//! reached, as `fault points: N` on standard error. Limits: points are numbered in the order in which this process
+//! reached, as `fault points: N` on standard error; `stop N` stops the process at the N-th point by a SIGSTOP, until
+//! somebody has it go on. Limits: points are numbered in the order in which this process
 //! reaches them, which is the same in each run only as long as one thread reaches them at a time.
 
 /// A place to fail at. `name` says what has just been done.
@@ -28,6 +29,7 @@ mod armed {
         Nothing,
         Count,
         EndAt(u64),
+        StopAt(u64),
     }
 
     static REACHED: AtomicU64 = AtomicU64::new(0);
@@ -42,7 +44,9 @@ mod armed {
                 Plan::Count
             }
             Ok(text) => {
-                Plan::EndAt(text.parse().unwrap_or_else(|_| panic!("{VARIABLE} is {text:?}: a number or count")))
+                let number = text.strip_prefix("stop ").unwrap_or(&text).parse();
+                let number = number.unwrap_or_else(|_| panic!("{VARIABLE} is {text:?}: a number, stop N or count"));
+                if text.starts_with("stop ") { Plan::StopAt(number) } else { Plan::EndAt(number) }
             }
         })
     }
@@ -57,6 +61,10 @@ mod armed {
     pub fn point(name: &'static str) {
         let plan = plan();
         let number = REACHED.fetch_add(1, Ordering::SeqCst) + 1;
+        if matches!(plan, Plan::StopAt(stop) if stop == number) {
+            eprintln!("fault point {number}: {name}");
+            kill_process(getpid(), Signal::STOP).expect("a process may signal itself");
+        }
         if matches!(plan, Plan::EndAt(end) if end == number) {
             eprintln!("fault point {number}: {name}");
             kill_process(getpid(), Signal::KILL).expect("a process may signal itself");

@@ -22,8 +22,9 @@ static SIGPIPE_IGNORED: AtomicBool = AtomicBool::new(false);
 /// Which of the descriptors 0, 1 and 2 were closed when this process began: a bit each.
 static CLOSED: AtomicU8 = AtomicU8::new(0);
 
+// Miri has no sigaction(2).
 #[used]
-#[unsafe(link_section = ".init_array")]
+#[cfg_attr(not(miri), unsafe(link_section = ".init_array"))]
 static NOTE: extern "C" fn() = note;
 
 /// Runs before the Rust runtime: system calls and atomics only.

@@ -1,0 +1,153 @@
+//! A running `examples/member`, and what it tells.
+
+#![allow(dead_code, reason = "each test program uses a part of it")]
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use tempfile::TempDir;
+
+/// Bytes in a page.
+pub const PAGE: u64 = 4096;
+
+/// A directory for domains, in memory as by default.
+pub fn root() -> TempDir {
+    use std::os::unix::fs::PermissionsExt;
+    let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
+    std::fs::set_permissions(root.path(), std::fs::Permissions::from_mode(0o700)).expect("its owner may");
+    root
+}
+
+/// A running `examples/member`.
+pub struct Member {
+    pub child: Child,
+    says: ChildStdin,
+    tells: BufReader<ChildStdout>,
+}
+
+pub fn program() -> PathBuf {
+    let tests = std::env::current_exe().expect("a test is a program");
+    tests.parent().and_then(Path::parent).expect("target/PROFILE/deps").join("examples/member")
+}
+
+impl Member {
+    pub fn start(root: &TempDir, pages: u64, more: &[&str]) -> Self {
+        Self::start_with(root, pages, more, None)
+    }
+
+    pub fn start_with(root: &TempDir, pages: u64, more: &[&str], fault: Option<&str>) -> Self {
+        let mut command = Command::new(program());
+        command.args(["test", &pages.to_string()]).args(more).env("PAGEFOLD_RUNTIME", root.path());
+        command.envs(fault.map(|fault| ("PAGEFOLD_FAULT_POINT", fault)));
+        // What a member that is to die at a point says of that is of no interest.
+        Self::of(&mut command, if fault.is_some() { Stdio::null() } else { Stdio::inherit() }).readied(fault.is_some())
+    }
+
+    /// One that does all that a script says, with a fault point.
+    pub fn of_script(root: &TempDir, pages: u64, script: &[&str], fault: &str) -> Self {
+        let mut command = Command::new(program());
+        command.args(["test", &pages.to_string()]).env("PAGEFOLD_RUNTIME", root.path());
+        let mut member = Self::of(command.env("PAGEFOLD_FAULT_POINT", fault), Stdio::null());
+        script.iter().for_each(|line| writeln!(member.says, "{line}").expect("it reads"));
+        member
+    }
+
+    /// Wait until it has ended, or was stopped; whether it has ended.
+    pub fn has_ended_or_stopped(&mut self) -> bool {
+        for _ in 0..60_000 {
+            let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).expect("it is ours");
+            match stat.rsplit_once(") ").map(|(_, after)| after.as_bytes()[0]) {
+                Some(b'T') => return false,
+                Some(b'Z') => return true,
+                _ => std::thread::sleep(std::time::Duration::from_millis(5)),
+            }
+        }
+        panic!("neither within minutes")
+    }
+
+    /// Have it go on if it was stopped.
+    pub fn go_on(&self) {
+        let process = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(process, rustix::process::Signal::CONT).expect("it is ours");
+    }
+
+    /// As some command starts it. Its first answer is still to come.
+    pub fn of(command: &mut Command, errors: Stdio) -> Self {
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(errors)
+            .spawn()
+            .expect("`cargo build --examples` was run, as `cargo test` does without `--test`");
+        let says = child.stdin.take().expect("a pipe");
+        let tells = BufReader::new(child.stdout.take().expect("a pipe"));
+        Self { child, says, tells }
+    }
+
+    pub fn readied(mut self, may_die: bool) -> Self {
+        let answer = self.answer();
+        assert!(may_die || answer.as_deref() == Some("ready"), "{answer:?}");
+        self
+    }
+
+    /// What it says next, if it lives.
+    pub fn answer(&mut self) -> Option<String> {
+        let mut line = String::new();
+        let read = self.tells.read_line(&mut line).expect("text");
+        (read > 0).then(|| line.trim_end().to_owned())
+    }
+
+    /// What it answers, if it lives.
+    pub fn ask(&mut self, line: &str) -> Option<String> {
+        writeln!(self.says, "{line}").ok()?;
+        self.answer()
+    }
+
+    pub fn tell(&mut self, line: &str) -> String {
+        self.ask(line).unwrap_or_else(|| panic!("{line}: it has died"))
+    }
+
+    pub fn merge(&mut self) -> Told {
+        Told(self.tell("merge"))
+    }
+
+    pub fn standing(&mut self) -> Told {
+        Told(self.tell("standing"))
+    }
+
+    pub fn check(&mut self) {
+        assert_eq!(self.tell("check"), "same");
+    }
+
+    /// A line of `smaps_rollup`, in KiB.
+    pub fn smaps(&self, name: &str) -> u64 {
+        let text = std::fs::read_to_string(format!("/proc/{}/smaps_rollup", self.child.id())).expect("it lives");
+        let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name} in {text}"));
+        line.split_ascii_whitespace().nth(1).and_then(|number| number.parse().ok()).expect("a number")
+    }
+
+    pub fn kill(mut self) {
+        self.child.kill().expect("it is ours");
+        self.child.wait().expect("it is ours");
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What a member told of itself.
+#[derive(Debug)]
+pub struct Told(pub String);
+
+impl Told {
+    pub fn of(&self, name: &str) -> u64 {
+        let at = self.0.find(&format!(" {name}: ")).unwrap_or_else(|| panic!("{name} in {}", self.0));
+        let digits = self.0[at + name.len() + 3..].trim_start_matches(|c: char| !c.is_ascii_digit());
+        let end = digits.find(|c: char| !c.is_ascii_digit()).unwrap_or(digits.len());
+        digits[..end].parse().expect("a number")
+    }
+}
