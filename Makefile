@@ -35,6 +35,7 @@ soak: setup ## Enrol and withdraw busy programs thousands of times, a database u
 	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) -p pagefold --all-features --test killed
 	$(CARGO) build $(LOCKED) --release -p pagefold-engine --examples
 	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) --release -p pagefold-engine --test members random
+	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) --release -p pagefold-engine --lib protocol
 
 .PHONY: bench
 bench: ## Measure what the documentation claims (minutes; wants a quiet machine)
@@ -96,8 +97,18 @@ docs: ## Build the API documentation; a broken link is an error
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(LOCKED) --workspace --no-deps --all-features
 
 .PHONY: fuzz
-fuzz: ## Fuzz the parsers (ARGS: seconds for each target, 60 without)
+fuzz: ## Fuzz the parsers and the calls of the user-space engine (ARGS: seconds for each target, 60 without)
 	fuzz/run.sh $(ARGS)
+
+.PHONY: sanitize
+sanitize: ## Run the C example and tests of the user-space engine under AddressSanitizer and ThreadSanitizer (minutes)
+	LOCKED="$(LOCKED)" .ci/sanitize
+
+# Without system calls of ours there is little that it could run: the decisions, and the index in memory of its own.
+.PHONY: miri
+miri: ## Run what is pure of the user-space engine in Miri (minutes; needs a nightly toolchain with miri)
+	$(CARGO) +nightly miri test $(LOCKED) --target-dir target/miri -p pagefold-model --lib -- hot:: allowance::
+	$(CARGO) +nightly miri test $(LOCKED) --target-dir target/miri -p pagefold-engine --lib -- index:: layout::tests::lines
 
 .PHONY: fixtures
 fixtures: ## Record the hosts in fixtures/recordings anew (as root; boots a guest), and what is printed of them
