@@ -26,7 +26,7 @@ demo: setup ## Merge memory of real programs on this machine and show what that 
 test: setup ## Run every test; as root the live ones too (real KSM, other processes, guests)
 	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --doc
 	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --lib --bins
-	$(CARGO) build $(LOCKED) --workspace --all-features --examples
+	$(CARGO) build $(LOCKED) --workspace --all-features --examples --lib
 	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --test '*'
 
 .PHONY: soak

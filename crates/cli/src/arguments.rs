@@ -64,7 +64,7 @@ pub enum Command {
     Merge(command::merge::Options),
     /// Tell the true footprint of processes, where RSS is blind to merging
     Account(command::account::Options),
-    /// Start a program with its whole process tree enrolled in KSM
+    /// Start a program with its whole process tree enrolled in KSM, or merged in user space
     Run(command::run::Options),
     /// Set KSM's settings by a rule, show them, or put back what was before
     Policy(command::policy::Options),

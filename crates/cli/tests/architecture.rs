@@ -4,7 +4,7 @@
 //! build dependencies, optional and platform-specific ones included) and from the tokens of every Rust file:
 //!
 //! 1. crates import in one direction only, and the model imports nothing that could do I/O;
-//! 2. `unsafe` occurs in `sys`, `engine` and `preload` only, and every other crate forbids it;
+//! 2. `unsafe` occurs in `sys`, `engine`, `preload` and `adopt` only, and every other crate forbids it;
 //! 3. the model names no I/O, clock, thread, environment or mutable global of the standard library.
 //!
 //! Development dependencies are free: a test may use any crate. Limits: the external dependencies of the model are an
@@ -33,13 +33,14 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("model", &[]),
     ("sys", &[]),
     ("preload", &["sys"]),
+    ("adopt", &["engine", "model"]),
 ];
 
 /// The rooms beside the product: they stand on it and may use each other, and it does not know them.
 const BESIDE: &[&str] = &["labs", "benchmarks"];
 
 /// The rooms that may contain `unsafe`.
-const UNSAFE_ROOMS: &[&str] = &["sys", "engine", "preload"];
+const UNSAFE_ROOMS: &[&str] = &["sys", "engine", "preload", "adopt"];
 
 /// What the model may import from others: arithmetic, derives, patterns of names, and the grammar of JSON command lines.
 const MODEL_MAY_USE: &[&str] = &["globset", "microlp", "serde_json", "thiserror"];

@@ -2,3 +2,4 @@
 
 pub use pagefold_sys::launch::{Accompanied, accompany, become_program, fix_addresses, forget_children};
 pub use pagefold_sys::mapping::merge_any;
+pub use pagefold_sys::userfault::UserFault;

@@ -45,16 +45,16 @@ extern "C" fn note() {
 }
 
 /// Become a program, found as execvp(3) finds it, with the environment, signals and descriptors that this process was
-/// given, and `LD_PRELOAD` set if it is told to what. Returns only when that fails, with why.
+/// given, but for the variables that are set here. Returns only when that fails, with why.
 ///
 /// # Panics
 /// If the environment is to be changed and this process has more than one thread, to all of which it belongs.
 #[must_use]
-pub fn become_program(program: &CStr, arguments: &[CString], preload: Option<&CStr>) -> io::Error {
-    if let Some(preload) = preload {
+pub fn become_program(program: &CStr, arguments: &[CString], variables: &[(CString, CString)]) -> io::Error {
+    for (name, value) in variables {
         assert_eq!(threads().ok(), Some(1), "the environment belongs to all threads");
         // SAFETY: no other thread reads the environment; both strings end in NUL and are copied.
-        if unsafe { libc::setenv(c"LD_PRELOAD".as_ptr(), preload.as_ptr(), 1) } != 0 {
+        if unsafe { libc::setenv(name.as_ptr(), value.as_ptr(), 1) } != 0 {
             return io::Error::last_os_error();
         }
     }

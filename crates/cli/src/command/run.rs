@@ -1,4 +1,5 @@
-//! `pagefold run`: starts a program with its whole process tree enrolled in KSM, and becomes it.
+//! `pagefold run`: starts a program with its whole process tree enrolled in KSM, or merged in user space ([`user`]), and
+//! becomes it.
 //!
 //! This process turns into the program by exec, so its number, parent, terminal, process group, limits and descriptors
 //! are what they would have been. The ways to enrol it ([`way`]) are tried, best first, on a copy of this program.
@@ -6,18 +7,19 @@
 mod companion;
 mod drive;
 mod program;
+mod user;
 mod way;
 
 use crate::Outcome;
-use crate::arguments::{Global, percent};
+use crate::arguments::{Global, bytes, percent};
 use crate::config::Config;
 use anyhow::{Context, bail};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use pagefold_host::Host;
 use pagefold_linux::{LiveHost, launch};
 use pagefold_model::identity::Identity;
 use pagefold_model::process::Process;
-use pagefold_model::{Absent, Pid, ProcessId};
+use pagefold_model::{Absent, Bytes, Pid, ProcessId};
 use std::collections::BTreeMap;
 use std::ffi::{CString, OsString};
 use std::io;
@@ -35,6 +37,9 @@ Examples:
   pagefold run --policy guided -- mpirun -np 4 ./solver
                                                 merge what pays and lasts, again and again, while the job runs
   pagefold run --dry-run -- ./program           only say which way would be taken
+  mpirun -np 4 pagefold run --engine user -- ./solver
+                                                without KSM and without root: merges in user space, at barriers
+  pagefold run --engine user --report -- python3 crunch.py
 
 The program replaces pagefold: same process, exit status, signals and terminal. Enrolled memory merges while ksmd runs
 (/sys/kernel/mm/ksm/run). KSM merges with whatever else is enrolled on the host, across users: who can time writes to
@@ -49,12 +54,35 @@ With --policy a process beside the program drives KSM until all that it started 
 there was. One such process drives at a time; others take over when it ends. `guided` enrols nothing whole: it takes a
 census of the tree now and then and merges what pays and lasts; put it before mpirun, so that it sees all ranks.
 
+With --engine user a preloaded library merges what is equal in large allocations of the program and of what it starts,
+with nobody but the members of its domain. An MPI program is merged when MPI_Barrier or MPI_Allreduce return, if no other
+threads run than MPI's; any other program beside its work, for which writers have to wait for moments: that takes
+userfaultfd (CAP_SYS_PTRACE, vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd). Memory that MPI may write to
+at any time (receives that are not waited for, windows) is left alone, and so is all of a process that has a device,
+direct I/O or io_uring open. Not for programs that pin memory in other ways, or that make system calls on large memory
+past the C library: those are not seen.
+
 Exit status: the program's; 127 it was not found, 126 it cannot be executed, 2 pagefold could not enrol it.";
 
 /// Arguments of `run`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Options {
+    /// Who merges
+    #[arg(long, value_enum, value_name = "ENGINE", default_value_t = Engine::Kernel)]
+    engine: Engine,
+    /// With whom to merge, for the engine `user`: whoever names the same domain [default: its MPI job, else itself]
+    #[arg(long, value_name = "NAME")]
+    domain: Option<String>,
+    /// By how much the program may become slower, for the engine `user` [default: 2]
+    #[arg(long, value_name = "PERCENT", value_parser = percent)]
+    max_slowdown: Option<f64>,
+    /// The smallest allocation that is merged, for the engine `user` [default: 1MiB]
+    #[arg(long, value_name = "BYTES", value_parser = bytes)]
+    threshold: Option<Bytes>,
+    /// Have each process say on standard error at its end what was merged, for the engine `user`
+    #[arg(long)]
+    report: bool,
     /// How to enrol it [default: the first of these that works]
     #[arg(long, value_enum, value_name = "WAY")]
     way: Option<Way>,
@@ -91,6 +119,15 @@ pub struct Options {
     command: Vec<OsString>,
 }
 
+/// Who merges.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Engine {
+    /// The kernel's KSM
+    Kernel,
+    /// A library in the program, without KSM and without root
+    User,
+}
+
 /// Become the program.
 pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     if global.host != "live" {
@@ -105,6 +142,26 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let name = options.command.first().context("no program was named")?;
     let config = Config::load(global)?;
     let excluded = exclusion(&config, &options.command);
+    options.agree()?;
+    if options.engine == Engine::User {
+        let variables = match excluded.map_or_else(|| user::prepare(options, name), |why| bail!(why)) {
+            Ok(variables) => variables,
+            Err(why) if options.best_effort && !options.dry_run => {
+                eprintln!("pagefold: not merged: {why:#}");
+                Vec::new()
+            }
+            Err(why) if options.dry_run => return Err(why),
+            Err(why) => bail!("{why:#}; --best-effort runs it all the same"),
+        };
+        if options.dry_run {
+            crate::output::print(&format!("would be merged in user space, {}\n", user::how(&variables)))?;
+            return Ok(Outcome::Done);
+        }
+        if options.verbose && !variables.is_empty() {
+            eprintln!("pagefold: merged in user space, {}", user::how(&variables));
+        }
+        return become_program(options, name, &command, &variables);
+    }
     let policy = options.policy.as_deref().map(|name| drive::Drive::new(name, options.cpu, config, global));
     let policy = policy.transpose()?;
     let guided = policy.as_ref().is_some_and(drive::Drive::is_guided);
@@ -142,9 +199,6 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         Err(why) => return Err(why.context("not started, which --best-effort does all the same")),
         Ok(policy) => policy,
     };
-    if options.no_aslr {
-        launch::fix_addresses().context("personality(ADDR_NO_RANDOMIZE): leave out --no-aslr")?;
-    }
     // Held until exec, which closes them.
     let _companion = match &ready {
         Some(Ready::Companion) => {
@@ -155,15 +209,47 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         _ => None,
     };
     let _driver = policy.map(|drive| accompany(move |this| drive.run(this))).transpose()?;
-    let preload = match &ready {
-        Some(Ready::Preload(value)) => Some(value.as_c_str()),
-        _ => None,
+    let variables: Vec<(CString, CString)> = match ready {
+        Some(Ready::Preload(value)) => vec![(c"LD_PRELOAD".to_owned(), value)],
+        _ => Vec::new(),
     };
+    become_program(options, name, &command, &variables)
+}
+
+/// Become the program with some variables. Returns only with an error, and ends where there is no such program.
+fn become_program(
+    options: &Options,
+    name: &OsString,
+    command: &[CString],
+    variables: &[(CString, CString)],
+) -> anyhow::Result<Outcome> {
+    if options.no_aslr {
+        launch::fix_addresses().context("personality(ADDR_NO_RANDOMIZE): leave out --no-aslr")?;
+    }
     launch::forget_children();
-    let error = launch::become_program(&command[0], &command, preload);
+    let error = launch::become_program(&command[0], command, variables);
     eprintln!("pagefold: {}: {error}", name.display());
     // As shells and env(1) do.
     process::exit(if error.kind() == io::ErrorKind::NotFound { 127 } else { 126 })
+}
+
+impl Options {
+    /// Whether all that was said is for the same engine.
+    fn agree(&self) -> anyhow::Result<()> {
+        let user = [
+            ("--domain", self.domain.is_some()),
+            ("--max-slowdown", self.max_slowdown.is_some()),
+            ("--threshold", self.threshold.is_some()),
+            ("--report", self.report),
+        ];
+        let kernel = [("--way", self.way.is_some()), ("--policy", self.policy.is_some())];
+        let (foreign, engine): (&[_], _) =
+            if self.engine == Engine::User { (&kernel, "kernel") } else { (&user, "user") };
+        match foreign.iter().find(|(_, given)| *given) {
+            Some((name, _)) => bail!("{name} is for --engine {engine}"),
+            None => Ok(()),
+        }
+    }
 }
 
 /// Why the configuration has a program left alone, if it does. Known by the name that it is started by: what it turns

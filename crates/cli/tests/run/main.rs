@@ -4,4 +4,5 @@
 mod exec;
 mod policies;
 mod programs;
+mod user;
 mod ways;

@@ -36,19 +36,31 @@ pub fn compile(compiler: &str, source: &str, flags: &[&str], folder: &Path) -> P
     program
 }
 
-/// The preload library, built as this test was if it is not there.
+/// The library that enrols its program, built as this test was if it is not there.
 pub fn library() -> &'static Path {
     static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
-    LIBRARY.get_or_init(|| {
-        let target = Path::new(PAGEFOLD).ancestors().nth(2).unwrap();
-        let built = Command::new(env!("CARGO"))
-            .args(["build", "--quiet", "--package", "pagefold-preload", "--target-dir"])
-            .arg(target)
-            .status()
-            .unwrap();
-        assert!(built.success());
-        target.join("debug/libpagefold_preload.so")
-    })
+    LIBRARY.get_or_init(|| built("libpagefold_preload.so", &["--package", "pagefold-preload"]))
+}
+
+/// The library that adopts what its program allocates, likewise.
+pub fn adopts() -> &'static Path {
+    static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
+    // With all features it is what `make test` has built: for itself, all that it imports would be built anew.
+    let whole = cfg!(feature = "fault-points");
+    let what: &[_] = if whole {
+        &["--workspace", "--all-features", "--examples", "--lib"]
+    } else {
+        &["--package", "pagefold-adopt"]
+    };
+    LIBRARY.get_or_init(|| built("libpagefold_adopt.so", what))
+}
+
+fn built(library: &str, what: &[&str]) -> PathBuf {
+    let target = Path::new(PAGEFOLD).ancestors().nth(2).unwrap();
+    let mut build = Command::new(env!("CARGO"));
+    build.args(["build", "--quiet", "--target-dir"]).arg(target).args(what);
+    assert!(build.status().unwrap().success());
+    target.join("debug").join(library)
 }
 
 /// `pagefold run` with the library at hand, not yet started.

@@ -14,10 +14,17 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The library's file name.
-const LIBRARY: &str = "libpagefold_preload.so";
-/// Where it is, if it is nowhere beside the program.
-const LIBRARY_VARIABLE: &str = "PAGEFOLD_PRELOAD";
+/// A library that is preloaded.
+#[derive(Clone, Copy, Debug)]
+pub struct Library {
+    /// Its file.
+    pub file: &'static str,
+    /// The variable that says where it is, if it is nowhere beside the program.
+    pub variable: &'static str,
+}
+
+/// The one that enrols its program in KSM.
+const ENROLS: Library = Library { file: "libpagefold_preload.so", variable: "PAGEFOLD_PRELOAD" };
 
 /// How a program comes to be enrolled, best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -78,15 +85,7 @@ pub fn prepare(way: Way, name: &OsStr) -> anyhow::Result<Ready> {
             Ok(Ready::Inherited)
         }
         Way::Preload => {
-            let path = std::env::var_os("PATH");
-            // What is not found fails at exec, with the status that says so.
-            if let Some(file) = program::find(name, path.as_deref()) {
-                let loading = program::loading(&file).with_context(|| file.display().to_string())?;
-                if let program::Loading::Ignores(why) = loading {
-                    bail!("{} {why}", file.display());
-                }
-            }
-            let value = preload_value(&library()?, std::env::var_os("LD_PRELOAD"))?;
+            let value = ENROLS.preload(name)?;
             if !Probe::start(Some(&value))?.is_enrolled()? {
                 bail!("{} does not take effect here", OsStr::from_bytes(value.as_bytes()).to_string_lossy());
             }
@@ -100,6 +99,35 @@ pub fn prepare(way: Way, name: &OsStr) -> anyhow::Result<Ready> {
             companion::enrol(&host, process)?;
             Ok(Ready::Companion)
         }
+    }
+}
+
+impl Library {
+    /// What `LD_PRELOAD` has to be for a program to load it, as far as can be known before that runs.
+    pub fn preload(self, name: &OsStr) -> anyhow::Result<CString> {
+        let path = std::env::var_os("PATH");
+        // What is not found fails at exec, with the status that says so.
+        if let Some(file) = program::find(name, path.as_deref()) {
+            let loading = program::loading(&file).with_context(|| file.display().to_string())?;
+            if let program::Loading::Ignores(why) = loading {
+                bail!("{} {why}", file.display());
+            }
+        }
+        preload_value(&self.find()?, std::env::var_os("LD_PRELOAD"))
+    }
+
+    /// Find it: where the variable says, beside this program (as cargo builds both), or where packages put it.
+    fn find(self) -> anyhow::Result<PathBuf> {
+        let Self { file, variable } = self;
+        if let Some(path) = std::env::var_os(variable) {
+            let path = PathBuf::from(path);
+            return path.canonicalize().with_context(|| format!("{variable}={}", path.display()));
+        }
+        let program = std::env::current_exe().context("cannot tell where this program is")?;
+        let folder = program.parent().unwrap_or(Path::new("/"));
+        let places = [folder.join(file), folder.join("../lib/pagefold").join(file)];
+        let found = places.iter().find_map(|path| path.canonicalize().ok());
+        found.with_context(|| format!("{file} is not beside {}: set {variable} to its path", program.display()))
     }
 }
 
@@ -117,27 +145,15 @@ fn preload_value(library: &Path, before: Option<OsString>) -> anyhow::Result<CSt
     Ok(CString::new(value)?)
 }
 
-/// Find the library: where the variable says, beside this program (as cargo builds both), or where packages put it.
-fn library() -> anyhow::Result<PathBuf> {
-    if let Some(path) = std::env::var_os(LIBRARY_VARIABLE) {
-        let path = PathBuf::from(path);
-        return path.canonicalize().with_context(|| format!("{LIBRARY_VARIABLE}={}", path.display()));
-    }
-    let program = std::env::current_exe().context("cannot tell where this program is")?;
-    let folder = program.parent().unwrap_or(Path::new("/"));
-    let places = [folder.join(LIBRARY), folder.join("../lib/pagefold").join(LIBRARY)];
-    let found = places.iter().find_map(|path| path.canonicalize().ok());
-    found.with_context(|| format!("{LIBRARY} is not beside {}: set {LIBRARY_VARIABLE} to its path", program.display()))
-}
-
 /// A copy of this program, started as the program to come will be, that says whether it is enrolled. Ends when dropped.
-struct Probe {
+pub struct Probe {
     child: std::process::Child,
     answers: BufReader<std::process::ChildStdout>,
 }
 
 impl Probe {
-    fn start(preload: Option<&CString>) -> anyhow::Result<Self> {
+    /// Start it, with `LD_PRELOAD` as given.
+    pub fn start(preload: Option<&CString>) -> anyhow::Result<Self> {
         let mut command = Command::new("/proc/self/exe");
         command.args(["run", "--probe"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
         if let Some(preload) = preload {
@@ -153,6 +169,15 @@ impl Probe {
         let mut answer = String::new();
         self.answers.read_line(&mut answer).context("a copy of this program, started to try it, does not answer")?;
         Ok(answer.trim() == "enrolled")
+    }
+
+    /// Whether it has loaded a library.
+    pub fn has_loaded(&mut self, library: Library) -> anyhow::Result<bool> {
+        // It answers once it runs.
+        self.is_enrolled()?;
+        let maps = std::fs::read(format!("/proc/{}/maps", self.child.id()))?;
+        let name = library.file.as_bytes();
+        Ok(maps.windows(name.len()).any(|window| window == name))
     }
 }
 

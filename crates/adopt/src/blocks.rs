@@ -1,0 +1,114 @@
+//! Which memory of the program is ours to merge: large allocations, each a mapping of its own, and large mappings that
+//! the program has made itself.
+
+use crate::lock::Locked;
+use pagefold_model::AddressRange;
+use std::collections::BTreeMap;
+
+/// All of them. Taken after the lock of the engine, never before.
+pub static BLOCKS: Locked<Blocks> = Locked::new(Blocks { blocks: BTreeMap::new(), spare: Vec::new() });
+
+/// How a block stands with the engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// The engine has not heard of it: all of it is as the kernel gave it.
+    New,
+    /// The engine has it, and may have merged parts.
+    Adopted,
+    /// The engine leaves it alone, and may have merged parts before.
+    Left,
+}
+
+/// Memory of whole pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Block {
+    /// Where.
+    pub range: AddressRange,
+    /// How it stands.
+    pub state: State,
+    /// Whether it is of malloc(3) and its like, and ends with free(3).
+    pub heap: bool,
+}
+
+/// Freed memory that is kept for the next who asks, as the C library's heap keeps some: bytes of all together, and of
+/// one (`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of mallopt(3) grow to these).
+const SPARE: u64 = 64 << 20;
+const LARGEST_SPARE: u64 = 32 << 20;
+
+/// Blocks by their addresses.
+#[derive(Debug)]
+pub struct Blocks {
+    blocks: BTreeMap<u64, Block>,
+    spare: Vec<AddressRange>,
+}
+
+impl Blocks {
+    /// There is a new one.
+    pub fn insert(&mut self, block: Block) {
+        self.blocks.insert(block.range.start, block);
+    }
+
+    /// The one of malloc(3) that begins at an address.
+    pub fn heap(&self, address: u64) -> Option<Block> {
+        self.blocks.get(&address).copied().filter(|block| block.heap)
+    }
+
+    /// The one of malloc(3) that begins at an address is no more, if the engine does not know it; whether that was so.
+    pub fn end_new(&mut self, address: u64) -> bool {
+        let new = self.heap(address).is_some_and(|block| block.state == State::New);
+        new && self.blocks.remove(&address).is_some()
+    }
+
+    /// Those that have part in a range, ascending.
+    pub fn touching(&self, range: AddressRange) -> Vec<Block> {
+        let below = self.blocks.range(..range.end).rev();
+        let mut found: Vec<Block> = below.map(|(_, block)| *block).take_while(|b| b.range.end > range.start).collect();
+        found.reverse();
+        found
+    }
+
+    /// Whether any has part in a range, and whether the engine knows one of those.
+    pub fn touches(&self, range: AddressRange) -> Option<bool> {
+        let below = self.blocks.range(..range.end).rev();
+        let touching = below.map(|(_, block)| block).take_while(|block| block.range.end > range.start);
+        touching.map(|block| block.state != State::New).reduce(|known, next| known || next)
+    }
+
+    /// Take a range out: what is left of blocks that have part in it stays.
+    pub fn cut(&mut self, range: AddressRange) {
+        for block in self.touching(range) {
+            self.blocks.remove(&block.range.start);
+            for left in block.range.outside(&[range]) {
+                self.insert(Block { range: left, heap: block.heap && left.start == block.range.start, ..block });
+            }
+        }
+    }
+
+    /// Let a block stand otherwise with the engine.
+    pub fn set(&mut self, block: Block, state: State) {
+        self.insert(Block { state, ..block });
+    }
+
+    /// Those that stand in a way with the engine.
+    pub fn all(&self, state: State) -> Vec<Block> {
+        self.blocks.values().copied().filter(|block| block.state == state).collect()
+    }
+
+    /// Keep freed memory for the next who asks; whether there is room for it.
+    pub fn keep(&mut self, range: AddressRange) -> bool {
+        let kept: u64 = self.spare.iter().map(|spare| spare.bytes().0).sum();
+        let fits = range.bytes().0 <= LARGEST_SPARE && kept + range.bytes().0 <= SPARE;
+        if fits {
+            self.spare.push(range);
+        }
+        fits
+    }
+
+    /// Freed memory of so many bytes, or a quarter more.
+    pub fn reuse(&mut self, bytes: u64) -> Option<AddressRange> {
+        let fits = |range: &&AddressRange| (bytes..=bytes + bytes / 4).contains(&range.bytes().0);
+        let best = *self.spare.iter().filter(fits).min_by_key(|range| range.bytes().0)?;
+        self.spare.retain(|range| *range != best);
+        Some(best)
+    }
+}

@@ -1,0 +1,273 @@
+//! When blocks are merged, and by what right: at the safe points of an MPI program, or beside a program that runs.
+
+use crate::blocks::{BLOCKS, Block, State};
+use crate::lock::Locked;
+use crate::settings::{self, settings};
+use crate::{guest, mappings};
+use pagefold_engine::{Engine, Error, Options};
+use pagefold_model::allowance::pause;
+use pagefold_model::{AddressRange, Bytes};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// The engine of this process. Whoever has it keeps merges away.
+pub static MERGER: Locked<Merger> = Locked::new(Merger::new());
+
+/// How many threads there were when MPI had begun, which are the main one and MPI's; 0 if there were others before.
+static THREADS_OF_MPI: AtomicUsize = AtomicUsize::new(0);
+/// When the next merge is due, in nanoseconds since [`began`].
+static DUE: AtomicU64 = AtomicU64::new(0);
+/// Nothing is merged any more.
+static OVER: AtomicBool = AtomicBool::new(false);
+/// Writers cannot all be made to wait.
+static UNWAITING: AtomicBool = AtomicBool::new(false);
+
+/// When this library was first asked for the time.
+fn began() -> Instant {
+    static BEGAN: OnceLock<Instant> = OnceLock::new();
+    *BEGAN.get_or_init(Instant::now)
+}
+
+/// What merging came to, and with what.
+pub struct Merger {
+    engine: Option<Engine>,
+    idle: u32,
+    rounds: u64,
+    time: Duration,
+    most_adopted: Bytes,
+    most_merged: Bytes,
+    zeros: Bytes,
+}
+
+/// Why nobody writes to blocks during a merge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stillness {
+    /// There is one thread that could, and it merges.
+    Alone,
+    /// Writers are made to wait.
+    Held,
+}
+
+impl Merger {
+    const fn new() -> Self {
+        Self {
+            engine: None,
+            idle: 0,
+            rounds: 0,
+            time: Duration::ZERO,
+            most_adopted: Bytes(0),
+            most_merged: Bytes(0),
+            zeros: Bytes(0),
+        }
+    }
+
+    /// Merge once, if nothing speaks against it. How long to rest then; `None` if there is no more merging.
+    fn round(&mut self, stillness: Stillness) -> Option<Duration> {
+        let settings = settings()?;
+        let blocks = BLOCKS.lock().map_or_else(Vec::new, |blocks| blocks.all(State::New));
+        let nothing = self.engine.is_none() && blocks.is_empty();
+        if nothing || OVER.load(Ordering::Relaxed) {
+            self.idle = self.idle.saturating_add(1);
+            return Some(pause(Duration::ZERO, settings.max_slowdown, self.idle));
+        }
+        if let Some(why) = guest::reason_against() {
+            say(&why);
+            self.idle = self.idle.saturating_add(1);
+            return Some(pause(Duration::ZERO, settings.max_slowdown, self.idle));
+        }
+        let began = Instant::now();
+        match self.merge(stillness) {
+            Ok(found) => self.idle = if found { 0 } else { self.idle.saturating_add(1) },
+            Err(error) => {
+                give_up(&chain(&error));
+                return None;
+            }
+        }
+        self.rounds += 1;
+        self.time += began.elapsed();
+        Some(pause(began.elapsed(), settings.max_slowdown, self.idle))
+    }
+
+    /// Whether it was worth it.
+    fn merge(&mut self, stillness: Stillness) -> Result<bool, Error> {
+        let Some(settings) = settings() else { return Ok(false) };
+        if self.engine.is_none() {
+            let options = Options { max_slowdown: Some(settings.max_slowdown), ..Options::default() };
+            self.engine = Some(Engine::join(&settings.domain, &options)?);
+        }
+        if let Some(mut blocks) = BLOCKS.lock() {
+            for block in blocks.all(State::New) {
+                let adopted = self.adopt(block.range);
+                blocks.set(block, if adopted { State::Adopted } else { State::Left });
+            }
+        }
+        let Some(engine) = &self.engine else { return Ok(false) };
+        let merged = match stillness {
+            // SAFETY: the caller has found that no other thread could write; what else could is held against
+            // `guest::reason_against`, and whatever unmaps or replaces blocks takes the lock that this one has.
+            Stillness::Alone => unsafe { engine.merge() }?,
+            // SAFETY: whatever unmaps, moves or replaces blocks takes the lock that this thread has, as closing
+            // descriptors by ranges does; stacks and mutexes that the kernel writes to are kept out.
+            Stillness::Held => unsafe { engine.merge_while_running() }?,
+        };
+        if settings.report {
+            let standing = engine.standing()?;
+            let page = mappings::page();
+            self.most_adopted = self.most_adopted.max(Bytes(standing.pages.0 * page));
+            self.most_merged = self.most_merged.max(Bytes(standing.merged.0 * page));
+            self.zeros = Bytes(self.zeros.0 + merged.zeros.0 * page);
+        }
+        Ok(merged.merged.0 + merged.zeros.0 > merged.looked_at.0 / 64)
+    }
+
+    fn adopt(&self, range: AddressRange) -> bool {
+        // SAFETY: blocks are private anonymous memory, and `round` has looked for devices that could have it pinned;
+        // whoever unmaps or replaces part of it takes the lock first.
+        self.engine.as_ref().is_some_and(|engine| unsafe { engine.adopt(range) }.is_ok())
+    }
+
+    fn forsake(&self, block: Block) {
+        // In a child that cannot join, nothing is merged any more.
+        let forsaken = self.engine.as_ref().map(|engine| engine.forsake(block.range));
+        if let Some(Err(error)) = forsaken {
+            give_up(&chain(&error));
+        }
+    }
+
+    /// Take a range out of blocks: what is left of them stays adopted.
+    pub fn cut(&mut self, range: AddressRange) {
+        let Some(mut blocks) = BLOCKS.lock() else { return };
+        let adopted = blocks.touching(range).into_iter().filter(|block| block.state == State::Adopted);
+        let adopted: Vec<Block> = adopted.inspect(|block| self.forsake(*block)).collect();
+        blocks.cut(range);
+        for rest in adopted.iter().flat_map(|block| block.range.outside(&[range])) {
+            if !self.adopt(rest) {
+                for block in blocks.touching(rest) {
+                    blocks.set(block, State::Left);
+                }
+            }
+        }
+    }
+
+    /// There is a block that was elsewhere before, where it stood in a way.
+    pub fn insert(&mut self, range: AddressRange, heap: bool, state: State) {
+        let lost = state == State::Adopted && !self.adopt(range);
+        let state = if lost { State::Left } else { state };
+        if let Some(mut blocks) = BLOCKS.lock() {
+            blocks.insert(Block { range, state, heap });
+        }
+    }
+
+    /// Leave blocks alone that have part in a range.
+    pub fn leave(&mut self, range: AddressRange) {
+        let Some(mut blocks) = BLOCKS.lock() else { return };
+        for block in blocks.touching(range) {
+            if block.state == State::Adopted {
+                self.forsake(block);
+            }
+            blocks.set(block, State::Left);
+        }
+    }
+
+    /// In a child: what its parent did is not its own.
+    pub fn begin_anew(&mut self) {
+        *self = Self { engine: self.engine.take(), ..Self::new() };
+    }
+
+    /// Say what was done.
+    fn report(&self) {
+        let Self { rounds, time, most_adopted, most_merged, zeros, .. } = self;
+        guest::tell(&format!(
+            "adopted {most_adopted} and had {most_merged} merged at most; gave {zeros} of zeros back; {rounds} merges \
+             took {:.2} s",
+            time.as_secs_f64()
+        ));
+    }
+}
+
+/// Leave blocks alone that have part in a range, whatever they are to the engine.
+pub fn leave(range: AddressRange) {
+    let touches = BLOCKS.lock().and_then(|blocks| blocks.touches(range));
+    if touches.is_some()
+        && let Some(mut merger) = MERGER.lock()
+    {
+        merger.leave(range);
+    }
+}
+
+/// Merge nothing from now on, and say why.
+pub fn give_up(why: &str) {
+    if !OVER.swap(true, Ordering::Relaxed) {
+        say(why);
+    }
+    settings::adopt_nothing();
+}
+
+/// Writers cannot all be made to wait: merging beside them is over.
+pub fn is_unwaiting() {
+    UNWAITING.store(true, Ordering::Relaxed);
+}
+
+/// Why it is not merged, once.
+fn say(why: &str) {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    if !SAID.swap(true, Ordering::Relaxed) {
+        guest::tell(&format!("not merged: {why}"));
+    }
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}
+
+/// A merge beside the program, which runs. How long to rest; `None` if there is no more merging.
+pub fn beside() -> Option<Duration> {
+    if UNWAITING.load(Ordering::Relaxed) {
+        give_up("it has mutexes to which the kernel does not wait to write (priority inheritance, robust)");
+        return None;
+    }
+    MERGER.lock()?.round(Stillness::Held)
+}
+
+/// How many threads there are.
+pub fn threads() -> usize {
+    std::fs::read_dir("/proc/self/task").map_or(usize::MAX, Iterator::count)
+}
+
+/// MPI has begun, in a process that had so many threads before.
+pub fn mpi_began(before: usize) {
+    THREADS_OF_MPI.store(if before == 1 { threads() } else { 0 }, Ordering::Relaxed);
+}
+
+/// The main thread is at a point at which no rank computes.
+pub fn safe_point() {
+    let now = began().elapsed().as_nanos() as u64;
+    if now < DUE.load(Ordering::Relaxed) || OVER.load(Ordering::Relaxed) {
+        return;
+    }
+    let Some(mut merger) = MERGER.lock() else { return };
+    // A coroutine's stack may be in a block, and must not change under the merge that runs on it.
+    let here = 0_u8;
+    let here = (&raw const here).addr() as u64;
+    if BLOCKS.lock().is_some_and(|blocks| blocks.touches(AddressRange { start: here, end: here + 1 }).is_some()) {
+        merger.leave(AddressRange { start: here, end: here + 1 });
+    }
+    let alone = threads() == THREADS_OF_MPI.load(Ordering::Relaxed);
+    let stillness = if alone { Stillness::Alone } else { Stillness::Held };
+    // A handler would write beside the merge, or wait for the thread that it has interrupted.
+    if let Some(rest) = guest::without_signals(|| merger.round(stillness)).flatten() {
+        DUE.store((began().elapsed() + rest).as_nanos() as u64, Ordering::Relaxed);
+    }
+}
+
+/// The process ends.
+pub fn ends() {
+    if settings().is_some_and(|settings| settings.report)
+        && let Some(merger) = MERGER.lock()
+        && merger.rounds > 0
+    {
+        merger.report();
+    }
+}

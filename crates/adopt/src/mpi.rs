@@ -1,0 +1,257 @@
+//! MPI: where nobody computes, and which memory others may write to at any time.
+//!
+//! An MPI program is merged when its main thread comes back from a barrier or an allreduce. Handles are passed on as
+//! they are, whatever an implementation makes of them: all arguments of these functions are words, and whoever is
+//! called takes as many as it has. Fortran's names are those of gfortran and its like (`mpi_barrier_`,
+//! `mpi_barrier_f08_`).
+//!
+//! Memory that is handed to an operation that goes on after the call has returned (a receive that is not waited for, a
+//! window) may be written by another process at any time, past page tables even. Blocks that such a call names are left
+//! alone from then on. What is not seen: a buffer that a datatype with absolute addresses (`MPI_BOTTOM`) names, and
+//! descriptors of `mpi_f08` in MPICH (`MPI_Irecv_f08ts`).
+
+use crate::{guest, merge, settings};
+use pagefold_model::AddressRange;
+use std::ffi::{CStr, c_int, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+
+/// As many words as the function with the most arguments has (`MPI_Rget_accumulate` in Fortran).
+type Words = [usize; 14];
+type Function = unsafe extern "C" fn(
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+) -> c_int;
+
+/// So many first words hold the address of what is handed over, whatever the function (`MPI_Isendrecv`). Of those with
+/// fewer arguments, some of these words are chance, and a block may be left alone for nothing.
+const BUFFERS: usize = 6;
+
+/// What is answered where there is no MPI: no implementation has it for success.
+const NO_MPI: c_int = 16;
+
+/// Whether MPI is beginning just now. What it allocates then may be its threads'.
+static BEGINNING: AtomicBool = AtomicBool::new(false);
+
+/// Whether the program was linked with MPI.
+pub fn is_linked() -> bool {
+    static FOUND: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
+    !crate::next::find(&FOUND, c"MPI_Init").is_null()
+}
+
+/// Whether memory that this thread asks for now may be a block. In an MPI program only the main thread's: MPI's own
+/// threads write whenever they like.
+pub fn may_adopt() -> bool {
+    !guest::is_by_mpi() || (guest::is_main() && !BEGINNING.load(Ordering::Relaxed))
+}
+
+/// Look a function of MPI up: as the next library has it, or in any that was loaded later for itself, as interpreters
+/// do, by the name that is there for tools.
+fn find(found: &AtomicPtr<c_void>, name: &'static CStr, for_tools: &'static CStr) -> Option<Function> {
+    let mut address = crate::next::find(found, name);
+    if address.is_null() {
+        let mut search = Search { name: for_tools, found: ptr::null_mut() };
+        // SAFETY: `look_into` takes what it is given here, which outlives the call.
+        unsafe { libc::dl_iterate_phdr(Some(look_into), (&raw mut search).cast()) };
+        crate::next::forget_error();
+        address = search.found;
+        found.store(address, Ordering::Relaxed);
+    }
+    // SAFETY: MPI has functions of words by these names; null is `None`.
+    unsafe { std::mem::transmute::<*mut c_void, Option<Function>>(address) }
+}
+
+struct Search {
+    name: &'static CStr,
+    found: *mut c_void,
+}
+
+/// Look into one library that is loaded.
+unsafe extern "C" fn look_into(library: *mut libc::dl_phdr_info, _: usize, search: *mut c_void) -> c_int {
+    // SAFETY: the loader gives a valid one.
+    let library = unsafe { &*library };
+    // SAFETY: `find` gives one that nobody else uses meanwhile.
+    let search = unsafe { &mut *search.cast::<Search>() };
+    // SAFETY: it is loaded, and the name is the loader's; nothing is loaded by this.
+    let handle = unsafe { libc::dlopen(library.dlpi_name, libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
+    if handle.is_null() {
+        return 0;
+    }
+    // SAFETY: the handle is of a library, and the name ends in NUL.
+    search.found = unsafe { libc::dlsym(handle, search.name.as_ptr()) };
+    // SAFETY: it was opened above; the library stays loaded by whoever loaded it.
+    unsafe { libc::dlclose(handle) };
+    c_int::from(!search.found.is_null())
+}
+
+/// MPI begins: from here on it is merged at its safe points.
+fn begins(call: impl FnOnce() -> c_int, _: &Words) -> c_int {
+    if settings::settings().is_none() || BEGINNING.swap(true, Ordering::Relaxed) {
+        return call();
+    }
+    guest::leave_to_mpi();
+    let before = merge::threads();
+    let result = call();
+    merge::mpi_began(before);
+    BEGINNING.store(false, Ordering::Relaxed);
+    result
+}
+
+/// When this returns, no rank computes.
+fn is_safe_point(call: impl FnOnce() -> c_int, _: &Words) -> c_int {
+    let result = call();
+    if settings::settings().is_some() && guest::is_by_mpi() && guest::is_main() {
+        merge::safe_point();
+    }
+    result
+}
+
+/// Somebody may write to what it is given after this has returned.
+fn hands_over(call: impl FnOnce() -> c_int, words: &Words) -> c_int {
+    if settings::settings().is_some() {
+        for &word in &words[..BUFFERS] {
+            let start = word as u64;
+            merge::leave(AddressRange { start, end: start.saturating_add(1) });
+        }
+    }
+    call()
+}
+
+/// Functions of MPI, with what is done around them: by their names in C, in Fortran, and in Fortran of 2008.
+macro_rules! around {
+    ($around:ident: $($c:ident $fortran:ident $fortran_2008:ident),* $(,)?) => {
+        $(
+            around!(@one $around $c "P");
+            around!(@one $around $fortran "p");
+            around!(@one $around $fortran_2008 "p");
+        )*
+    };
+    (@one $around:ident $name:ident $tools:literal) => {
+        /// As its manual says.
+        ///
+        /// # Safety
+        /// As its manual says. Words that it has no arguments for are not looked at.
+        #[allow(non_snake_case, reason = "it is MPI's name")]
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name(
+            a: usize,
+            b: usize,
+            c: usize,
+            d: usize,
+            e: usize,
+            f: usize,
+            g: usize,
+            h: usize,
+            i: usize,
+            j: usize,
+            k: usize,
+            l: usize,
+            m: usize,
+            n: usize,
+        ) -> c_int {
+            static FOUND: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
+            const NAME: &CStr = name(concat!(stringify!($name), "\0"));
+            const FOR_TOOLS: &CStr = name(concat!($tools, stringify!($name), "\0"));
+            let Some(next) = find(&FOUND, NAME, FOR_TOOLS) else { return NO_MPI };
+            // SAFETY: the caller's promise.
+            let call = || unsafe { next(a, b, c, d, e, f, g, h, i, j, k, l, m, n) };
+            $around(call, &[a, b, c, d, e, f, g, h, i, j, k, l, m, n])
+        }
+    };
+}
+
+const fn name(text: &'static str) -> &'static CStr {
+    match CStr::from_bytes_with_nul(text.as_bytes()) {
+        Ok(name) => name,
+        Err(_) => c"",
+    }
+}
+
+around! { begins:
+    MPI_Init mpi_init_ mpi_init_f08_,
+    MPI_Init_thread mpi_init_thread_ mpi_init_thread_f08_,
+}
+
+around! { is_safe_point:
+    MPI_Barrier mpi_barrier_ mpi_barrier_f08_,
+    MPI_Allreduce mpi_allreduce_ mpi_allreduce_f08_,
+}
+
+around! { hands_over:
+    MPI_Irecv mpi_irecv_ mpi_irecv_f08_,
+    MPI_Imrecv mpi_imrecv_ mpi_imrecv_f08_,
+    MPI_Recv_init mpi_recv_init_ mpi_recv_init_f08_,
+    MPI_Precv_init mpi_precv_init_ mpi_precv_init_f08_,
+    MPI_Isendrecv mpi_isendrecv_ mpi_isendrecv_f08_,
+    MPI_Isendrecv_replace mpi_isendrecv_replace_ mpi_isendrecv_replace_f08_,
+    MPI_Ibcast mpi_ibcast_ mpi_ibcast_f08_,
+    MPI_Igather mpi_igather_ mpi_igather_f08_,
+    MPI_Igatherv mpi_igatherv_ mpi_igatherv_f08_,
+    MPI_Iscatter mpi_iscatter_ mpi_iscatter_f08_,
+    MPI_Iscatterv mpi_iscatterv_ mpi_iscatterv_f08_,
+    MPI_Iallgather mpi_iallgather_ mpi_iallgather_f08_,
+    MPI_Iallgatherv mpi_iallgatherv_ mpi_iallgatherv_f08_,
+    MPI_Ialltoall mpi_ialltoall_ mpi_ialltoall_f08_,
+    MPI_Ialltoallv mpi_ialltoallv_ mpi_ialltoallv_f08_,
+    MPI_Ialltoallw mpi_ialltoallw_ mpi_ialltoallw_f08_,
+    MPI_Ireduce mpi_ireduce_ mpi_ireduce_f08_,
+    MPI_Iallreduce mpi_iallreduce_ mpi_iallreduce_f08_,
+    MPI_Ireduce_scatter mpi_ireduce_scatter_ mpi_ireduce_scatter_f08_,
+    MPI_Ireduce_scatter_block mpi_ireduce_scatter_block_ mpi_ireduce_scatter_block_f08_,
+    MPI_Iscan mpi_iscan_ mpi_iscan_f08_,
+    MPI_Iexscan mpi_iexscan_ mpi_iexscan_f08_,
+    MPI_Ineighbor_allgather mpi_ineighbor_allgather_ mpi_ineighbor_allgather_f08_,
+    MPI_Ineighbor_allgatherv mpi_ineighbor_allgatherv_ mpi_ineighbor_allgatherv_f08_,
+    MPI_Ineighbor_alltoall mpi_ineighbor_alltoall_ mpi_ineighbor_alltoall_f08_,
+    MPI_Ineighbor_alltoallv mpi_ineighbor_alltoallv_ mpi_ineighbor_alltoallv_f08_,
+    MPI_Ineighbor_alltoallw mpi_ineighbor_alltoallw_ mpi_ineighbor_alltoallw_f08_,
+    MPI_Bcast_init mpi_bcast_init_ mpi_bcast_init_f08_,
+    MPI_Gather_init mpi_gather_init_ mpi_gather_init_f08_,
+    MPI_Gatherv_init mpi_gatherv_init_ mpi_gatherv_init_f08_,
+    MPI_Scatter_init mpi_scatter_init_ mpi_scatter_init_f08_,
+    MPI_Scatterv_init mpi_scatterv_init_ mpi_scatterv_init_f08_,
+    MPI_Allgather_init mpi_allgather_init_ mpi_allgather_init_f08_,
+    MPI_Allgatherv_init mpi_allgatherv_init_ mpi_allgatherv_init_f08_,
+    MPI_Alltoall_init mpi_alltoall_init_ mpi_alltoall_init_f08_,
+    MPI_Alltoallv_init mpi_alltoallv_init_ mpi_alltoallv_init_f08_,
+    MPI_Alltoallw_init mpi_alltoallw_init_ mpi_alltoallw_init_f08_,
+    MPI_Reduce_init mpi_reduce_init_ mpi_reduce_init_f08_,
+    MPI_Allreduce_init mpi_allreduce_init_ mpi_allreduce_init_f08_,
+    MPI_Reduce_scatter_init mpi_reduce_scatter_init_ mpi_reduce_scatter_init_f08_,
+    MPI_Reduce_scatter_block_init mpi_reduce_scatter_block_init_ mpi_reduce_scatter_block_init_f08_,
+    MPI_Scan_init mpi_scan_init_ mpi_scan_init_f08_,
+    MPI_Exscan_init mpi_exscan_init_ mpi_exscan_init_f08_,
+    MPI_Neighbor_allgather_init mpi_neighbor_allgather_init_ mpi_neighbor_allgather_init_f08_,
+    MPI_Neighbor_allgatherv_init mpi_neighbor_allgatherv_init_ mpi_neighbor_allgatherv_init_f08_,
+    MPI_Neighbor_alltoall_init mpi_neighbor_alltoall_init_ mpi_neighbor_alltoall_init_f08_,
+    MPI_Neighbor_alltoallv_init mpi_neighbor_alltoallv_init_ mpi_neighbor_alltoallv_init_f08_,
+    MPI_Neighbor_alltoallw_init mpi_neighbor_alltoallw_init_ mpi_neighbor_alltoallw_init_f08_,
+    MPI_Win_create mpi_win_create_ mpi_win_create_f08_,
+    MPI_Win_attach mpi_win_attach_ mpi_win_attach_f08_,
+    MPI_Get mpi_get_ mpi_get_f08_,
+    MPI_Rget mpi_rget_ mpi_rget_f08_,
+    MPI_Get_accumulate mpi_get_accumulate_ mpi_get_accumulate_f08_,
+    MPI_Rget_accumulate mpi_rget_accumulate_ mpi_rget_accumulate_f08_,
+    MPI_Fetch_and_op mpi_fetch_and_op_ mpi_fetch_and_op_f08_,
+    MPI_Compare_and_swap mpi_compare_and_swap_ mpi_compare_and_swap_f08_,
+    MPI_File_iread mpi_file_iread_ mpi_file_iread_f08_,
+    MPI_File_iread_at mpi_file_iread_at_ mpi_file_iread_at_f08_,
+    MPI_File_iread_all mpi_file_iread_all_ mpi_file_iread_all_f08_,
+    MPI_File_iread_at_all mpi_file_iread_at_all_ mpi_file_iread_at_all_f08_,
+    MPI_File_iread_shared mpi_file_iread_shared_ mpi_file_iread_shared_f08_,
+    MPI_File_read_all_begin mpi_file_read_all_begin_ mpi_file_read_all_begin_f08_,
+    MPI_File_read_at_all_begin mpi_file_read_at_all_begin_ mpi_file_read_at_all_begin_f08_,
+    MPI_File_read_ordered_begin mpi_file_read_ordered_begin_ mpi_file_read_ordered_begin_f08_,
+}

@@ -1,0 +1,217 @@
+//! The functions that this library stands in for: those of whichever library comes next, mostly the C library's.
+//!
+//! They are looked up when they are first called, since programs allocate before any initializer has run. What the
+//! loader itself allocates meanwhile comes from a small arena, and stays.
+
+use std::alloc::{GlobalAlloc, Layout};
+use std::cell::UnsafeCell;
+use std::ffi::{CStr, c_int, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+
+/// A function of the next library that has one of a name, of a type; `None` if there is none.
+macro_rules! next {
+    ($name:literal, $type:ty) => {{
+        static FOUND: std::sync::atomic::AtomicPtr<std::ffi::c_void> =
+            std::sync::atomic::AtomicPtr::new(std::ptr::null_mut());
+        // SAFETY: whoever has a function of this name has it of this type, which its documentation gives; null is
+        // `None`.
+        unsafe { std::mem::transmute::<*mut std::ffi::c_void, Option<$type>>($crate::next::find(&FOUND, $name)) }
+    }};
+}
+pub(crate) use next;
+
+/// The thread that looks a function up.
+static SEEKER: AtomicUsize = AtomicUsize::new(0);
+
+/// What tells the calling thread from others that live.
+pub fn this_thread() -> usize {
+    // SAFETY: it only reads a register.
+    unsafe { libc::pthread_self() as usize }
+}
+
+/// Look a function up, once.
+pub fn find(found: &AtomicPtr<c_void>, name: &'static CStr) -> *mut c_void {
+    let known = found.load(Ordering::Relaxed);
+    if !known.is_null() {
+        return known;
+    }
+    let before = SEEKER.swap(this_thread(), Ordering::Relaxed);
+    // SAFETY: the name ends in NUL; a symbol is looked up, and nothing else done.
+    let address = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) };
+    if address.is_null() {
+        forget_error();
+    }
+    SEEKER.store(before, Ordering::Relaxed);
+    found.store(address, Ordering::Relaxed);
+    address
+}
+
+/// The program is not to find an error that is ours.
+pub fn forget_error() {
+    // SAFETY: what it gives is not looked at.
+    unsafe { libc::dlerror() };
+}
+
+/// Whether the calling thread is looking a function up just now.
+fn is_seeking() -> bool {
+    SEEKER.load(Ordering::Relaxed) == this_thread()
+}
+
+const ARENA: usize = 1 << 16;
+
+/// Memory for the loader.
+#[repr(align(64))]
+struct Arena(UnsafeCell<[u8; ARENA]>);
+
+// SAFETY: each byte is given to one caller, as `USED` counts.
+unsafe impl Sync for Arena {}
+
+static MEMORY: Arena = Arena(UnsafeCell::new([0; ARENA]));
+static USED: AtomicUsize = AtomicUsize::new(0);
+
+fn from_arena(bytes: usize) -> *mut c_void {
+    let bytes = bytes.next_multiple_of(16);
+    let at = USED.fetch_add(bytes, Ordering::Relaxed);
+    if at.saturating_add(bytes) > ARENA { ptr::null_mut() } else { MEMORY.0.get().cast::<u8>().wrapping_add(at).cast() }
+}
+
+fn is_of_arena(pointer: *mut c_void) -> bool {
+    (pointer as usize).wrapping_sub(MEMORY.0.get() as usize) < ARENA
+}
+
+type Malloc = unsafe extern "C" fn(usize) -> *mut c_void;
+type Calloc = unsafe extern "C" fn(usize, usize) -> *mut c_void;
+type Realloc = unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void;
+type Free = unsafe extern "C" fn(*mut c_void);
+type Memalign = unsafe extern "C" fn(usize, usize) -> *mut c_void;
+type PosixMemalign = unsafe extern "C" fn(*mut *mut c_void, usize, usize) -> c_int;
+type UsableSize = unsafe extern "C" fn(*mut c_void) -> usize;
+
+/// malloc(3) of the next library.
+pub fn malloc(bytes: usize) -> *mut c_void {
+    if is_seeking() {
+        return from_arena(bytes);
+    }
+    match next!(c"malloc", Malloc) {
+        // SAFETY: any size may be asked for.
+        Some(malloc) => unsafe { malloc(bytes) },
+        None => ptr::null_mut(),
+    }
+}
+
+/// calloc(3) of the next library.
+pub fn calloc(count: usize, bytes: usize) -> *mut c_void {
+    if is_seeking() {
+        // The arena is zeros, and nothing of it is given out twice.
+        return count.checked_mul(bytes).map_or(ptr::null_mut(), from_arena);
+    }
+    match next!(c"calloc", Calloc) {
+        // SAFETY: any size may be asked for.
+        Some(calloc) => unsafe { calloc(count, bytes) },
+        None => ptr::null_mut(),
+    }
+}
+
+/// realloc(3) of the next library.
+///
+/// # Safety
+/// The pointer is null or of one of these functions, and used no more.
+pub unsafe fn realloc(pointer: *mut c_void, bytes: usize) -> *mut c_void {
+    if is_of_arena(pointer) {
+        let new = malloc(bytes);
+        if !new.is_null() {
+            let behind = MEMORY.0.get() as usize + ARENA - pointer as usize;
+            // SAFETY: within the arena, and within what is new; how long the old one was is not known.
+            unsafe { ptr::copy_nonoverlapping(pointer.cast::<u8>(), new.cast::<u8>(), bytes.min(behind)) };
+        }
+        return new;
+    }
+    match next!(c"realloc", Realloc) {
+        // SAFETY: the caller's promise.
+        Some(realloc) => unsafe { realloc(pointer, bytes) },
+        None => ptr::null_mut(),
+    }
+}
+
+/// free(3) of the next library.
+///
+/// # Safety
+/// As for [`realloc`].
+pub unsafe fn free(pointer: *mut c_void) {
+    // What the loader frees meanwhile, an error's text, is not freed.
+    if is_of_arena(pointer) || is_seeking() {
+        return;
+    }
+    if let Some(free) = next!(c"free", Free) {
+        // SAFETY: the caller's promise.
+        unsafe { free(pointer) };
+    }
+}
+
+/// memalign(3) of the next library.
+pub fn memalign(alignment: usize, bytes: usize) -> *mut c_void {
+    match next!(c"memalign", Memalign) {
+        // SAFETY: what alignment there is not is refused.
+        Some(memalign) => unsafe { memalign(alignment, bytes) },
+        None => ptr::null_mut(),
+    }
+}
+
+/// posix_memalign(3) of the next library.
+///
+/// # Safety
+/// `into` is there to be written.
+pub unsafe fn posix_memalign(into: *mut *mut c_void, alignment: usize, bytes: usize) -> c_int {
+    match next!(c"posix_memalign", PosixMemalign) {
+        // SAFETY: the caller's promise; what alignment there is not is refused.
+        Some(posix_memalign) => unsafe { posix_memalign(into, alignment, bytes) },
+        None => libc::ENOMEM,
+    }
+}
+
+/// malloc_usable_size(3) of the next library.
+///
+/// # Safety
+/// The pointer is null or of one of these functions.
+pub unsafe fn usable_size(pointer: *mut c_void) -> usize {
+    match next!(c"malloc_usable_size", UsableSize) {
+        // SAFETY: the caller's promise.
+        Some(usable) if !is_of_arena(pointer) => unsafe { usable(pointer) },
+        _ => 0,
+    }
+}
+
+/// What this library itself allocates: the C library's heap, whatever allocator the program has. One of the program's
+/// own may have its memory from mmap(2), and so in blocks, to which no merge may write.
+struct Own;
+
+unsafe extern "C" {
+    fn __libc_malloc(bytes: usize) -> *mut c_void;
+    fn __libc_memalign(alignment: usize, bytes: usize) -> *mut c_void;
+    fn __libc_free(pointer: *mut c_void);
+}
+
+/// What malloc(3) aligns to at least.
+const ALIGNED: usize = 16;
+
+// SAFETY: these functions of glibc are an allocator.
+unsafe impl GlobalAlloc for Own {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if layout.align() <= ALIGNED {
+            // SAFETY: any size may be asked for.
+            unsafe { __libc_malloc(layout.size()) }.cast()
+        } else {
+            // SAFETY: the alignment is a power of two.
+            unsafe { __libc_memalign(layout.align(), layout.size()) }.cast()
+        }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, _: Layout) {
+        // SAFETY: it is of one of the two above.
+        unsafe { __libc_free(pointer.cast()) };
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Own = Own;

@@ -1,0 +1,61 @@
+//! The engine in user space: what a program needs to be merged by a library that is preloaded.
+
+use super::Options;
+use super::way::{Library, Probe};
+use anyhow::{Context, bail};
+use pagefold_linux::launch::UserFault;
+use std::ffi::{CString, OsStr};
+use std::path::Path;
+
+/// The library that adopts what its program allocates.
+const ADOPTS: Library = Library { file: "libpagefold_adopt.so", variable: "PAGEFOLD_ADOPT" };
+
+/// What says that a program is a rank of an MPI job (Open MPI, PMIx, MPICH and its kin).
+const RANKS: [&str; 4] = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID"];
+
+/// What says which job that is: PMIx's name of it, Slurm's number, Hydra's.
+const JOBS: [&str; 3] = ["PMIX_NAMESPACE", "SLURM_JOB_ID", "PMI_JOBID"];
+
+/// What starts ranks, for which permission to hold writers up is not needed.
+const LAUNCHERS: [&str; 5] = ["mpirun", "mpiexec", "orterun", "prterun", "srun"];
+
+/// The variables that make a program one that is merged.
+pub fn prepare(options: &Options, name: &OsStr) -> anyhow::Result<Vec<(CString, CString)>> {
+    let preload = ADOPTS.preload(name)?;
+    if !Probe::start(Some(&preload))?.has_loaded(ADOPTS)? {
+        bail!("{} does not take effect here", preload.to_string_lossy());
+    }
+    let set = |name: &&str| std::env::var_os(name).is_some();
+    let launcher = Path::new(name).file_name().is_some_and(|name| LAUNCHERS.iter().any(|known| name == *known));
+    if !RANKS.iter().any(set) && !launcher {
+        UserFault::new().context(
+            "merging beside a program that runs needs userfaultfd (CAP_SYS_PTRACE, vm.unprivileged_userfaultfd=1, or \
+             access to /dev/userfaultfd); MPI programs do without, under mpirun",
+        )?;
+    }
+    let job = || JOBS.iter().find_map(|name| std::env::var(name).ok()).map(|job| format!("mpi-{job}"));
+    let domain = options.domain.clone().or_else(job).unwrap_or_else(|| format!("run-{}", std::process::id()));
+    let letter = |letter: char| if letter.is_ascii_alphanumeric() || "._-".contains(letter) { letter } else { '-' };
+    let domain: String = match &options.domain {
+        Some(named) if named.starts_with('.') || named.is_empty() || named.chars().any(|c| letter(c) != c) => {
+            bail!("--domain {named}: letters, digits, '.', '_' and '-' make a name, and '.' is not first")
+        }
+        _ => domain.chars().map(letter).take(64).collect(),
+    };
+    let mut variables = vec![("LD_PRELOAD", preload), ("PAGEFOLD_DOMAIN", CString::new(domain)?)];
+    let mut say = |name, value: Option<String>| -> anyhow::Result<()> {
+        variables.extend(value.map(CString::new).transpose()?.map(|value| (name, value)));
+        Ok(())
+    };
+    say("PAGEFOLD_MAX_SLOWDOWN", options.max_slowdown.map(|share| share.to_string()))?;
+    say("PAGEFOLD_THRESHOLD", options.threshold.map(|bytes| bytes.0.to_string()))?;
+    say("PAGEFOLD_REPORT", options.report.then(|| "1".to_owned()))?;
+    variables.into_iter().map(|(name, value)| Ok((CString::new(name)?, value))).collect()
+}
+
+/// What is done, in words.
+pub fn how(variables: &[(CString, CString)]) -> String {
+    let domain = variables.iter().find(|(name, _)| name.as_bytes() == b"PAGEFOLD_DOMAIN");
+    let domain = domain.map_or_else(String::new, |(_, value)| value.to_string_lossy().into_owned());
+    format!("in the domain {domain}, by a preloaded library")
+}
