@@ -112,10 +112,9 @@ impl Ages {
 
 /// The pieces of a range of which most pages are not ripe.
 fn young(pages: &[Aged], planned: &PlannedRange, page_bytes: u64, now: u64, least: u64) -> Vec<AddressRange> {
-    let range = planned.range;
-    let pieces = (range.start..range.end).step_by((PIECE * page_bytes) as usize);
-    let pieces = pieces.map(|start| AddressRange { start, end: range.end.min(start + PIECE * page_bytes) });
-    pieces
+    planned
+        .range
+        .cut_at_multiples(PIECE * page_bytes)
         .filter(|piece| {
             let from = pages.partition_point(|page| page.address < piece.start);
             let to = pages.partition_point(|page| page.address < piece.end);

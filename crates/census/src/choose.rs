@@ -204,8 +204,10 @@ fn cover(index: &Index, terms: &Terms, range: GuidedRange, ordinals: Range<u32>,
         let gain = terms.gain(mark);
         range.freed.0 += gain as u64;
         range.merging.0 += u64::from(gain > 0);
-        let huge = address / terms.huge_pages.bytes();
-        if run.huge && gain > 0 && split.last() != Some(&huge) {
+        let (huge, end) = (address / terms.huge_pages.bytes(), address + index.page_len());
+        let is_boundary = |at: u64| !range.enrolled && !at.is_multiple_of(terms.huge_pages.bytes());
+        let cut = address == range.range.start && is_boundary(address) || end == range.range.end && is_boundary(end);
+        if run.huge && (gain > 0 || cut) && split.last() != Some(&huge) {
             split.push(huge);
             range.huge_split.0 += 1;
         }

@@ -7,7 +7,7 @@ use pagefold_host::{Host, PageContent, Process, Run, Way};
 use pagefold_model::census::Census;
 use pagefold_model::outcome::Fates;
 use pagefold_model::plan::Plan;
-use pagefold_model::{AddressRange, Fingerprint, PageClass, Pages, Pfn, ProcessId, Reading};
+use pagefold_model::{Absent, AddressRange, Fingerprint, PageClass, Pages, Pfn, ProcessId, Reading};
 use pagefold_sys::fingerprint::Hasher;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -37,8 +37,12 @@ impl Probes {
                 while ranges.next_if(|range| range.end <= address).is_some() {}
                 let inside = ranges.peek().is_some_and(|range| range.start <= address);
                 let mark = index.mark(ordinal);
-                let equal = |class: PageClass| class == PageClass::Zero || class.is_duplicate();
-                if inside && mark.class().is_some_and(equal) && (plan.whole || mark.is_covered()) {
+                let merges = |class: PageClass| match class {
+                    PageClass::DuplicateForeign => census.across_domains,
+                    class => class == PageClass::Zero || class.is_duplicate(),
+                };
+                let counts = (plan.whole || mark.is_covered()) && !mark.is_forbidden();
+                if inside && counts && mark.class().is_some_and(merges) {
                     if count % step == 0 {
                         chosen.push((ordinal, id, address));
                     }
@@ -60,7 +64,7 @@ impl Probes {
         Self { hasher: hasher.clone(), pages }
     }
 
-    /// What became of them, but for those that lie in `without`. Processes that have ended are left out.
+    /// What became of them, but for those that lie in `without` or are swapped out. Processes that end are left out.
     pub fn look(&self, host: &dyn Host, without: impl Fn(ProcessId) -> Vec<AddressRange>) -> Reading<Fates> {
         let mut fates = Fates::default();
         for (&id, pages) in &self.pages {
@@ -74,27 +78,27 @@ impl Probes {
                 .copied()
                 .filter(|&(address, _)| !without.iter().any(|range| range.contains(address)))
                 .collect();
-            self.look_at(host, &*handle, &rest, &mut fates)?;
+            match self.look_at(host, &*handle, &rest) {
+                Ok(of_process) => fates += of_process,
+                Err(Absent::Vanished) => {}
+                Err(why) => return Err(why),
+            }
         }
         Ok(fates)
     }
 
-    fn look_at(
-        &self,
-        host: &dyn Host,
-        handle: &dyn Process,
-        pages: &[(u64, Fingerprint)],
-        fates: &mut Fates,
-    ) -> Reading<()> {
+    fn look_at(&self, host: &dyn Host, handle: &dyn Process, pages: &[(u64, Fingerprint)]) -> Reading<Fates> {
+        let mut fates = Fates::default();
         let page_len = host.page_size().bytes();
         let mut shared = Vec::new();
         let (mut runs, mut were) = (Vec::new(), Vec::new());
         for &(start, fingerprint) in pages {
-            let mappings = handle.mappings(AddressRange { start, end: start + page_len }).unwrap_or_default();
-            let Some(mapping) = mappings.first().filter(|mapping| mapping.present && !mapping.file) else {
-                fates.written.0 += 1;
+            let mappings = handle.mappings(AddressRange { start, end: start + page_len })?;
+            let mapping = mappings.first().copied().unwrap_or_default();
+            if !mapping.present || mapping.file {
+                fates.written.0 += u64::from(!mapping.swapped);
                 continue;
-            };
+            }
             shared.extend(mapping.frame.filter(|_| !mapping.exclusive).map(|frame| (frame, runs.len())));
             runs.push(Run { address: start, pages: 1, huge: false });
             were.push(fingerprint);
@@ -109,18 +113,16 @@ impl Probes {
         fates.merged.0 += (runs.len() - unmerged.len()) as u64;
         let runs: Vec<Run> = unmerged.iter().map(|&at| runs[at]).collect();
         let mut alone = Pages::ZERO;
-        let looked = handle.contents(Way::Memory { merged: false }, &runs, &mut |position, page| {
+        handle.contents(Way::Memory { merged: false }, &runs, &mut |position, page| {
             let same = match page.content {
                 PageContent::Bytes(bytes) => Fingerprint(self.hasher.fingerprint(bytes)) == were[unmerged[position]],
                 PageContent::Fingerprint(fingerprint, _) => fingerprint == were[unmerged[position]],
                 PageContent::Volatile | PageContent::Gone => false,
             };
             alone.0 += u64::from(same);
-        });
-        if looked.is_ok() {
-            fates.alone += alone;
-            fates.written.0 += runs.len() as u64 - alone.0;
-        }
-        Ok(())
+        })?;
+        fates.alone += alone;
+        fates.written.0 += runs.len() as u64 - alone.0;
+        Ok(fates)
     }
 }

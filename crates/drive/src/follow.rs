@@ -11,7 +11,7 @@
 use crate::merge::{self, Planned, carry_out};
 use crate::prepare::{Prepared, Request, prepare};
 use crate::session::{self, Session};
-use crate::trial::Trial;
+use crate::trial::{Moment, Trial};
 use pagefold_census::{Ages, Selection};
 use pagefold_host::Host;
 use pagefold_model::Pid;
@@ -136,7 +136,7 @@ impl<'h> Follow<'h, '_> {
         }
         match Session::begin(self.host, self.directory) {
             Ok((mut session, ..)) => {
-                trial.withdraw(&mut session, false, &mut Vec::new())?;
+                trial.withdraw(&mut session, Moment::Between, &mut Vec::new())?;
                 session.finish()?;
                 Ok(())
             }

@@ -14,13 +14,13 @@
 
 use crate::ksmd::{Gauge, Ksmd, full_scans, looks};
 use crate::session::{self, Session, Stays};
-use crate::trial::{self, Trial, Withdrawn};
+use crate::trial::{self, Moment, Trial, Withdrawn};
 use crate::verify;
 use pagefold_census::Probes;
 use pagefold_host::act::{self, Action, Advice};
 use pagefold_host::observe;
 use pagefold_model::ksm::{Setting, Settings};
-use pagefold_model::outcome::{End, Missed, Outcome, Sample, Watched};
+use pagefold_model::outcome::{Change, End, Missed, Outcome, Sample, Watched};
 use pagefold_model::pace::{Pace, Settle};
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::policy::{DEFAULT_PAGES_TO_SCAN, GUIDED_SLEEP_MILLISECS};
@@ -130,7 +130,7 @@ pub fn carry_out<'h>(
     let huge: Bytes = plan.targets.iter().map(|target| target.huge).sum();
     // Whoever cannot see frames could not tell in the end what was reached.
     host.frame_flags(&[]).map_err(unknown)?;
-    let (before, _) = verify::found(host, &plan).map_err(unknown)?;
+    let before = verify::found(host, &plan).map_err(unknown)?;
     let (regions, looked) = (verify::regions(host, &plan), looks(host));
     let mut work = Work {
         plan: &plan,
@@ -165,7 +165,12 @@ pub fn carry_out<'h>(
             rested => rested?,
         }
     }
-    let (after, ended) = verify::found(host, &plan).map_err(unknown)?;
+    let after = verify::found(host, &plan).map_err(unknown)?;
+    // What somebody had who has ended is no loss.
+    let lives = |position: &usize| after[*position].is_some();
+    let ended: Vec<usize> = (0..plan.targets.len()).filter(|position| !lives(position)).collect();
+    let before = verify::sum((0..before.len()).filter(lives).filter_map(|position| before[position].as_ref()));
+    let after = verify::sum(after.iter().flatten());
     let bystanders = verify::bystanders(host, &plan);
     let ksmd = work.ksmd_since();
     let looks = looked.and_then(|before| Ok(looks(host)?.saturating_sub(before)));
@@ -175,7 +180,7 @@ pub fn carry_out<'h>(
     let Work { timeline, missed, withdrawn, trial, .. } = work;
     let (watched, withdrawn) = (Watched { seen: trial.seen(), withdrawn }, withdrawn_of(&plan, trial));
     let given_up = |process: ProcessId| {
-        let missed = missed.iter().filter(|missed| missed.pid == process.pid);
+        let missed = missed.iter().filter(|missed| missed.pid == process.pid && missed.change == Change::Enrol);
         let everything = AddressRange { start: 0, end: u64::MAX };
         let mut ranges: Vec<_> = missed.map(|missed| missed.range.unwrap_or(everything)).collect();
         ranges.extend(trial.withdrawn().get(&process).map(Withdrawn::ranges).unwrap_or_default());
@@ -254,7 +259,7 @@ impl Work<'_, '_> {
     fn merge(&mut self) -> Result<End, session::Error> {
         self.progress.enter(Stage::Enrolling);
         // What broke while ksmd rested would be merged again.
-        self.look_again(false)?;
+        self.look_again(Moment::Meanwhile)?;
         self.trial.withdraw_own(self.session, &mut self.missed)?;
         self.narrow()?;
         self.enrol(false)?;
@@ -319,7 +324,7 @@ impl Work<'_, '_> {
 
     /// Act on a target. What it refuses is noted.
     fn act(&mut self, target: &Target, action: &Action, stays: Stays) -> Result<(), session::Error> {
-        trial::act(self.session, target.process.id, &target.process.comm, action, stays, &mut self.missed)
+        trial::act(self.session, target.process.id, &target.process.comm, action, stays, &mut self.missed).map(|_| ())
     }
 
     /// Whether it was told to stop, or its time is over.
@@ -376,7 +381,7 @@ impl Work<'_, '_> {
             // While looks still find something that does not last, more may come.
             let watched = began.elapsed() >= self.options.watch && self.found_fleeting.elapsed() >= 3 * AGAIN;
             if settled && (watched || !self.trial.ran()) {
-                self.look_again(true)?;
+                self.look_again(Moment::End)?;
                 return Ok(End::Settled);
             }
             if self.is_over() {
@@ -385,7 +390,7 @@ impl Work<'_, '_> {
             }
             if looked.elapsed() >= again {
                 let began = Instant::now();
-                self.look_again(false)?;
+                self.look_again(Moment::Meanwhile)?;
                 looked = Instant::now();
                 again = AGAIN.max((looked - began) * WATCHING);
             }
@@ -403,9 +408,9 @@ impl Work<'_, '_> {
     }
 
     /// Withdraw what does not stay merged.
-    fn look_again(&mut self, at_the_end: bool) -> Result<(), session::Error> {
-        self.trial.look(at_the_end);
-        let gone = self.trial.withdraw(self.session, at_the_end, &mut self.missed)?;
+    fn look_again(&mut self, moment: Moment) -> Result<(), session::Error> {
+        self.trial.look(moment == Moment::End);
+        let gone = self.trial.withdraw(self.session, moment, &mut self.missed)?;
         if gone > Pages::ZERO {
             self.found_fleeting = Instant::now();
         }

@@ -6,14 +6,25 @@
 use crate::session::{self, Session, Stays};
 use crate::watch::{Piece, Watch};
 use pagefold_host::Host;
-use pagefold_host::act::{Action, Advice, Refusal};
+use pagefold_host::act::{Action, Advice, NOT_MAPPED, Refusal};
 use pagefold_host::room::room;
 use pagefold_model::guard::{self, Need, Verdict};
 use pagefold_model::lasting::Seen;
-use pagefold_model::outcome::Missed;
+use pagefold_model::outcome::{Change, Missed};
 use pagefold_model::plan::Plan;
 use pagefold_model::{AddressRange, Pages, ProcessId};
 use std::collections::BTreeMap;
+
+/// When something is withdrawn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moment {
+    /// While ksmd works, or merged pages are watched.
+    Meanwhile,
+    /// At the end of a round: also what holds nothing merged.
+    End,
+    /// Between rounds: only what Pagefold enrolled.
+    Between,
+}
 
 /// What is watched, and what was withdrawn.
 pub struct Trial<'h> {
@@ -81,12 +92,12 @@ impl<'h> Trial<'h> {
         !self.is_empty() && self.watch.has_losses(|seen| seen.pays(self.host.page_size().bytes()))
     }
 
-    /// Withdraw what does not pay by the last look, as far as there is memory for it; with `at_the_end` also what holds
-    /// nothing merged. Tells how many pages were withdrawn.
+    /// Withdraw what does not pay by the last look, as far as there is memory for it. What is refused is looked at again.
+    /// Tells how many pages were withdrawn.
     pub fn withdraw(
         &mut self,
         session: &mut Session<'_>,
-        at_the_end: bool,
+        moment: Moment,
         missed: &mut Vec<Missed>,
     ) -> Result<Pages, session::Error> {
         if self.is_empty() {
@@ -95,7 +106,7 @@ impl<'h> Trial<'h> {
         let page_size = self.host.page_size();
         let mut by_process: BTreeMap<ProcessId, Vec<Piece>> = BTreeMap::new();
         let pays = |seen: &Seen| seen.pays(page_size.bytes());
-        for piece in self.watch.withdraw(pays, at_the_end) {
+        for piece in self.watch.withdraw(pays, moment == Moment::End) {
             by_process.entry(piece.process).or_default().push(piece);
         }
         let mut gone = Pages::ZERO;
@@ -104,16 +115,22 @@ impl<'h> Trial<'h> {
                 self.watch.keep(pieces);
                 continue;
             }
-            self.lost = pieces.iter().fold(self.lost, |sum, piece| sum + piece.seen);
-            gone += pieces.iter().map(|piece| page_size.pages_in(piece.range.bytes())).sum();
-            let of = |own| pieces.iter().filter(move |piece| piece.own == own).map(|piece| piece.range);
-            let (ours, own): (Vec<_>, Vec<_>) = (of(false).collect(), of(true).collect());
-            self.advise(session, process, ours, Stays::ForGood, missed)?;
-            self.advise(session, process, own, Stays::ForNow, missed)?;
-            // What only found no partner may find one later.
-            let withdrawn = self.withdrawn.entry(process).or_default();
-            for piece in pieces.iter().filter(|piece| !pays(&piece.seen)) {
-                if piece.own { &mut withdrawn.own } else { &mut withdrawn.ours }.push(piece.range);
+            let (own, ours): (Vec<Piece>, Vec<Piece>) = pieces.into_iter().partition(|piece| piece.own);
+            for (pieces, stays) in [(ours, Stays::ForGood), (own, Stays::ForNow)] {
+                let ranges: Vec<AddressRange> = pieces.iter().map(|piece| piece.range).collect();
+                // What a program enrolled itself would be put back at once.
+                let pointless = moment == Moment::Between && stays == Stays::ForNow;
+                if pointless || !self.advise(session, process, ranges, stays, missed)? {
+                    self.watch.keep(pieces);
+                    continue;
+                }
+                self.lost = pieces.iter().fold(self.lost, |sum, piece| sum + piece.seen);
+                gone += pieces.iter().map(|piece| page_size.pages_in(piece.range.bytes())).sum();
+                // What only found no partner may find one later.
+                let withdrawn = self.withdrawn.entry(process).or_default();
+                for piece in pieces.iter().filter(|piece| !pays(&piece.seen)) {
+                    if piece.own { &mut withdrawn.own } else { &mut withdrawn.ours }.push(piece.range);
+                }
             }
         }
         Ok(gone)
@@ -127,6 +144,7 @@ impl<'h> Trial<'h> {
         Ok(())
     }
 
+    /// Withdraw ranges; whether the process took that.
     fn advise(
         &self,
         session: &mut Session<'_>,
@@ -134,9 +152,9 @@ impl<'h> Trial<'h> {
         ranges: Vec<AddressRange>,
         stays: Stays,
         missed: &mut Vec<Missed>,
-    ) -> Result<(), session::Error> {
+    ) -> Result<bool, session::Error> {
         if ranges.is_empty() {
-            return Ok(());
+            return Ok(true);
         }
         let comm = self.watch.process(process).map(|facts| facts.comm.clone()).unwrap_or_default();
         let action = Action::Advise { process, advice: Advice::Unmergeable, ranges };
@@ -156,7 +174,8 @@ impl<'h> Trial<'h> {
 /// How often a process that is busy is tried once more: a thread that gets no processor for a moment does not stop.
 const MORE: usize = 2;
 
-/// Act on a process. What it refuses is noted.
+/// Act on a process. What it refuses is noted; whether it took the action at all. Memory that it has unmapped needs no
+/// withdrawing.
 pub fn act(
     session: &mut Session<'_>,
     process: ProcessId,
@@ -164,8 +183,10 @@ pub fn act(
     action: &Action,
     stays: Stays,
     missed: &mut Vec<Missed>,
-) -> Result<(), session::Error> {
-    let note = |range, why| Missed { pid: process.pid, comm: comm.to_owned(), range, why };
+) -> Result<bool, session::Error> {
+    let withdraws = matches!(action, Action::Advise { advice: Advice::Unmergeable, .. });
+    let change = if withdraws { Change::Withdraw } else { Change::Enrol };
+    let note = |range, why| Missed { change, pid: process.pid, comm: comm.to_owned(), range, why };
     let mut outcome = session.apply(action, stays);
     for _ in 0..MORE {
         if !matches!(outcome, Err(session::Error::Refused(Refusal::Busy(_)))) {
@@ -174,10 +195,14 @@ pub fn act(
         outcome = session.apply(action, stays);
     }
     match outcome {
-        Ok(effect) => missed.extend(effect.missed.into_iter().map(|(range, why)| note(Some(range), why))),
+        Ok(effect) => {
+            let told = effect.missed.into_iter().filter(|(_, why)| !withdraws || !why.starts_with(NOT_MAPPED));
+            missed.extend(told.map(|(range, why)| note(Some(range), why)));
+            return Ok(true);
+        }
         Err(session::Error::Refused(why)) => missed.push(note(None, why.to_string())),
         Err(session::Error::Unknown(why)) => missed.push(note(None, Refusal::from(why).to_string())),
         Err(error) => return Err(error),
     }
-    Ok(())
+    Ok(false)
 }

@@ -50,37 +50,55 @@ pub fn has_merged(host: &dyn Host, target: &Target, range: AddressRange) -> Read
     Ok(merged(host, &*open(host, target.process.id)?, range, &mut Vec::new())?.0 > Pages::ZERO)
 }
 
-/// What is merged of all targets of a plan, and the positions of those that have ended.
+/// What is merged of a target, and the KSM frames that it is mapped to.
+#[derive(Debug, Default)]
+pub struct Held {
+    found: Found,
+    frames: Vec<Pfn>,
+}
+
+/// What is merged of each target of a plan; nothing of those that have ended.
 ///
 /// Pages of zeros are counted by page tables too: those that the kernel maps to its page of zeros when ksmd has a huge page
 /// split are in no counter of KSM (mm/migrate.c, `try_to_map_unused_to_zeropage`).
-pub fn found(host: &dyn Host, plan: &Plan) -> Reading<(Found, Vec<usize>)> {
-    let mut found = Found::default();
+pub fn found(host: &dyn Host, plan: &Plan) -> Reading<Vec<Option<Held>>> {
+    let held = |target| match look(host, target) {
+        Ok(held) => Ok(Some(held)),
+        Err(Absent::Vanished) => Ok(None),
+        Err(why) => Err(why),
+    };
+    plan.targets.iter().map(held).collect()
+}
+
+/// The sum over some targets, in which each frame counts once.
+pub fn sum<'f>(held: impl Iterator<Item = &'f Held>) -> Found {
     let mut frames = Vec::new();
-    let mut ended = Vec::new();
-    for (position, target) in plan.targets.iter().enumerate() {
-        match look(host, target, &mut frames, &mut found) {
-            Ok(()) => {}
-            Err(Absent::Vanished) => ended.push(position),
-            Err(why) => return Err(why),
-        }
+    let mut sum = Found::default();
+    for Held { found, frames: own } in held {
+        frames.extend_from_slice(own);
+        sum.merged += found.merged;
+        sum.zero += found.zero;
+        sum.rmap_items += found.rmap_items;
     }
     frames.sort_unstable();
     frames.dedup();
-    found.frames = Pages(frames.len() as u64);
-    Ok((found, ended))
+    sum.frames = Pages(frames.len() as u64);
+    sum
 }
 
-fn look(host: &dyn Host, target: &Target, frames: &mut Vec<Pfn>, found: &mut Found) -> Reading<()> {
+fn look(host: &dyn Host, target: &Target) -> Reading<Held> {
     let handle = open(host, target.process.id)?;
+    let mut held = Held::default();
     for range in &target.ranges {
-        let (merged, zero) = merged(host, &*handle, range.range, frames)?;
-        found.merged += merged;
-        found.zero += zero;
+        let (merged, zero) = merged(host, &*handle, range.range, &mut held.frames)?;
+        held.found.merged += merged;
+        held.found.zero += zero;
     }
+    held.frames.sort_unstable();
+    held.frames.dedup();
     let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
-    found.rmap_items.0 += ksm.rmap_items.unwrap_or(0);
-    Ok(())
+    held.found.rmap_items.0 += ksm.rmap_items.unwrap_or(0);
+    Ok(held)
 }
 
 /// Processes that are enrolled, wholly or in part. Before 6.14 those of which ksmd keeps track of something.

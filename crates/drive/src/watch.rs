@@ -11,7 +11,7 @@
 //! rests, and the look that begins a round sees all that broke since the one before.
 
 use crate::verify;
-use pagefold_host::{Host, Process};
+use pagefold_host::{Host, Process, observe};
 use pagefold_model::lasting::Seen;
 use pagefold_model::plan::Plan;
 use pagefold_model::process::Process as Facts;
@@ -68,6 +68,8 @@ impl<'h> Watch<'h> {
     /// Cut a plan into pieces, and watch those that are not watched yet, but for what lies in `without`.
     pub fn add(&mut self, plan: &Plan, without: impl Fn(ProcessId) -> Vec<AddressRange>) {
         let page = self.host.page_size().bytes();
+        // Withdrawing a piece splits no huge page that lies beside it.
+        let piece = (PIECE * page).max(observe::huge_page_bytes(self.host).unwrap_or(0));
         self.ran = false;
         let mut pieces = Vec::new();
         for target in &plan.targets {
@@ -83,9 +85,9 @@ impl<'h> Watch<'h> {
             let known = AddressRange::union(known);
             for planned in &target.ranges {
                 for part in planned.range.outside(&known) {
-                    let starts = (part.start..part.end).step_by((PIECE * page) as usize);
-                    let cut = starts.map(|start| AddressRange { start, end: part.end.min(start + PIECE * page) });
-                    pieces.extend(cut.map(|range| Piece::new(process, range, planned.enrolled, page)));
+                    pieces.extend(
+                        part.cut_at_multiples(piece).map(|range| Piece::new(process, range, planned.enrolled, page)),
+                    );
                 }
             }
         }

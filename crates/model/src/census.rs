@@ -156,7 +156,8 @@ pub struct GuidedRange {
     pub zero: Pages,
     /// What they are likely to give back: of `n` equal pages each stands for `1 - 1/n`, as if all were covered.
     pub freed: Bytes,
-    /// Huge pages that are split because a part of them merges; one that lies in several ranges counts in the first.
+    /// Huge pages that are split because a part of them merges or it begins or ends in them; one that lies in several
+    /// ranges counts in the first.
     pub huge_split: Pages,
     /// Whether its region is enrolled already.
     pub enrolled: bool,

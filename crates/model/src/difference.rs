@@ -1,7 +1,7 @@
 //! Why what a merge reached is not what was predicted, figure by figure.
 
 use crate::ksm::RMAP_ITEM_BYTES;
-use crate::outcome::{End, Missed, Outcome};
+use crate::outcome::{Change, End, Missed, Outcome};
 use crate::plan::PlannedRange;
 use crate::units::{AddressRange, Bytes, PageSize};
 use std::time::Duration;
@@ -97,7 +97,7 @@ impl Outcome {
             saved.less((-saved.rest * share / bytes(1)).round() * bytes(1), "written or given back since the census");
         }
         let less = match (&self.end, written + alone > 0.0) {
-            (End::Settled, true) => "as they were, but their partners were not",
+            (End::Settled, true) => "as they were, without a partner that ksmd came upon",
             (End::Settled, false) => "written since the census, or without their partner",
             _ => "not merged before it ended",
         };
@@ -116,7 +116,9 @@ impl Outcome {
         // They have no page of their own any more that ksmd would come upon (mm/ksm.c, `get_next_rmap_item`).
         let zeros = self.after.zero.saturating_sub(self.before.zero);
         metadata.less(bytes(zeros.0), "pages of zeros, of which ksmd keeps nothing once it comes by again");
-        metadata.less(bytes(self.before.rmap_items.0), "kept by ksmd before");
+        let targets = self.plan.targets.iter().flat_map(|target| &target.ranges);
+        let enrolled: u64 = targets.filter(|range| range.enrolled).map(|range| range.pages.0).sum();
+        metadata.less(bytes(enrolled.min(self.before.rmap_items.0)), "kept by ksmd before");
         metadata.rest("pages that went away, or that ksmd did not come to", "pages that came since, or others enrolled")
     }
 
@@ -161,7 +163,10 @@ impl Outcome {
         let mut regions = Reasons::new(Figure::Regions, now as f64 - before as f64, predicted);
         regions.less(self.ended(PlannedRange::edges), ENDED);
         regions.less(self.missed(PlannedRange::edges), MISSED);
-        regions.rest("of ranges that lie side by side, or unmapped since", "of withdrawn ranges, or mapped since")
+        regions.rest(
+            "of ranges that lie side by side or were withdrawn, or unmapped since",
+            "of parts that were withdrawn, or mapped since",
+        )
     }
 
     /// What the targets that ended stand for.
@@ -175,7 +180,7 @@ impl Outcome {
             let target = self.plan.targets.iter().position(|target| target.process.id.pid == missed.pid)?;
             (!self.ended.contains(&target)).then(|| self.stands_for(target, missed.range, &of))
         };
-        self.missed.iter().filter_map(of_one).sum()
+        self.missed.iter().filter(|missed| missed.change == Change::Enrol).filter_map(of_one).sum()
     }
 
     /// What was withdrawn stands for.
@@ -244,7 +249,13 @@ mod tests {
         let rest = "written since the census, or without their partner";
         assert_eq!(saved(&withdrawn), [(-20.0, WITHDRAWN), (-10.0, rest)]);
         let mut missed = outcome(End::Deadline, 10);
-        missed.missed.push(Missed { pid: Pid(2), comm: String::new(), range: None, why: String::new() });
+        missed.missed.push(Missed {
+            change: Change::Enrol,
+            pid: Pid(2),
+            comm: String::new(),
+            range: None,
+            why: String::new(),
+        });
         assert_eq!(saved(&missed), [(-50.0, MISSED), (-40.0, "not merged before it ended")]);
     }
 
@@ -253,7 +264,7 @@ mod tests {
         let mut outcome = outcome(End::Settled, 80);
         outcome.fates = Fates { merged: Pages(50), written: Pages(3), alone: Pages(1) };
         let written = (-15.0, "written or given back since the census");
-        assert_eq!(saved(&outcome), [written, (-5.0, "as they were, but their partners were not")]);
+        assert_eq!(saved(&outcome), [written, (-5.0, "as they were, without a partner that ksmd came upon")]);
         outcome.end = End::Deadline;
         assert_eq!(saved(&outcome), [written, (-5.0, "not merged before it ended")]);
     }

@@ -6,6 +6,7 @@ use crate::plan::{Plan, PlannedRange, Target};
 use crate::reading::Reading;
 use crate::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, Pid};
 use std::collections::BTreeMap;
+use std::ops::AddAssign;
 use std::time::Duration;
 
 /// The result of a merge.
@@ -45,7 +46,7 @@ pub struct Outcome {
     pub withdrawn: BTreeMap<usize, Vec<AddressRange>>,
     /// Positions in the plan of targets that ended meanwhile.
     pub ended: Vec<usize>,
-    /// What could not be enrolled.
+    /// What could not be enrolled or withdrawn.
     pub missed: Vec<Missed>,
     /// What was changed for the time being and could not be put back, in words.
     pub remains: Vec<String>,
@@ -109,6 +110,14 @@ pub struct Fates {
     pub alone: Pages,
 }
 
+impl AddAssign for Fates {
+    fn add_assign(&mut self, other: Self) {
+        self.merged += other.merged;
+        self.written += other.written;
+        self.alone += other.alone;
+    }
+}
+
 /// Merged pages that were watched.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Watched {
@@ -118,9 +127,20 @@ pub struct Watched {
     pub withdrawn: Pages,
 }
 
-/// Something that could not be enrolled.
+/// What was to be done to a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// To enrol it.
+    Enrol,
+    /// To withdraw it.
+    Withdraw,
+}
+
+/// Something that could not be enrolled or withdrawn.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Missed {
+    /// What could not be done.
+    pub change: Change,
     /// Of which process.
     pub pid: Pid,
     /// Its name.

@@ -180,6 +180,14 @@ impl AddressRange {
         parts
     }
 
+    /// Its parts between the multiples of so many bytes.
+    pub fn cut_at_multiples(self, bytes: u64) -> impl Iterator<Item = Self> {
+        let first = self.start / bytes * bytes;
+        let part =
+            move |start: u64| Self { start: start.max(self.start), end: self.end.min(start.saturating_add(bytes)) };
+        (first..self.end).step_by(bytes as usize).map(part).filter(|part| part.start < part.end)
+    }
+
     /// All that lies in any of some ranges: ascending and disjoint.
     pub fn union(mut ranges: Vec<Self>) -> Vec<Self> {
         ranges.sort_unstable();
@@ -227,6 +235,17 @@ pub struct Pfn(pub u64);
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn parts_end_at_multiples() {
+        let cut = |start, end| -> Vec<(u64, u64)> {
+            AddressRange { start, end }.cut_at_multiples(10).map(|part| (part.start, part.end)).collect()
+        };
+        assert_eq!(cut(3, 25), [(3, 10), (10, 20), (20, 25)]);
+        assert_eq!(cut(10, 20), [(10, 20)]);
+        assert_eq!(cut(12, 14), [(12, 14)]);
+        assert_eq!(cut(5, 5), []);
+    }
 
     #[test]
     fn ranges_are_joined_and_cut_out() {

@@ -209,7 +209,10 @@ fn predict(census: &Census, constraints: &Constraints, targets: &[Target], every
     // The census's figures hold for what it chose.
     let same = everybody && (constraints.whole || scanned == of_census.scanned);
     let exact = constraints.page_size.pages_in(freed);
-    let reach = Reach { freed: if same { of_census.freed } else { exact.min(of_census.freed) }, scanned, ..of_census };
+    let huge_split =
+        if constraints.whole { of_census.huge_split } else { ranges().map(|range| range.huge_split).sum() };
+    let freed = if same { of_census.freed } else { exact.min(of_census.freed) };
+    let reach = Reach { freed, scanned, huge_split };
     let ksmd = constraints.speed.time(scanned, merging, zero);
     let narrowed: u64 = targets.iter().map(|target| 2 * target.narrowed.len() as u64).sum();
     Predicted {

@@ -98,7 +98,8 @@ pub struct PlannedRange {
     pub zero: Pages,
     /// What they are likely to give back: of `n` equal pages each stands for `1 - 1/n`, as if all were enrolled.
     pub freed: Bytes,
-    /// Huge pages that are split because a part of them merges. Not told where a process is enrolled whole.
+    /// Huge pages that are split because a part of them merges or it begins or ends in them. Not told where a process is
+    /// enrolled whole.
     pub huge_split: Pages,
     /// Whether the program has enrolled it already.
     pub enrolled: bool,

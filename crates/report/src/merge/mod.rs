@@ -5,7 +5,7 @@ pub mod text;
 use crate::wire::{NotSeen, Who};
 use pagefold_model::census::{Census, Unseen};
 use pagefold_model::difference::{Difference, Figure};
-use pagefold_model::outcome::{End, Outcome};
+use pagefold_model::outcome::{Change, End, Outcome};
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::savings::Reach;
 use pagefold_model::{Bytes, PageSize, Pages};
@@ -177,7 +177,7 @@ pub struct OutcomeReport {
     /// Merged pages that were watched; absent if no target ran.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub watched: Option<WatchedReport>,
-    /// What could not be enrolled.
+    /// What could not be enrolled or withdrawn.
     pub missed: Vec<MissedReport>,
     /// Processes outside the plan that were enrolled too: KSM has one tree, and may have merged theirs with the targets'.
     /// Absent where the kernel does not tell (before 6.14).
@@ -213,9 +213,11 @@ pub struct WatchedReport {
     pub withdrawn_pages: u64,
 }
 
-/// Something that could not be enrolled.
+/// Something that could not be enrolled or withdrawn.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct MissedReport {
+    /// What could not be done: `enrol` or `withdraw`.
+    pub change: &'static str,
     /// Of which process.
     pub pid: u32,
     /// Its name.
@@ -402,6 +404,10 @@ impl OutcomeReport {
                 .missed
                 .iter()
                 .map(|missed| MissedReport {
+                    change: match missed.change {
+                        Change::Enrol => "enrol",
+                        Change::Withdraw => "withdraw",
+                    },
                     pid: missed.pid.0,
                     comm: missed.comm.clone(),
                     start: missed.range.map(|range| range.start),

@@ -275,10 +275,15 @@ fn notes(report: &MergeReport, top: usize, remedy: &str, style: Style) -> String
                 _ => String::new(),
             };
             let comm = printable(&missed.comm);
-            let _ = writeln!(text, "Not enrolled: {} ({comm}){place}: {}.", missed.pid, printable(&missed.why));
+            let what = if missed.change == "withdraw" { "withdrawn" } else { "enrolled" };
+            let _ = writeln!(text, "Not {what}: {} ({comm}){place}: {}.", missed.pid, printable(&missed.why));
         }
         if outcome.missed.len() > MISSED {
-            let _ = writeln!(text, "... and {} more ranges not enrolled (--json)", outcome.missed.len() - MISSED);
+            let _ = writeln!(
+                text,
+                "... and {} more ranges not enrolled or withdrawn (--json)",
+                outcome.missed.len() - MISSED
+            );
         }
     }
     for remains in report.outcome.iter().flat_map(|outcome| &outcome.not_put_back) {
