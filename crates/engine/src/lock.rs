@@ -117,7 +117,7 @@ mod tests {
             }
         });
         assert_eq!(count.0.get(), 200);
-        let _held = Lock::wait(&path, Instant::now()).unwrap();
+        let _held = Lock::wait(&path, Instant::now() + Duration::from_secs(300)).unwrap();
         let refused = thread::scope(|scope| scope.spawn(|| Lock::wait(&path, Instant::now())).join().unwrap());
         assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::TimedOut);
     }

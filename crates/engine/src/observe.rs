@@ -15,7 +15,7 @@ use crate::record::{self, MOST, VERSION};
 use crate::words::WORD;
 use pagefold_model::engine::{Domain, Member};
 use pagefold_model::{Bytes, PageSize, Pages};
-use rustix::fs::{Dir, FileType, Mode, OFlags, fstat, openat};
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, fstat, openat, statat};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -133,16 +133,17 @@ pub fn domain(root: &Root, name: &str) -> Result<Domain, Error> {
     };
     let mut records = 0;
     for name in entries(&directory, &path)? {
-        // It may have gone meanwhile.
-        let Ok(file) = file(&name) else { continue };
-        let bytes = fstat(&file).map_or(0, |status| status.st_blocks.unsigned_abs().saturating_mul(512));
-        domain.files += Bytes(bytes.min(1 << 48));
+        // It may have gone meanwhile. What is not read is not opened either: closing any descriptor of `lock` would
+        // give up the lock that a thread of this process may have (fcntl(2)).
+        let Some(bytes) = bytes(&directory, &name, root.owner) else { continue };
+        domain.files += bytes;
         if name == index {
-            domain.index = Bytes(bytes.min(1 << 48));
+            domain.index = bytes;
         }
         if !name.starts_with(record::PREFIX) {
             continue;
         }
+        let Ok(file) = file(&name) else { continue };
         records += 1;
         match told(&file, page) {
             _ if records > MEMBERS => domain.unread += 1,
@@ -193,8 +194,15 @@ fn open_file(directory: &OwnedFd, name: &str, owner: u32) -> io::Result<File> {
     if regular { Ok(file) } else { Err(io::ErrorKind::InvalidData.into()) }
 }
 
+/// What a regular file of a user takes, without opening it.
+fn bytes(directory: &OwnedFd, name: &str, owner: u32) -> Option<Bytes> {
+    let status = statat(directory, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+    let regular = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile && status.st_uid == owner;
+    regular.then(|| Bytes(status.st_blocks.unsigned_abs().saturating_mul(512).min(1 << 48)))
+}
+
 fn is_directory(above: &OwnedFd, name: &str) -> bool {
-    rustix::fs::statat(above, name, rustix::fs::AtFlags::SYMLINK_NOFOLLOW)
+    statat(above, name, AtFlags::SYMLINK_NOFOLLOW)
         .is_ok_and(|status| FileType::from_raw_mode(status.st_mode) == FileType::Directory)
 }
 
@@ -271,10 +279,11 @@ fn told(file: &File, page: u64) -> io::Result<Told> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::lock::Lock;
     use crate::record::Record;
     use pagefold_model::AddressRange;
     use pagefold_model::engine::{RegionTally, Spending, Tally};
-    use std::os::unix::fs::{DirBuilderExt, PermissionsExt, symlink};
+    use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, symlink};
     use std::sync::atomic::AtomicBool;
     use tempfile::TempDir;
 
@@ -362,6 +371,28 @@ mod tests {
                 |error: &Error| matches!(error, Error::Io { source, .. } if source.kind() == io::ErrorKind::NotFound);
             assert!(domain(&root, name).is_err_and(|error| missing(&error)), "{name:?}");
         }
+    }
+
+    #[test]
+    fn the_lock_of_the_domain_stays_with_who_has_it() {
+        let (_directory, root) = root();
+        let path = make(&root, "x");
+        let header = [MAGIC, 1, 0, 0, 0, 0, 0, 0, 0].map(u64::to_ne_bytes).concat();
+        std::fs::write(path.join("domain"), header).unwrap();
+        std::fs::write(path.join("slots"), "").unwrap();
+        let _held = Lock::wait(&path.join("lock"), std::time::Instant::now() + Duration::from_secs(300)).unwrap();
+        // As the kernel lists it: type, kind, access, process, file (proc_locks(5)).
+        let inode = format!(":{}", path.join("lock").metadata().unwrap().ino());
+        let is_held = || {
+            let locks = std::fs::read_to_string("/proc/locks").unwrap();
+            locks.lines().any(|line| line.contains("POSIX") && line.split(' ').any(|word| word.ends_with(&inode)))
+        };
+        assert!(is_held());
+        domain(&root, "x").unwrap();
+        assert!(is_held());
+        // What this shows can be shown.
+        drop(File::open(path.join("lock")).unwrap());
+        assert!(!is_held());
     }
 
     #[test]
