@@ -1,8 +1,10 @@
 //! Where a domain keeps what its members share: a directory of one user, which nobody else can enter.
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{Dir, Mode, OFlags};
+use std::ffi::{OsStr, OsString};
 use std::fs::{DirBuilder, File};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
@@ -74,6 +76,37 @@ pub fn open(path: &Path, make: bool) -> io::Result<File> {
     let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let flags = if make { flags | OFlags::CREATE } else { flags };
     Ok(rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?.into())
+}
+
+/// The names in a directory, but for its own and the one above. Without opendir(3), which allocates by the program's
+/// malloc(3): that may be waiting for who reads this.
+///
+/// # Errors
+/// Those of open(2) and getdents(2).
+pub fn names(path: &Path) -> io::Result<Vec<OsString>> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let mut names = Vec::new();
+    for entry in Dir::new(rustix::fs::open(path, flags, Mode::empty())?)? {
+        let entry = entry?;
+        let name = OsStr::from_bytes(entry.file_name().to_bytes());
+        if name != "." && name != ".." {
+            names.push(name.to_owned());
+        }
+    }
+    Ok(names)
+}
+
+/// Remove a domain's directory, which holds files only; the lock goes last, and so nobody joins between.
+///
+/// # Errors
+/// Those of reading it, of unlink(2) and of rmdir(2).
+pub fn remove(path: &Path) -> io::Result<()> {
+    let mut names = names(path)?;
+    names.sort_by_key(|name| name == "lock");
+    for name in names {
+        std::fs::remove_file(path.join(name))?;
+    }
+    std::fs::remove_dir(path)
 }
 
 #[cfg(test)]

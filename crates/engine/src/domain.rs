@@ -16,7 +16,6 @@
 //! first condemns entries, then looks at everybody's references, and frees only what nobody refers to. All these are
 //! sequentially consistent, so either the member sees the entry condemned, or its reference is seen. An index that
 //! replaces another is announced before anything is condemned in it. `protocol` checks this in all orders of steps.
-
 //!
 //! # Memory model
 //! - **generation**: written with the lock; sequentially consistent. A reader may see that of an index which was the
@@ -408,7 +407,17 @@ impl Domain {
         let Ok(_lock) = self.lock() else { return };
         // Nothing more can be done about what cannot be removed; the next to join finds it.
         if Everybody::find(&self.path).is_ok_and(|everybody| everybody.count() == 0) {
-            let _ = std::fs::remove_dir_all(&self.path);
+            let _ = directory::remove(&self.path);
+        }
+    }
+
+    /// The process of this member is about to end: if there is no other member, the directory goes now. Who looks for
+    /// the domain afterwards founds it anew; what this process maps of the store stays as it is.
+    pub fn end(&mut self) {
+        self.patience = Instant::now();
+        let Ok(_lock) = self.lock_whole() else { return };
+        if Everybody::find(&self.path).is_ok_and(|everybody| everybody.count() <= 1) {
+            let _ = directory::remove(&self.path);
         }
     }
 
@@ -420,14 +429,14 @@ impl Domain {
 
 /// Remove the domains under a root whose members were all killed.
 pub fn sweep(root: &Path) {
-    for entry in root.read_dir().into_iter().flatten().flatten() {
-        let path = entry.path();
+    for name in directory::names(root).unwrap_or_default() {
+        let path = root.join(name);
         if path.join("domain").exists()
             && let Ok(_lock) = Lock::wait(&path.join("lock"), Instant::now())
             && Everybody::find(&path).is_ok_and(|everybody| everybody.count() == 0)
         {
             // What cannot be removed now is found again.
-            let _ = std::fs::remove_dir_all(&path);
+            let _ = directory::remove(&path);
         }
     }
 }

@@ -160,12 +160,15 @@ pub struct Options {
     pub max_slowdown: Option<f64>,
     /// Threads that merge at the same time.
     pub threads: usize,
+    /// How long to wait at most for the lock of a domain that is to be joined, in which others may be at work one after
+    /// another.
+    pub patience: Duration,
 }
 
 impl Default for Options {
-    /// At most 2 % slower, on one thread.
+    /// At most 2 % slower, on one thread, and ten seconds to join.
     fn default() -> Self {
-        Self { root: None, max_slowdown: Some(0.02), threads: 1 }
+        Self { root: None, max_slowdown: Some(0.02), threads: 1, patience: Duration::from_secs(10) }
     }
 }
 
@@ -306,6 +309,47 @@ impl Engine {
         })?
     }
 
+    /// As [`Engine::forsake`], for memory that stays where it is until it is unmapped or replaced: what it maps of the
+    /// store leaves that once it is no longer mapped, whichever way is merged.
+    ///
+    /// # Errors
+    /// [`Error::Range`] if it is not of whole pages; [`Error::Domain`]. Then nothing has changed.
+    ///
+    /// # Safety
+    /// Until it is unmapped or replaced it is not moved while [`Engine::merge_while_running`] runs.
+    pub unsafe fn forsake_in_place(&self, range: AddressRange) -> Result<(), Error> {
+        self.with(|state| {
+            whole(range, state.domain.page())?;
+            state.leave_alone(range);
+            state.tell(&self.options);
+            Ok(())
+        })?
+    }
+
+    /// Forget what is known of pages: the program has given up what was in them, by `madvise(MADV_DONTNEED)` on ordinary
+    /// memory, say, and they are not taken for merged any more.
+    ///
+    /// # Errors
+    /// [`Error::Forked`], [`Error::Domain`].
+    pub fn forget(&self, range: AddressRange) -> Result<(), Error> {
+        self.with(|state| {
+            if whole(range, state.domain.page()).is_ok() {
+                state.regions.iter_mut().for_each(|region| region.forget(range));
+            }
+        })
+    }
+
+    /// The process is about to end: if it is the domain's last member, the domain's directory goes now, and not with
+    /// the next who joins one. What is merged stays as it is. In a child that has not joined nothing is done.
+    pub fn end(&self) {
+        let process = std::process::id();
+        if let Ok(mut state) = self.lock(process)
+            && state.process == process
+        {
+            state.domain.end();
+        }
+    }
+
     /// Forsake memory and unmap it.
     ///
     /// # Safety
@@ -434,7 +478,7 @@ impl Engine {
         let process = std::process::id();
         let mut state = self.lock(process)?;
         self.holder.store(process, Ordering::Relaxed);
-        let until = Instant::now() + JOIN_PATIENCE;
+        let until = Instant::now() + self.options.patience;
         let joined = if state.process == process {
             Ok(())
         } else {
@@ -464,9 +508,6 @@ impl Engine {
     }
 }
 
-/// How long to wait for the lock of a domain that is to be joined, in which others may be at work one after another.
-const JOIN_PATIENCE: Duration = Duration::from_secs(10);
-
 /// How long to wait until a thread that has the state says so, and how often.
 const MOMENT: Duration = Duration::from_millis(1);
 const MOMENTS: usize = 50;
@@ -492,7 +533,7 @@ fn whole(range: AddressRange, page: u64) -> Result<(), Error> {
 impl State {
     fn join(directory: &std::path::Path, options: &Options) -> io::Result<Self> {
         let page = rustix::param::page_size() as u64;
-        let (domain, hasher) = Domain::join(directory, page, Instant::now() + JOIN_PATIENCE)?;
+        let (domain, hasher) = Domain::join(directory, page, Instant::now() + options.patience)?;
         let state = Self {
             process: std::process::id(),
             domain,

@@ -265,6 +265,8 @@ impl State {
         }
         let patience = began + room.map_or(PATIENCE, |room| room.min(PATIENCE));
         if !self.domain.is_whole() && unless_held_up(self.rejoin(directory, patience), &mut merged)?.is_none() {
+            merged.time = began.elapsed();
+            self.allowance.spend(merged.time);
             self.so_far += merged;
             return Ok(merged);
         }
@@ -372,9 +374,13 @@ impl State {
                         Kind::Stored { .. } if mapped.file || mapped.swapped => {}
                         Kind::Stored { plain, .. } => {
                             for address in addresses {
-                                region.note(address).broken(now, must_last);
+                                let note = region.note(address);
+                                // What cannot be healed is found each time, and was broken once.
+                                if note.is_merged() {
+                                    note.broken(now, must_last);
+                                    merged.broken += Pages(1);
+                                }
                             }
-                            merged.broken += Pages(range.bytes().0 / page);
                             if plain {
                                 survey.broken.push(range);
                             }

@@ -110,14 +110,14 @@ impl Drop for Record {
 
 /// Remove the records of members that are no more. Under the domain's lock.
 pub fn sweep(directory: &Path) {
-    for entry in directory.read_dir().into_iter().flatten().flatten() {
-        let is_record = entry.file_name().to_str().is_some_and(|name| name.starts_with(PREFIX));
-        if is_record
-            && let Ok(file) = directory::open(&entry.path(), false)
+    for name in directory::names(directory).unwrap_or_default() {
+        let path = directory.join(&name);
+        if name.to_str().is_some_and(|name| name.starts_with(PREFIX))
+            && let Ok(file) = directory::open(&path, false)
             && flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
         {
             // What cannot be removed now is found again.
-            let _ = std::fs::remove_file(entry.path());
+            let _ = std::fs::remove_file(path);
         }
     }
 }

@@ -126,13 +126,12 @@ impl Everybody {
     /// Those of reading the directory and of open(2): where one cannot be asked, nothing is known of all.
     pub fn find(directory: &Path) -> io::Result<Self> {
         let (mut files, mut sources, mut gone) = (Vec::new(), Vec::new(), Vec::new());
-        for entry in directory.read_dir()? {
-            let entry = entry?;
-            let name = entry.file_name();
+        for name in directory::names(directory)? {
+            let path = directory.join(&name);
             let Some(name) = name.to_str().and_then(|name| name.strip_prefix(PREFIX)) else { continue };
-            let file = directory::open(&entry.path(), false)?;
+            let file = directory::open(&path, false)?;
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => gone.push(entry.path()),
+                Ok(()) => gone.push(path),
                 Err(rustix::io::Errno::WOULDBLOCK) => {
                     let numbers: Vec<u64> = name.split('-').map_while(|number| number.parse().ok()).collect();
                     let number = |at: usize| numbers.get(at).copied().unwrap_or(0);
