@@ -67,6 +67,20 @@ impl Blocks {
         found
     }
 
+    /// From an address in a block to the end of what a buffer that begins there can lie in: of malloc(3) that one, of
+    /// mmap(2) with those that adjoin it, which the program may take for one.
+    pub fn from(&self, address: u64) -> AddressRange {
+        let start = address;
+        let mut end = start.saturating_add(1);
+        for block in self.touching(AddressRange { start, end }) {
+            end = block.range.end;
+            while let Some(next) = self.blocks.get(&end).filter(|next| !block.heap && !next.heap) {
+                end = next.range.end;
+            }
+        }
+        AddressRange { start, end }
+    }
+
     /// Whether any has part in a range, and whether the engine knows one of those.
     pub fn touches(&self, range: AddressRange) -> Option<bool> {
         let below = self.blocks.range(..range.end).rev();

@@ -4,8 +4,9 @@
 use crate::blocks::BLOCKS;
 use crate::merge::{self, MERGER};
 use crate::next::{next, this_thread};
-use crate::{mpi, settings};
-use std::ffi::{c_int, c_long, c_void};
+use crate::{mappings, mpi, settings};
+use rustix::fs::{CWD, Dir, Mode, OFlags, readlinkat};
+use std::ffi::{CStr, c_int, c_long, c_void};
 use std::io::Write;
 use std::mem::MaybeUninit;
 use std::os::fd::RawFd;
@@ -22,6 +23,8 @@ static MAIN: AtomicUsize = AtomicUsize::new(0);
 static BY_MPI: AtomicBool = AtomicBool::new(false);
 /// Whether this process has, or had, a thread that merges.
 static RUNNING: AtomicBool = AtomicBool::new(false);
+/// Whether the program has no allocator of its own.
+static PLAIN: AtomicBool = AtomicBool::new(false);
 /// What that thread sleeps on: 1 when it is to end.
 static END: AtomicU32 = AtomicU32::new(0);
 /// That thread.
@@ -52,7 +55,13 @@ extern "C" fn loaded() {
     // SAFETY: all three stay loaded.
     let followed = told && unsafe { libc::pthread_atfork(Some(forks), Some(forked), Some(is_forked)) } == 0;
     if followed {
+        // What is called with a lock held is looked up before: the loader has locks of its own.
+        mappings::look_up();
+        PLAIN.store(crate::next::is_plain(), Ordering::Relaxed);
         settings::read();
+        if settings::settings().is_some() && !is_plain() {
+            begin();
+        }
     }
 }
 
@@ -61,24 +70,42 @@ pub fn is_main() -> bool {
     this_thread() == MAIN.load(Ordering::Relaxed)
 }
 
+/// Whether the program has no allocator of its own. One may ask for memory with a lock held that making a thread would
+/// wait for, so that there the thread is made at the beginning.
+pub fn is_plain() -> bool {
+    PLAIN.load(Ordering::Relaxed)
+}
+
 /// Whether merging is MPI's safe points' alone.
 pub fn is_by_mpi() -> bool {
     BY_MPI.load(Ordering::Relaxed)
 }
 
-/// A fork waits for the merge in hand, so that the child finds everything whole.
+/// Which of the two locks the fork in hand has taken; each is changed by whoever has that lock.
+static TOOK_MERGER: AtomicBool = AtomicBool::new(false);
+static TOOK_BLOCKS: AtomicBool = AtomicBool::new(false);
+
+/// A fork waits for the merge in hand, so that the child finds everything whole. A thread that forks within ours has
+/// the locks already, and keeps them.
 extern "C" fn forks() {
-    if !MERGER.is_own() {
+    let (merger, blocks) = (!MERGER.is_own(), !BLOCKS.is_own());
+    if merger {
         MERGER.hold();
     }
-    if !BLOCKS.is_own() {
+    TOOK_MERGER.store(merger, Ordering::Relaxed);
+    if blocks {
         BLOCKS.hold();
     }
+    TOOK_BLOCKS.store(blocks, Ordering::Relaxed);
 }
 
 extern "C" fn forked() {
-    BLOCKS.release();
-    MERGER.release();
+    if TOOK_BLOCKS.load(Ordering::Relaxed) {
+        BLOCKS.release();
+    }
+    if TOOK_MERGER.load(Ordering::Relaxed) {
+        MERGER.release();
+    }
 }
 
 extern "C" fn is_forked() {
@@ -187,12 +214,40 @@ pub fn tell(what: &str) {
 /// (Documentation/admin-guide/devices.txt).
 const HARMLESS: [u32; 11] = [1, 4, 5, 136, 137, 138, 139, 140, 141, 142, 143];
 
+/// The numbers that name what is in a directory, as in `/proc`. Without opendir(3), which allocates by the program's
+/// malloc(3): that may be waiting for the lock of who reads this.
+fn numbers_in(path: &CStr) -> rustix::io::Result<Vec<u32>> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let mut numbers = Vec::new();
+    for entry in Dir::new(rustix::fs::open(path, flags, Mode::empty())?)? {
+        numbers.extend(entry?.file_name().to_str().ok().and_then(|name| name.parse::<u32>().ok()));
+    }
+    Ok(numbers)
+}
+
+/// The threads of this process; none where they cannot be read.
+pub fn threads() -> Vec<u32> {
+    numbers_in(c"/proc/self/task").unwrap_or_default()
+}
+
+/// The domain of a socket, as socket(2) takes it.
+fn domain(socket: RawFd) -> Option<c_int> {
+    let mut domain: c_int = 0;
+    let mut bytes = size_of::<c_int>() as libc::socklen_t;
+    let into = (&raw mut domain).cast();
+    // SAFETY: both are there to be written, and `bytes` says how long the first is.
+    let answer = unsafe { libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_DOMAIN, into, &raw mut bytes) };
+    (answer == 0).then_some(domain)
+}
+
 /// What the process has open that may write to its memory behind the kernel's page tables: devices, direct I/O and
 /// io_uring, or that watches its page faults.
 pub fn reason_against() -> Option<String> {
-    let entries = std::fs::read_dir("/proc/self/fd").ok()?;
-    entries.flatten().find_map(|entry| {
-        let descriptor: RawFd = entry.file_name().to_str()?.parse().ok()?;
+    let Ok(descriptors) = numbers_in(c"/proc/self/fd") else {
+        return Some("what it has open cannot be read".to_owned());
+    };
+    descriptors.into_iter().find_map(|descriptor| {
+        let descriptor = RawFd::try_from(descriptor).ok()?;
         let mut status = MaybeUninit::<libc::stat>::uninit();
         // SAFETY: `status` is there to be written; a descriptor that is none is refused.
         if unsafe { libc::fstat(descriptor, status.as_mut_ptr()) } != 0 {
@@ -200,8 +255,10 @@ pub fn reason_against() -> Option<String> {
         }
         // SAFETY: the call succeeded, so it was written.
         let status = unsafe { status.assume_init() };
-        let name =
-            || std::fs::read_link(entry.path()).map_or_else(|_| "a file".to_owned(), |p| p.display().to_string());
+        let name = || {
+            let link = readlinkat(CWD, format!("/proc/self/fd/{descriptor}"), Vec::new());
+            link.map_or_else(|_| "a file".to_owned(), |path| path.to_string_lossy().into_owned())
+        };
         match status.st_mode & libc::S_IFMT {
             libc::S_IFCHR if !HARMLESS.contains(&libc::major(status.st_rdev)) => {
                 Some(format!("{} is open, and a device may write to memory that it has pinned", name()))
@@ -211,6 +268,9 @@ pub fn reason_against() -> Option<String> {
                 let flags = unsafe { libc::fcntl(descriptor, libc::F_GETFL) };
                 let direct = flags != -1 && flags & libc::O_DIRECT != 0;
                 direct.then(|| format!("{} is open for direct I/O, which writes to memory that it has pinned", name()))
+            }
+            libc::S_IFSOCK if domain(descriptor) == Some(libc::AF_XDP) => {
+                Some("an AF_XDP socket is open, and the network writes to memory that it has pinned".to_owned())
             }
             // Anonymous inodes have no type.
             0 => {

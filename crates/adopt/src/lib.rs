@@ -8,20 +8,20 @@
 //! memory, and waits for the merge in hand where that could get in its way.
 //!
 //! # By what right
-//! - **At safe points** (`mpi`), when the main thread comes back from a barrier or an allreduce, if there are no more
-//!   threads than MPI_Init has left: then nobody writes. Only what the main thread has allocated, outside MPI_Init, is
-//!   a block, for MPI's own threads may write to theirs.
+//! - **At safe points** (`mpi`), when the main thread comes back from a barrier or an allreduce, if there are no other
+//!   threads than MPI_Init has left: then nobody writes. Only what the main thread has allocated, outside of MPI's
+//!   functions that `mpi` names, is a block, for MPI's own threads may write to theirs.
 //! - **Beside the program**, in a thread of this library, if writers can be made to wait (userfaultfd with kernel
 //!   faults, so that system calls wait, too, and none of them fails). So it is in MPI programs with other threads, too.
 //! - Otherwise nothing is merged, and a line on standard error says why, once for each process.
 //!
 //! # What is found out
-//! Before each merge (`guest`): devices that could have memory pinned (RDMA, GPUs), files open for direct I/O, io_uring.
-//! While any is open nothing is merged. When it is asked for: receives that are not waited for and windows of MPI, locked
+//! Before each merge (`guest`): devices that could have memory pinned (RDMA, GPUs), files open for direct I/O, io_uring,
+//! AF_XDP sockets. While any is open nothing is merged. When it is asked for: receives that are not waited for and windows of MPI, locked
 //! memory, stacks that the program brings, advice that merging would lose (`MADV_DONTFORK`, `MADV_WIPEONFORK` and
 //! others): such blocks are left alone from then on, though what was merged of them stays so until it is written.
 //! Mutexes with priority inheritance, and robust ones, which the kernel writes without waiting: merging beside the
-//! program ends.
+//! program, or beside other threads at a safe point, ends.
 //!
 //! # What is not
 //! - System calls on blocks past the C library (a bare `syscall`), mbind(2), and process_vm_writev(2) or ptrace(2) by others
@@ -31,6 +31,10 @@
 //! - In MPI programs: a signal handler that writes to blocks from one of MPI's threads; what `mpi` says of buffers.
 //! - Children that are made past fork(3) by a bare clone while another thread merges: they may wait for ever when they
 //!   allocate much. A child of vfork(2) that changes its parent's blocks.
+//! - An allocator of the program's own, in front of or behind ours, that a fork leaves locked while a thread is made for
+//!   the child. The thread is made at the beginning there, and in other programs with the first block.
+//! - Domains of programs whose processes end at the same moment, as ranks do: the last one takes a domain's directory
+//!   (some KiB under `/dev/shm`) with it if it finds itself alone, else whoever next joins any domain of the user does.
 //! - A program that uses libpagefold itself: it would find this library's copy of it.
 //! - Allocators of the program's own that hand out pages past malloc(3) and mmap(2), and stacks of coroutines in blocks
 //!   that other threads run on while the kernel writes to them: none of that is merged, or all of it waits as others do.

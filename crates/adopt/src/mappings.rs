@@ -6,7 +6,7 @@
 //! mapping by mapping.
 
 use crate::blocks::{BLOCKS, Block, State};
-use crate::merge::{self, MERGER};
+use crate::merge::{self, MERGER, Merger};
 use crate::next::next;
 use crate::{guest, maps, mpi, settings};
 use pagefold_model::AddressRange;
@@ -21,6 +21,30 @@ type Mmap = unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, c_int, i64) -
 type Mremap = unsafe extern "C" fn(*mut c_void, usize, usize, c_int, *mut c_void) -> *mut c_void;
 type OfRange = unsafe extern "C" fn(*mut c_void, usize) -> c_int;
 type OfRangeAnd = unsafe extern "C" fn(*mut c_void, usize, c_int) -> c_int;
+
+fn next_mmap() -> Option<Mmap> {
+    next!(c"mmap", Mmap)
+}
+
+fn next_munmap() -> Option<OfRange> {
+    next!(c"munmap", OfRange)
+}
+
+fn next_mremap() -> Option<Mremap> {
+    next!(c"mremap", Mremap)
+}
+
+fn next_mprotect() -> Option<OfRangeAnd> {
+    next!(c"mprotect", OfRangeAnd)
+}
+
+/// Look up what is called with a lock held, of this library or of an allocator.
+pub fn look_up() {
+    next_mmap();
+    next_munmap();
+    next_mremap();
+    next_mprotect();
+}
 
 /// Bytes of a page.
 pub fn page() -> u64 {
@@ -60,7 +84,7 @@ fn whole(address: *mut c_void, bytes: usize) -> AddressRange {
 /// With `MAP_FIXED`, nobody needs what is in the place.
 unsafe fn map(start: u64, bytes: u64, access: c_int, flags: c_int) -> Option<u64> {
     let flags = flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    let next = next!(c"mmap", Mmap)?;
+    let next = next_mmap()?;
     // SAFETY: the caller's promise; in other places nothing is replaced.
     let start = unsafe { next(pointer(start), bytes as usize, access, flags, -1, 0) };
     (start != libc::MAP_FAILED).then(|| start.expose_provenance() as u64)
@@ -81,7 +105,7 @@ pub fn aligned(bytes: u64, alignment: u64) -> Option<AddressRange> {
 
 /// Unmap a range that is ours, if it is any.
 pub fn unmap(range: AddressRange) {
-    if let Some(munmap) = next!(c"munmap", OfRange)
+    if let Some(munmap) = next_munmap()
         && range.start < range.end
     {
         // SAFETY: nobody uses what is ours any more. What cannot be unmapped, for want of mappings, stays.
@@ -109,33 +133,51 @@ fn touches(range: AddressRange) -> Option<bool> {
     BLOCKS.lock()?.touches(range)
 }
 
-/// Take a range out of blocks, as it becomes something else.
-fn forget(range: AddressRange) {
-    let Some(mut blocks) = BLOCKS.lock() else { return };
+/// Do what unmaps or replaces a range, and take that out of blocks. If it fails, according to `is_done`, what was
+/// known to the engine is left alone from then on.
+fn ending<T>(range: AddressRange, work: impl FnOnce() -> T, is_done: impl FnOnce(&T) -> bool) -> T {
+    let Some(mut blocks) = BLOCKS.lock() else { return work() };
     match blocks.touches(range) {
         None => {}
         Some(false) => blocks.cut(range),
         Some(true) => {
             drop(blocks);
-            if let Some(mut merger) = MERGER.lock() {
-                merger.cut(range);
+            let Some(mut merger) = MERGER.lock() else { return work() };
+            let before = BLOCKS.lock().map_or_else(Vec::new, |blocks| blocks.touching(range));
+            merger.cut(range);
+            let answer = work();
+            if !is_done(&answer) {
+                for block in before.iter().filter(|block| block.state != State::New) {
+                    if let Some(part) = block.range.overlap(range) {
+                        let heap = block.heap && part.start == block.range.start;
+                        merger.insert(part, heap, State::Left);
+                    }
+                }
             }
+            return answer;
+        }
+    }
+    drop(blocks);
+    work()
+}
+
+/// Do something while no block is merged that has part in a range; with the engine, where it knows one of those.
+fn between_merges<T>(range: AddressRange, work: impl FnOnce(Option<&mut Merger>) -> T) -> T {
+    let blocks = BLOCKS.lock();
+    match blocks.as_ref().and_then(|blocks| blocks.touches(range)) {
+        // With this lock no new block becomes one that may be merged.
+        Some(false) => work(None),
+        touches => {
+            drop(blocks);
+            let mut held = if touches.is_some() { MERGER.lock() } else { None };
+            work(held.as_deref_mut())
         }
     }
 }
 
-/// Do something while no block is merged that has part in a range.
-fn between_merges<T>(range: AddressRange, work: impl FnOnce() -> T) -> T {
-    let blocks = BLOCKS.lock();
-    match blocks.as_ref().and_then(|blocks| blocks.touches(range)) {
-        // With this lock no new block becomes one that may be merged.
-        Some(false) => work(),
-        touches => {
-            drop(blocks);
-            let _held = if touches.is_some() { MERGER.lock() } else { None };
-            work()
-        }
-    }
+/// Whether a range may be unmapped or replaced, as far as is seen before: it is of whole pages.
+fn is_sound(start: u64, bytes: usize) -> bool {
+    start.is_multiple_of(page()) && bytes > 0 && start.checked_add(bytes as u64).is_some()
 }
 
 /// mmap(2).
@@ -151,21 +193,26 @@ pub unsafe extern "C" fn mmap(
     file: c_int,
     offset: i64,
 ) -> *mut c_void {
-    if flags & libc::MAP_FIXED != 0 {
-        forget(whole(start, bytes));
-    }
-    let Some(next) = next!(c"mmap", Mmap) else {
+    let Some(next) = next_mmap() else {
         set_errno(libc::ENOSYS);
         return libc::MAP_FAILED;
     };
     // SAFETY: the caller's promise.
-    let mapped = unsafe { next(start, bytes, access, flags, file, offset) };
+    let call = || unsafe { next(start, bytes, access, flags, file, offset) };
+    let replaces = flags & (libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE) == libc::MAP_FIXED;
+    let mapped = if replaces && is_sound(start as u64, bytes) {
+        ending(whole(start, bytes), call, |mapped| *mapped != libc::MAP_FAILED)
+    } else {
+        call()
+    };
     let ordinary = flags & !libc::MAP_POPULATE == libc::MAP_PRIVATE | libc::MAP_ANONYMOUS && access == BOTH;
     if mapped != libc::MAP_FAILED && ordinary && settings::is_large(bytes) && mpi::may_adopt() {
         if let Some(mut blocks) = BLOCKS.lock() {
             blocks.insert(Block { range: whole(mapped, bytes), state: State::New, heap: false });
         }
-        guest::begin();
+        if guest::is_plain() {
+            guest::begin();
+        }
     }
     mapped
 }
@@ -193,12 +240,10 @@ pub unsafe extern "C" fn mmap64(
 /// As its manual says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn munmap(start: *mut c_void, bytes: usize) -> c_int {
-    forget(whole(start, bytes));
-    match next!(c"munmap", OfRange) {
-        // SAFETY: the caller's promise.
-        Some(next) => unsafe { next(start, bytes) },
-        None => refused(libc::ENOSYS),
-    }
+    let Some(next) = next_munmap() else { return refused(libc::ENOSYS) };
+    // SAFETY: the caller's promise.
+    let call = || unsafe { next(start, bytes) };
+    if is_sound(start as u64, bytes) { ending(whole(start, bytes), call, |answer| *answer == 0) } else { call() }
 }
 
 fn refused(errno: c_int) -> c_int {
@@ -219,18 +264,30 @@ pub unsafe extern "C" fn mremap(
     target: *mut c_void,
 ) -> *mut c_void {
     let range = whole(start, bytes);
-    let sound = range.start == start as u64 && bytes > 0 && wanted > 0 && wanted <= isize::MAX as usize;
     let fixed = flags & libc::MREMAP_FIXED != 0;
-    if fixed && sound {
-        forget(whole(target, wanted));
-    }
-    if !sound || touches(range).is_none() {
-        let Some(next) = next!(c"mremap", Mremap) else {
+    let place = whole(target, wanted);
+    let known = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
+    // What the kernel refuses it does so before it unmaps anything.
+    let fits = !fixed
+        || (flags & libc::MREMAP_MAYMOVE != 0 && is_sound(target as u64, wanted) && place.overlap(range).is_none());
+    let sound = is_sound(start as u64, bytes) && wanted > 0 && wanted <= isize::MAX as usize && flags & !known == 0;
+    let call = || {
+        let Some(next) = next_mremap() else {
             set_errno(libc::ENOSYS);
             return libc::MAP_FAILED;
         };
         // SAFETY: the caller's promise.
-        return unsafe { next(start, bytes, wanted, flags, target) };
+        unsafe { next(start, bytes, wanted, flags, target) }
+    };
+    if !sound || !fits {
+        return call();
+    }
+    if touches(range).is_none() {
+        return if fixed { ending(place, call, |moved| *moved != libc::MAP_FAILED) } else { call() };
+    }
+    if fixed {
+        // Moving takes the same lock.
+        ending(place, || (), |()| true);
     }
     let wanted = (wanted as u64).next_multiple_of(page());
     resize(range, wanted, flags, fixed.then_some(target as u64)).map_or(libc::MAP_FAILED, pointer)
@@ -266,7 +323,7 @@ pub fn resize(range: AddressRange, wanted: u64, flags: c_int, target: Option<u64
 }
 
 fn move_mapping(range: AddressRange, wanted: u64, flags: c_int, target: u64) -> Option<u64> {
-    let next = next!(c"mremap", Mremap)?;
+    let next = next_mremap()?;
     let (start, bytes) = (pointer(range.start), range.bytes().0 as usize);
     // SAFETY: the range is the caller's to move, and nothing else of ours knows where it is.
     let moved = unsafe { next(start, bytes, wanted as usize, flags, pointer(target)) };
@@ -351,7 +408,7 @@ fn copy(part: maps::Part, to: u64) -> bool {
     unsafe {
         ptr::copy_nonoverlapping(pointer(part.range.start).cast::<u8>(), pointer(to).cast::<u8>(), bytes as usize)
     };
-    let protect = next!(c"mprotect", OfRangeAnd);
+    let protect = next_mprotect();
     // SAFETY: it is mapped, and gets the access that the program has given it.
     part.access == BOTH || protect.is_some_and(|next| unsafe { next(pointer(to), bytes as usize, part.access) } == 0)
 }
@@ -374,7 +431,13 @@ pub unsafe extern "C" fn madvise(start: *mut c_void, bytes: usize, advice: c_int
             if advice == MADV_GUARD_INSTALL {
                 merge::leave(range);
             }
-            between_merges(range, || if zero(range) { call() } else { refused(libc::ENOMEM) })
+            between_merges(range, |merger| {
+                let answer = if zero(range) { call() } else { refused(libc::ENOMEM) };
+                if let Some(merger) = merger {
+                    keeping_errno(|| merger.forget(range));
+                }
+                answer
+            })
         }
         libc::MADV_REMOVE
         | libc::MADV_DONTFORK
@@ -397,7 +460,7 @@ pub unsafe extern "C" fn madvise(start: *mut c_void, bytes: usize, advice: c_int
 /// As its manual says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mprotect(start: *mut c_void, bytes: usize, access: c_int) -> c_int {
-    let Some(next) = next!(c"mprotect", OfRangeAnd) else { return refused(libc::ENOSYS) };
+    let Some(next) = next_mprotect() else { return refused(libc::ENOSYS) };
     let range = whole(start, bytes);
     // Freed, it would be spare as it is.
     if let Some(mut blocks) = BLOCKS.lock() {
@@ -406,7 +469,7 @@ pub unsafe extern "C" fn mprotect(start: *mut c_void, bytes: usize, access: c_in
         }
     }
     // SAFETY: the caller's promise.
-    between_merges(range, || unsafe { next(start, bytes, access) })
+    between_merges(range, |_| unsafe { next(start, bytes, access) })
 }
 
 /// pkey_mprotect(2).
@@ -481,8 +544,9 @@ pub unsafe extern "C" fn pthread_attr_setstack(attributes: *mut c_void, start: *
 /// close_range(2), which waits for the merge in hand: it uses descriptors of its own.
 #[unsafe(no_mangle)]
 pub extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
+    let next = next!(c"close_range", unsafe extern "C" fn(c_uint, c_uint, c_int) -> c_int);
     let _held = MERGER.lock();
-    match next!(c"close_range", unsafe extern "C" fn(c_uint, c_uint, c_int) -> c_int) {
+    match next {
         // SAFETY: any numbers may be given.
         Some(next) => unsafe { next(first, last, flags) },
         None => refused(libc::ENOSYS),
@@ -492,8 +556,9 @@ pub extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_in
 /// closefrom(3), as for [`close_range`].
 #[unsafe(no_mangle)]
 pub extern "C" fn closefrom(first: c_int) {
+    let next = next!(c"closefrom", unsafe extern "C" fn(c_int));
     let _held = MERGER.lock();
-    if let Some(next) = next!(c"closefrom", unsafe extern "C" fn(c_int)) {
+    if let Some(next) = next {
         // SAFETY: any number may be given.
         unsafe { next(first) };
     }

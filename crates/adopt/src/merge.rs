@@ -7,21 +7,26 @@ use crate::{guest, mappings};
 use pagefold_engine::{Engine, Error, Options};
 use pagefold_model::allowance::pause;
 use pagefold_model::{AddressRange, Bytes};
+use std::io::ErrorKind;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// The engine of this process. Whoever has it keeps merges away.
 pub static MERGER: Locked<Merger> = Locked::new(Merger::new());
 
-/// How many threads there were when MPI had begun, which are the main one and MPI's; 0 if there were others before.
-static THREADS_OF_MPI: AtomicUsize = AtomicUsize::new(0);
 /// When the next merge is due, in nanoseconds since [`began`].
 static DUE: AtomicU64 = AtomicU64::new(0);
 /// Nothing is merged any more.
 static OVER: AtomicBool = AtomicBool::new(false);
 /// Writers cannot all be made to wait.
 static UNWAITING: AtomicBool = AtomicBool::new(false);
+
+/// How long to wait at most to join a domain: the main thread may be the one that waits. Another merge tries again.
+const PATIENCE: Duration = Duration::from_millis(200);
+
+/// What is said where writers cannot all be made to wait.
+const WHY_UNWAITING: &str = "it has mutexes to which the kernel does not wait to write (priority inheritance, robust)";
 
 /// When this library was first asked for the time.
 fn began() -> Instant {
@@ -32,6 +37,9 @@ fn began() -> Instant {
 /// What merging came to, and with what.
 pub struct Merger {
     engine: Option<Engine>,
+    /// The threads that there were when MPI had begun, which are the main one and MPI's; none if there were others
+    /// before.
+    threads_of_mpi: Vec<u32>,
     idle: u32,
     rounds: u64,
     time: Duration,
@@ -53,6 +61,7 @@ impl Merger {
     const fn new() -> Self {
         Self {
             engine: None,
+            threads_of_mpi: Vec::new(),
             idle: 0,
             rounds: 0,
             time: Duration::ZERO,
@@ -71,7 +80,9 @@ impl Merger {
             self.idle = self.idle.saturating_add(1);
             return Some(pause(Duration::ZERO, settings.max_slowdown, self.idle));
         }
-        if let Some(why) = guest::reason_against() {
+        let unwaiting = stillness == Stillness::Held && UNWAITING.load(Ordering::Relaxed);
+        let why = if unwaiting { Some(WHY_UNWAITING.to_owned()) } else { guest::reason_against() };
+        if let Some(why) = why {
             say(&why);
             self.idle = self.idle.saturating_add(1);
             return Some(pause(Duration::ZERO, settings.max_slowdown, self.idle));
@@ -79,6 +90,7 @@ impl Merger {
         let began = Instant::now();
         match self.merge(stillness) {
             Ok(found) => self.idle = if found { 0 } else { self.idle.saturating_add(1) },
+            Err(error) if passes(&error) => self.idle = self.idle.saturating_add(1),
             Err(error) => {
                 give_up(&chain(&error));
                 return None;
@@ -93,7 +105,8 @@ impl Merger {
     fn merge(&mut self, stillness: Stillness) -> Result<bool, Error> {
         let Some(settings) = settings() else { return Ok(false) };
         if self.engine.is_none() {
-            let options = Options { max_slowdown: Some(settings.max_slowdown), ..Options::default() };
+            let options =
+                Options { max_slowdown: Some(settings.max_slowdown), patience: PATIENCE, ..Options::default() };
             self.engine = Some(Engine::join(&settings.domain, &options)?);
         }
         if let Some(mut blocks) = BLOCKS.lock() {
@@ -127,26 +140,36 @@ impl Merger {
         self.engine.as_ref().is_some_and(|engine| unsafe { engine.adopt(range) }.is_ok())
     }
 
-    fn forsake(&self, block: Block) {
-        // In a child that cannot join, nothing is merged any more.
-        let forsaken = self.engine.as_ref().map(|engine| engine.forsake(block.range));
+    fn forsake(&mut self, range: AddressRange) {
+        // SAFETY: what was a block is moved by whoever has the lock that this one has, and so not during a merge.
+        let forsaken = self.engine.as_ref().map(|engine| unsafe { engine.forsake_in_place(range) });
         if let Some(Err(error)) = forsaken {
-            give_up(&chain(&error));
+            self.forget_engine(&error);
         }
+    }
+
+    /// A child that cannot join merges nothing any more, and does not try again each time that it frees memory.
+    fn forget_engine(&mut self, error: &Error) {
+        give_up(&chain(error));
+        // It is its parent's, and leaving a domain takes time.
+        std::mem::forget(self.engine.take());
     }
 
     /// Take a range out of blocks: what is left of them stays adopted.
     pub fn cut(&mut self, range: AddressRange) {
         let Some(mut blocks) = BLOCKS.lock() else { return };
-        let adopted = blocks.touching(range).into_iter().filter(|block| block.state == State::Adopted);
-        let adopted: Vec<Block> = adopted.inspect(|block| self.forsake(*block)).collect();
-        blocks.cut(range);
-        for rest in adopted.iter().flat_map(|block| block.range.outside(&[range])) {
-            if !self.adopt(rest) {
-                for block in blocks.touching(rest) {
-                    blocks.set(block, State::Left);
-                }
+        for block in blocks.touching(range).into_iter().filter(|block| block.state == State::Adopted) {
+            if let Some(part) = block.range.overlap(range) {
+                self.forsake(part);
             }
+        }
+        blocks.cut(range);
+    }
+
+    /// What was merged in a range is no more.
+    pub fn forget(&mut self, range: AddressRange) {
+        if let Some(Err(error)) = self.engine.as_ref().map(|engine| engine.forget(range)) {
+            self.forget_engine(&error);
         }
     }
 
@@ -164,7 +187,7 @@ impl Merger {
         let Some(mut blocks) = BLOCKS.lock() else { return };
         for block in blocks.touching(range) {
             if block.state == State::Adopted {
-                self.forsake(block);
+                self.forsake(block.range);
             }
             blocks.set(block, State::Left);
         }
@@ -196,6 +219,14 @@ pub fn leave(range: AddressRange) {
     }
 }
 
+/// Whether a later merge may do what this one could not: somebody has the lock, or there are too few descriptors or too
+/// little memory just now.
+fn passes(error: &Error) -> bool {
+    let Error::Domain { source, .. } = error else { return false };
+    let scarce = matches!(source.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOSPC));
+    scarce || matches!(source.kind(), ErrorKind::TimedOut | ErrorKind::Interrupted)
+}
+
 /// Merge nothing from now on, and say why.
 pub fn give_up(why: &str) {
     if !OVER.swap(true, Ordering::Relaxed) {
@@ -225,20 +256,17 @@ fn chain(error: &dyn std::error::Error) -> String {
 /// A merge beside the program, which runs. How long to rest; `None` if there is no more merging.
 pub fn beside() -> Option<Duration> {
     if UNWAITING.load(Ordering::Relaxed) {
-        give_up("it has mutexes to which the kernel does not wait to write (priority inheritance, robust)");
+        give_up(WHY_UNWAITING);
         return None;
     }
     MERGER.lock()?.round(Stillness::Held)
 }
 
-/// How many threads there are.
-pub fn threads() -> usize {
-    std::fs::read_dir("/proc/self/task").map_or(usize::MAX, Iterator::count)
-}
-
-/// MPI has begun, in a process that had so many threads before.
-pub fn mpi_began(before: usize) {
-    THREADS_OF_MPI.store(if before == 1 { threads() } else { 0 }, Ordering::Relaxed);
+/// MPI has begun; `alone` says whether there was one thread before.
+pub fn mpi_began(alone: bool) {
+    if let Some(mut merger) = MERGER.lock() {
+        merger.threads_of_mpi = if alone { guest::threads() } else { Vec::new() };
+    }
 }
 
 /// The main thread is at a point at which no rank computes.
@@ -254,7 +282,8 @@ pub fn safe_point() {
     if BLOCKS.lock().is_some_and(|blocks| blocks.touches(AddressRange { start: here, end: here + 1 }).is_some()) {
         merger.leave(AddressRange { start: here, end: here + 1 });
     }
-    let alone = threads() == THREADS_OF_MPI.load(Ordering::Relaxed);
+    let threads = guest::threads();
+    let alone = !threads.is_empty() && threads.iter().all(|thread| merger.threads_of_mpi.contains(thread));
     let stillness = if alone { Stillness::Alone } else { Stillness::Held };
     // A handler would write beside the merge, or wait for the thread that it has interrupted.
     if let Some(rest) = guest::without_signals(|| merger.round(stillness)).flatten() {
@@ -264,10 +293,13 @@ pub fn safe_point() {
 
 /// The process ends.
 pub fn ends() {
-    if settings().is_some_and(|settings| settings.report)
-        && let Some(merger) = MERGER.lock()
-        && merger.rounds > 0
-    {
+    let Some(settings) = settings() else { return };
+    OVER.store(true, Ordering::Relaxed);
+    let Some(merger) = MERGER.lock() else { return };
+    if settings.report && merger.rounds > 0 {
         merger.report();
+    }
+    if let Some(engine) = &merger.engine {
+        engine.end();
     }
 }

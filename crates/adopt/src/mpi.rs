@@ -7,14 +7,18 @@
 //!
 //! Memory that is handed to an operation that goes on after the call has returned (a receive that is not waited for, a
 //! window) may be written by another process at any time, past page tables even. Blocks that such a call names are left
-//! alone from then on. What is not seen: a buffer that a datatype with absolute addresses (`MPI_BOTTOM`) names, and
-//! descriptors of `mpi_f08` in MPICH (`MPI_Irecv_f08ts`).
+//! alone from then on, and so is memory that MPI asks for within the functions below: its threads may write to that.
+//!
+//! What is not seen: a buffer that a datatype with absolute addresses (`MPI_BOTTOM`) names, or that begins outside of
+//! blocks and reaches into one; descriptors of `mpi_f08` in MPICH (`MPI_Irecv_f08ts`), and Fortran's names of large
+//! counts (`MPI_Irecv_c_f08`); large memory that MPI asks for in other functions, as for the pool of a first message,
+//! and to which a thread of its own writes.
 
+use crate::blocks::BLOCKS;
 use crate::{guest, merge, settings};
-use pagefold_model::AddressRange;
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
 /// As many words as the function with the most arguments has (`MPI_Rget_accumulate` in Fortran).
 type Words = [usize; 14];
@@ -42,8 +46,8 @@ const BUFFERS: usize = 6;
 /// What is answered where there is no MPI: no implementation has it for success.
 const NO_MPI: c_int = 16;
 
-/// Whether MPI is beginning just now. What it allocates then may be its threads'.
-static BEGINNING: AtomicBool = AtomicBool::new(false);
+/// How many functions of MPI the main thread is in, one within another. What is allocated there may be MPI's threads'.
+static DEPTH: AtomicUsize = AtomicUsize::new(0);
 
 /// Whether the program was linked with MPI.
 pub fn is_linked() -> bool {
@@ -54,7 +58,7 @@ pub fn is_linked() -> bool {
 /// Whether memory that this thread asks for now may be a block. In an MPI program only the main thread's: MPI's own
 /// threads write whenever they like.
 pub fn may_adopt() -> bool {
-    !guest::is_by_mpi() || (guest::is_main() && !BEGINNING.load(Ordering::Relaxed))
+    !guest::is_by_mpi() || (guest::is_main() && DEPTH.load(Ordering::Relaxed) == 0)
 }
 
 /// Look a function of MPI up: as the next library has it, or in any that was loaded later for itself, as interpreters
@@ -96,23 +100,36 @@ unsafe extern "C" fn look_into(library: *mut libc::dl_phdr_info, _: usize, searc
     c_int::from(!search.found.is_null())
 }
 
+/// Memory that is asked for within is MPI's.
+fn asks_for_memory(call: impl FnOnce() -> c_int, _: &Words) -> c_int {
+    if !guest::is_main() {
+        return call();
+    }
+    DEPTH.fetch_add(1, Ordering::Relaxed);
+    let result = call();
+    DEPTH.fetch_sub(1, Ordering::Relaxed);
+    result
+}
+
 /// MPI begins: from here on it is merged at its safe points.
-fn begins(call: impl FnOnce() -> c_int, _: &Words) -> c_int {
-    if settings::settings().is_none() || BEGINNING.swap(true, Ordering::Relaxed) {
+fn begins(call: impl FnOnce() -> c_int, words: &Words) -> c_int {
+    // Fortran's calls C's.
+    if settings::settings().is_none() || DEPTH.load(Ordering::Relaxed) > 0 {
         return call();
     }
     guest::leave_to_mpi();
-    let before = merge::threads();
-    let result = call();
-    merge::mpi_began(before);
-    BEGINNING.store(false, Ordering::Relaxed);
+    let alone = guest::threads().len() == 1;
+    let result = asks_for_memory(call, words);
+    merge::mpi_began(alone);
     result
 }
 
 /// When this returns, no rank computes.
-fn is_safe_point(call: impl FnOnce() -> c_int, _: &Words) -> c_int {
-    let result = call();
-    if settings::settings().is_some() && guest::is_by_mpi() && guest::is_main() {
+fn is_safe_point(call: impl FnOnce() -> c_int, words: &Words) -> c_int {
+    let result = asks_for_memory(call, words);
+    // Fortran's calls C's, and MPI its own.
+    let outermost = DEPTH.load(Ordering::Relaxed) == 0;
+    if outermost && settings::settings().is_some() && guest::is_by_mpi() && guest::is_main() {
         merge::safe_point();
     }
     result
@@ -122,14 +139,15 @@ fn is_safe_point(call: impl FnOnce() -> c_int, _: &Words) -> c_int {
 fn hands_over(call: impl FnOnce() -> c_int, words: &Words) -> c_int {
     if settings::settings().is_some() {
         for &word in &words[..BUFFERS] {
-            let start = word as u64;
-            merge::leave(AddressRange { start, end: start.saturating_add(1) });
+            let buffer = BLOCKS.lock().map(|blocks| blocks.from(word as u64));
+            buffer.into_iter().for_each(merge::leave);
         }
     }
-    call()
+    asks_for_memory(call, words)
 }
 
-/// Functions of MPI, with what is done around them: by their names in C, in Fortran, and in Fortran of 2008.
+/// Functions of MPI, with what is done around them: by their names in C, in Fortran, and in Fortran of 2008; or in C
+/// alone, where a large count is another type.
 macro_rules! around {
     ($around:ident: $($c:ident $fortran:ident $fortran_2008:ident),* $(,)?) => {
         $(
@@ -137,6 +155,9 @@ macro_rules! around {
             around!(@one $around $fortran "p");
             around!(@one $around $fortran_2008 "p");
         )*
+    };
+    ($around:ident in C: $($c:ident),* $(,)?) => {
+        $(around!(@one $around $c "P");)*
     };
     (@one $around:ident $name:ident $tools:literal) => {
         /// As its manual says.
@@ -255,3 +276,43 @@ around! { hands_over:
     MPI_File_read_at_all_begin mpi_file_read_at_all_begin_ mpi_file_read_at_all_begin_f08_,
     MPI_File_read_ordered_begin mpi_file_read_ordered_begin_ mpi_file_read_ordered_begin_f08_,
 }
+
+around! { is_safe_point in C: MPI_Allreduce_c }
+
+around! { hands_over in C:
+    MPI_Irecv_c, MPI_Imrecv_c, MPI_Recv_init_c, MPI_Isendrecv_c, MPI_Isendrecv_replace_c, MPI_Ibcast_c, MPI_Igather_c,
+    MPI_Igatherv_c, MPI_Iscatter_c, MPI_Iscatterv_c, MPI_Iallgather_c, MPI_Iallgatherv_c, MPI_Ialltoall_c,
+    MPI_Ialltoallv_c, MPI_Ialltoallw_c, MPI_Ireduce_c, MPI_Iallreduce_c, MPI_Ireduce_scatter_c,
+    MPI_Ireduce_scatter_block_c, MPI_Iscan_c, MPI_Iexscan_c, MPI_Ineighbor_allgather_c, MPI_Ineighbor_allgatherv_c,
+    MPI_Ineighbor_alltoall_c, MPI_Ineighbor_alltoallv_c, MPI_Ineighbor_alltoallw_c, MPI_Bcast_init_c, MPI_Gather_init_c,
+    MPI_Gatherv_init_c, MPI_Scatter_init_c, MPI_Scatterv_init_c, MPI_Allgather_init_c, MPI_Allgatherv_init_c,
+    MPI_Alltoall_init_c, MPI_Alltoallv_init_c, MPI_Alltoallw_init_c, MPI_Reduce_init_c, MPI_Allreduce_init_c,
+    MPI_Reduce_scatter_init_c, MPI_Reduce_scatter_block_init_c, MPI_Scan_init_c, MPI_Exscan_init_c,
+    MPI_Neighbor_allgather_init_c, MPI_Neighbor_allgatherv_init_c, MPI_Neighbor_alltoall_init_c,
+    MPI_Neighbor_alltoallv_init_c, MPI_Neighbor_alltoallw_init_c, MPI_Win_create_c, MPI_Get_c, MPI_Rget_c,
+    MPI_Get_accumulate_c, MPI_Rget_accumulate_c, MPI_File_iread_c, MPI_File_iread_at_c, MPI_File_iread_all_c,
+    MPI_File_iread_at_all_c, MPI_File_iread_shared_c, MPI_File_read_all_begin_c, MPI_File_read_at_all_begin_c,
+    MPI_File_read_ordered_begin_c,
+}
+
+around! { asks_for_memory:
+    MPI_Alloc_mem mpi_alloc_mem_ mpi_alloc_mem_f08_,
+    MPI_Win_allocate mpi_win_allocate_ mpi_win_allocate_f08_,
+    MPI_Win_allocate_shared mpi_win_allocate_shared_ mpi_win_allocate_shared_f08_,
+    MPI_Win_create_dynamic mpi_win_create_dynamic_ mpi_win_create_dynamic_f08_,
+    MPI_Comm_dup mpi_comm_dup_ mpi_comm_dup_f08_,
+    MPI_Comm_split mpi_comm_split_ mpi_comm_split_f08_,
+    MPI_Comm_create mpi_comm_create_ mpi_comm_create_f08_,
+    MPI_Send mpi_send_ mpi_send_f08_,
+    MPI_Isend mpi_isend_ mpi_isend_f08_,
+    MPI_Recv mpi_recv_ mpi_recv_f08_,
+    MPI_Sendrecv mpi_sendrecv_ mpi_sendrecv_f08_,
+    MPI_Wait mpi_wait_ mpi_wait_f08_,
+    MPI_Waitall mpi_waitall_ mpi_waitall_f08_,
+    MPI_Bcast mpi_bcast_ mpi_bcast_f08_,
+    MPI_Reduce mpi_reduce_ mpi_reduce_f08_,
+    MPI_Allgather mpi_allgather_ mpi_allgather_f08_,
+    MPI_Alltoall mpi_alltoall_ mpi_alltoall_f08_,
+}
+
+around! { asks_for_memory in C: MPI_Win_allocate_c, MPI_Win_allocate_shared_c }

@@ -1,11 +1,13 @@
 //! The functions that this library stands in for: those of whichever library comes next, mostly the C library's.
 //!
-//! They are looked up when they are first called, since programs allocate before any initializer has run. What the
-//! loader itself allocates meanwhile comes from a small arena, and stays.
+//! They are looked up when they are first called, since programs allocate before any initializer has run; those that are
+//! called with a lock held, by the initializer at the latest. What the loader itself allocates meanwhile comes from a
+//! small arena, and stays.
 
 use std::alloc::{GlobalAlloc, Layout};
-use std::cell::UnsafeCell;
+use std::cell::{Cell, UnsafeCell};
 use std::ffi::{CStr, c_int, c_void};
+use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
@@ -21,8 +23,11 @@ macro_rules! next {
 }
 pub(crate) use next;
 
-/// The thread that looks a function up.
-static SEEKER: AtomicUsize = AtomicUsize::new(0);
+thread_local! {
+    /// How many functions this thread is looking up, one within another. In a library that is loaded with the program
+    /// it is there without being allocated.
+    static SEEKING: Cell<u32> = const { Cell::new(0) };
+}
 
 /// What tells the calling thread from others that live.
 pub fn this_thread() -> usize {
@@ -36,13 +41,13 @@ pub fn find(found: &AtomicPtr<c_void>, name: &'static CStr) -> *mut c_void {
     if !known.is_null() {
         return known;
     }
-    let before = SEEKER.swap(this_thread(), Ordering::Relaxed);
+    SEEKING.set(SEEKING.get() + 1);
     // SAFETY: the name ends in NUL; a symbol is looked up, and nothing else done.
     let address = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) };
     if address.is_null() {
         forget_error();
     }
-    SEEKER.store(before, Ordering::Relaxed);
+    SEEKING.set(SEEKING.get() - 1);
     found.store(address, Ordering::Relaxed);
     address
 }
@@ -53,9 +58,27 @@ pub fn forget_error() {
     unsafe { libc::dlerror() };
 }
 
+/// Whether malloc(3) is this library's, and the one behind it the C library's.
+pub fn is_plain() -> bool {
+    // SAFETY: the name ends in NUL; a symbol is looked up, and nothing else done.
+    let called = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"malloc".as_ptr()) };
+    // SAFETY: as above.
+    let next = unsafe { libc::dlsym(libc::RTLD_NEXT, c"malloc".as_ptr()) };
+    library_of(called) == library_of(MEMORY.0.get().cast()) && ptr::eq(next, __libc_malloc as *const c_void)
+}
+
+/// Where the library begins that has an address.
+fn library_of(address: *const c_void) -> usize {
+    let mut found = MaybeUninit::<libc::Dl_info>::zeroed();
+    // SAFETY: `found` is there to be written; any address may be asked about.
+    unsafe { libc::dladdr(address, found.as_mut_ptr()) };
+    // SAFETY: zeros are a value of it, too.
+    unsafe { found.assume_init() }.dli_fbase as usize
+}
+
 /// Whether the calling thread is looking a function up just now.
 fn is_seeking() -> bool {
-    SEEKER.load(Ordering::Relaxed) == this_thread()
+    SEEKING.get() > 0
 }
 
 const ARENA: usize = 1 << 16;

@@ -29,4 +29,15 @@ fn a_thread_merges_within_its_share() {
     for (number, page) in region.as_slice().chunks_exact(4096).enumerate() {
         assert!(page.iter().all(|&byte| byte == (number / 2 % 100) as u8), "page {number}");
     }
+    // SAFETY: it is unmapped next, where it is.
+    unsafe { engine.forsake_in_place(region.range()) }.expect("whole pages");
+    drop(region);
+    for _ in 0..3 {
+        // SAFETY: nothing is adopted any more.
+        unsafe { engine.merge_while_running() }.expect("it works");
+    }
+    assert_eq!(engine.standing().expect("it works").store.0, 0, "what is not mapped is not kept");
+    assert!(root.path().join("background").exists());
+    engine.end();
+    assert!(!root.path().join("background").exists(), "nobody else is a member");
 }
