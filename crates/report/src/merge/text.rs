@@ -101,7 +101,7 @@ fn comparison(report: &MergeReport, outcome: &OutcomeReport, style: Style) -> St
     table.add_row([
         "regions added".to_owned(),
         number(plan.regions_added),
-        outcome.regions_added.to_string(),
+        format!("{}{}", if outcome.regions_added < 0 { "-" } else { "" }, number(outcome.regions_added.unsigned_abs())),
         String::new(),
     ]);
     let mut text = style.render(&table);
