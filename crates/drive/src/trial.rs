@@ -86,7 +86,7 @@ impl<'h> Trial<'h> {
     }
 
     /// Look at what is merged of processes that ran since the last look, or of everybody. Tells whether any of it does not
-    /// pay.
+    /// pay that programs had not enrolled themselves: what can be withdrawn between rounds.
     pub fn look(&mut self, everybody: bool) -> bool {
         self.blind = self.blind || !self.watch.is_empty() && self.watch.look(everybody).is_err();
         !self.is_empty() && self.watch.has_losses(|seen| seen.pays(self.host.page_size().bytes()))
@@ -200,9 +200,16 @@ pub fn act(
             missed.extend(told.map(|(range, why)| note(Some(range), why)));
             return Ok(true);
         }
-        Err(session::Error::Refused(why)) => missed.push(note(None, why.to_string())),
-        Err(session::Error::Unknown(why)) => missed.push(note(None, Refusal::from(why).to_string())),
+        Err(session::Error::Refused(why)) => note_once(missed, note(None, why.to_string())),
+        Err(session::Error::Unknown(why)) => note_once(missed, note(None, Refusal::from(why).to_string())),
         Err(error) => return Err(error),
     }
     Ok(false)
+}
+
+/// What is tried again and again is told once.
+fn note_once(missed: &mut Vec<Missed>, note: Missed) {
+    if !missed.contains(&note) {
+        missed.push(note);
+    }
 }

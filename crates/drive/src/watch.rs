@@ -179,9 +179,9 @@ impl<'h> Watch<'h> {
         self.pieces.sort_by_key(|piece| (piece.process, piece.range));
     }
 
-    /// Whether any piece does not pay.
+    /// Whether any piece does not pay of those that programs had not enrolled themselves.
     pub fn has_losses(&self, pays: impl Fn(&Seen) -> bool) -> bool {
-        !self.pieces.iter().all(|piece| pays(&piece.seen))
+        !self.pieces.iter().all(|piece| piece.own || pays(&piece.seen))
     }
 
     /// Take out the pieces that do not pay, and at the end those of which nothing is merged: they were written before
