@@ -1,8 +1,10 @@
 //! Starting `pagefold-lab` from a test: it is ready when [`Lab::start`] returns, and gone when the [`Lab`] is dropped.
 
-use std::io::{self, BufRead, BufReader};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 
@@ -102,6 +104,23 @@ impl<Line> Drop for Lab<Line> {
         drop(self.child.stdin.take());
         let _ = self.child.wait();
     }
+}
+
+/// What a guest's shell answers to a line.
+///
+/// # Errors
+/// Those of its serial line; `WouldBlock` when it does not answer within two minutes.
+pub fn ask(guest: &Guest, line: &str) -> io::Result<String> {
+    let mut serial = UnixStream::connect(&guest.serial)?;
+    serial.set_read_timeout(Some(Duration::from_secs(120)))?;
+    serial.write_all(format!("{line}; echo end\n").as_bytes())?;
+    let mut answer = String::new();
+    let mut byte = [0];
+    while !answer.ends_with("end\r\n") {
+        serial.read_exact(&mut byte)?;
+        answer.push(char::from(byte[0]));
+    }
+    Ok(answer.trim_end_matches("end\r\n").replace('\r', ""))
 }
 
 /// The binary: `PAGEFOLD_LAB` when that is set, else the one that cargo built beside the running test.

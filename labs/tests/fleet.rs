@@ -1,14 +1,14 @@
 //! Real virtual machines: that they come up with the memory they were asked for, and that none outlives the lab.
 
 use std::fs;
-use std::io::{Read, Write};
+use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use pagefold_labs::assets::Assets;
-use pagefold_labs::client::{Lab, binary};
+use pagefold_labs::client::{Lab, ask, binary};
 use pagefold_labs::lines::Guest;
 use rustix::process::{Pid, Signal};
 
@@ -36,20 +36,6 @@ fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
         assert!(Instant::now() < deadline, "it never came to be: {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
-}
-
-/// What a guest's shell answers to a line, up to a last line `end`.
-fn ask(guest: &Guest, line: &str) -> String {
-    let mut serial = UnixStream::connect(&guest.serial).unwrap();
-    serial.set_read_timeout(Some(Duration::from_secs(120))).unwrap();
-    serial.write_all(format!("{line}; echo end\n").as_bytes()).unwrap();
-    let mut answer = String::new();
-    let mut byte = [0];
-    while !answer.ends_with("end\r\n") {
-        serial.read_exact(&mut byte).unwrap();
-        answer.push(char::from(byte[0]));
-    }
-    answer.trim_end_matches("end\r\n").replace('\r', "")
 }
 
 /// The flags of the VMA that holds a guest's memory: the only one of exactly that size.
@@ -80,8 +66,8 @@ fn two_guests_hold_their_data_and_are_gone_afterwards() {
             let command = fs::read_to_string(format!("/proc/{}/cmdline", guest.pid)).unwrap();
             assert!(command.contains(&format!("\0-name\0{}\0", guest.name)), "{command:?}");
             assert!(memory_flags(guest).contains(&"mg".to_owned()), "its memory is mergeable");
-            assert_eq!(ask(guest, "stat -c %s /data/same /data/own"), format!("{}\n{}\n", 4 << 20, 3 << 20));
-            [ask(guest, "sha1sum /data/same"), ask(guest, "sha1sum /data/own")]
+            assert_eq!(ask(guest, "stat -c %s /data/same /data/own").unwrap(), format!("{}\n{}\n", 4 << 20, 3 << 20));
+            ["sha1sum /data/same", "sha1sum /data/own"].map(|line| ask(guest, line).unwrap())
         })
         .collect();
     assert_eq!(sums[0][0], sums[1][0]);

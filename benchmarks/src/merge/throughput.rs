@@ -1,10 +1,10 @@
 //! How fast equal memory is merged: the user engine on one and two threads against ksmd flat out, by length of run.
 //!
-//! Two processes hold the same, in runs of so many pages with a page between them that is not there; or zeros. Nothing
-//! of it is merged at first and all of it at last. The user engine takes three merges for that, all of which count: one
-//! to see what the first process has, one to store and map it in the second, one to map it in the first. ksmd takes two
-//! scans and more; what counts is its CPU time until the last page is merged. In each round all take their turn, in an
-//! order drawn anew.
+//! Two or four processes hold the same, in runs of so many pages with a page between them that is not there; or zeros.
+//! Nothing of it is merged at first and all of it at last. The user engine takes a merge for each process and one more for
+//! that, all of which count: one to see what the first process has, one to store and map it in the second, one to map it
+//! in each of the others, the first at last. ksmd takes two scans and more; what counts is its CPU time until the last
+//! page is merged. In each round all take their turn, in an order drawn anew.
 //!
 //! The processes are the engine's `examples/member`, which fill their memory as they are told; the time of a merge is
 //! what it says of itself.
@@ -23,6 +23,9 @@ use std::time::{Duration, Instant};
 
 /// Pages of a run.
 const LENGTHS: [u64; 6] = [1, 4, 16, 64, 256, 1024];
+
+/// How many processes hold the same.
+const PROCESSES: [u64; 2] = [2, 4];
 
 /// From this length on the engine, on two threads, is to be so many times as fast as ksmd, which is one.
 const LONG: u64 = 64;
@@ -48,13 +51,27 @@ impl Way {
     }
 }
 
-/// What two processes hold.
+/// What processes hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Held {
+    processes: u64,
     run: u64,
     zeros: bool,
     /// In each process, without the gaps.
     pages: u64,
+}
+
+impl Held {
+    /// In all processes.
+    fn all(self) -> u64 {
+        self.processes * self.pages
+    }
+
+    /// What is measured: zeros of two processes only, which have nothing to do with each other.
+    fn each(pages: u64) -> Vec<Self> {
+        let lengths = |processes, zeros| LENGTHS.map(|run| Self { processes, run, zeros, pages });
+        PROCESSES.iter().flat_map(|&processes| lengths(processes, false)).chain(lengths(2, true)).collect()
+    }
 }
 
 #[derive(Debug)]
@@ -62,7 +79,7 @@ struct Trial {
     held: Held,
     way: Way,
     round: usize,
-    /// Of both processes.
+    /// Of all processes.
     merged: u64,
     seconds: f64,
 }
@@ -71,7 +88,7 @@ impl Trial {
     /// Bytes in a second; nothing if not nearly everything was merged.
     fn rate(&self) -> Option<f64> {
         let bytes = self.merged as f64 * pagefold_sys::mapping::page_size() as f64;
-        (self.merged as f64 >= 1.98 * self.held.pages as f64).then(|| bytes / self.seconds)
+        (self.merged as f64 >= 0.99 * self.held.all() as f64).then(|| bytes / self.seconds)
     }
 }
 
@@ -80,19 +97,18 @@ pub fn measure(rounds: usize, quick: bool) -> Result<Findings> {
     let pages = if quick { 2048 } else { 16_384 };
     let mut trials = Vec::new();
     for round in 1..=rounds {
-        for zeros in [false, true] {
-            for run in LENGTHS {
-                for way in shuffled(Way::ALL.to_vec()) {
-                    let trial = trial(Held { run, zeros, pages }, way, round)?;
-                    eprintln!(
-                        "round {round}: {} pages{}, {}: {:.2} GB/s",
-                        run,
-                        if zeros { " of zeros" } else { "" },
-                        way.name(),
-                        trial.rate().unwrap_or(0.0) / 1e9
-                    );
-                    trials.push(trial);
-                }
+        for held in Held::each(pages) {
+            for way in shuffled(Way::ALL.to_vec()) {
+                let trial = trial(held, way, round)?;
+                eprintln!(
+                    "round {round}: {} processes, {} pages{}, {}: {:.2} GB/s",
+                    held.processes,
+                    held.run,
+                    if held.zeros { " of zeros" } else { "" },
+                    way.name(),
+                    trial.rate().unwrap_or(0.0) / 1e9
+                );
+                trials.push(trial);
             }
         }
     }
@@ -100,36 +116,35 @@ pub fn measure(rounds: usize, quick: bool) -> Result<Findings> {
 }
 
 fn findings(trials: &[Trial], pages: u64) -> Findings {
-    let mut findings = Findings::new("round,run_pages,zeros,way,held_pages,merged_pages,seconds");
+    let mut findings = Findings::new("round,processes,run_pages,zeros,way,held_pages,merged_pages,seconds");
     findings.samples.extend(trials.iter().map(|trial| {
-        let Held { run, zeros, pages } = trial.held;
+        let Held { processes, run, zeros, .. } = trial.held;
         format!(
-            "{},{run},{zeros},{},{},{},{:.6}",
+            "{},{processes},{run},{zeros},{},{},{},{:.6}",
             trial.round,
             trial.way.name().replace(',', ""),
-            2 * pages,
+            trial.held.all(),
             trial.merged,
             trial.seconds
         )
     }));
-    let of = |run: u64, zeros: bool, way: Way| {
-        let is = move |trial: &&Trial| trial.held.run == run && trial.held.zeros == zeros && trial.way == way;
-        trials.iter().filter(is)
-    };
+    let of = |held: Held, way: Way| trials.iter().filter(move |trial| trial.held == held && trial.way == way);
     // Within rounds.
-    let ratios = |run: u64, zeros: bool, over: Way, under: Way| {
+    let ratios = |held: Held, over: Way, under: Way| {
         let pair = |one: &Trial| {
-            let other = of(run, zeros, under).find(|other| other.round == one.round)?;
+            let other = of(held, under).find(|other| other.round == one.round)?;
             Some(one.rate()? / other.rate()?)
         };
-        of(run, zeros, over).filter_map(pair).collect::<Vec<f64>>()
+        of(held, over).filter_map(pair).collect::<Vec<f64>>()
     };
     let spread = |values: Vec<f64>| (!values.is_empty()).then(|| Spread::of(values));
     let [one, two, ksmd] = Way::ALL;
-    for zeros in [false, true] {
+    let kinds = Held::each(pages);
+    for kinds in kinds.chunk_by(|one, next| (one.processes, one.zeros) == (next.processes, next.zeros)) {
+        let Held { processes, zeros, .. } = kinds[0];
         let mut table = Table::new(
             format!(
-                "{} in two processes of {:.0} MiB",
+                "{} in {processes} processes of {:.0} MiB",
                 if zeros { "Zeros" } else { "Equal memory" },
                 (pages * pagefold_sys::mapping::page_size() as u64) as f64 / f64::from(1 << 20)
             ),
@@ -142,12 +157,13 @@ fn findings(trials: &[Trial], pages: u64) -> Findings {
                 "2 threads over 1",
             ],
         );
-        for run in LENGTHS {
+        for &held in kinds {
+            let run = held.run;
             let rate = |way| {
-                let rates: Vec<f64> = of(run, zeros, way).filter_map(Trial::rate).collect();
+                let rates: Vec<f64> = of(held, way).filter_map(Trial::rate).collect();
                 spread(rates).map_or("not all".to_owned(), |rates| format!("{:.2}", rates.median / 1e9))
             };
-            let factor = |over, under| spread(ratios(run, zeros, over, under)).map_or("-".to_owned(), Spread::factor);
+            let factor = |over, under| spread(ratios(held, over, under)).map_or("-".to_owned(), Spread::factor);
             table.rows.push(vec![
                 run.to_string(),
                 rate(one),
@@ -157,11 +173,11 @@ fn findings(trials: &[Trial], pages: u64) -> Findings {
                 factor(two, one),
             ]);
             if run >= LONG && !zeros {
-                let told = |way| spread(ratios(run, zeros, way, ksmd));
+                let told = |way| spread(ratios(held, way, ksmd));
                 let ratio = told(two);
                 let factor = |ratio: Option<Spread>| ratio.map_or("not all was merged".to_owned(), Spread::factor);
                 findings.bars.push(Bar {
-                    claim: format!("runs of {run} pages: at least {TIMES} times ksmd flat out, on two threads"),
+                    claim: format!("{processes} processes, runs of {run} pages: at least {TIMES} times ksmd flat out, on two threads"),
                     measured: format!("{}; on one {}", factor(ratio), factor(told(one))),
                     met: ratio.is_some_and(|ratio| ratio.median >= TIMES),
                 });
@@ -171,7 +187,7 @@ fn findings(trials: &[Trial], pages: u64) -> Findings {
     }
     if let Some(last) = findings.tables.last_mut() {
         last.notes.push(
-            "Bytes of both processes by the time from when nothing is merged until all is: of all merges that takes, \
+            "Bytes of all processes by the time from when nothing is merged until all is: of all merges that takes, \
              by the engine; of ksmd's CPU time. \"not all\": what the engine does not find worth a mapping of its own."
                 .to_owned(),
         );
@@ -185,11 +201,11 @@ fn trial(held: Held, way: Way, round: usize) -> Result<Trial> {
     forget(&ksm, ksmd)?;
     let domains = tempfile::tempdir_in("/dev/shm").context("a folder for domains")?;
     let start = || Member::start(held, way, domains.path());
-    let mut members = [start()?, start()?];
+    let mut members = (0..held.processes).map(|_| start()).collect::<Result<Vec<_>>>()?;
     let (mut merged, mut seconds) = (0, 0.0);
     match way {
         Way::Engine { .. } => {
-            for member in [0, 1, 0] {
+            for member in (0..members.len()).chain([0]) {
                 let told = members[member].tell("merge")?;
                 merged += field(&told, "merged: Pages(")? + field(&told, "zeros: Pages(")?;
                 seconds += duration(&told)?;
@@ -204,7 +220,8 @@ fn trial(held: Held, way: Way, round: usize) -> Result<Trial> {
             // Of equal pages one is kept.
             let saved = |now: Counters| (now.saved - before.saved).unsigned_abs();
             let (mut best, mut since) = (0, quiet);
-            while since.elapsed() < QUIET && best < if held.zeros { 2 * held.pages } else { held.pages } {
+            let most = if held.zeros { held.all() } else { held.all() - held.pages };
+            while since.elapsed() < QUIET && best < most {
                 pause_for(Duration::from_millis(2))?;
                 let now = Counters::read(ksmd)?;
                 if saved(now) > best {
@@ -212,7 +229,7 @@ fn trial(held: Held, way: Way, round: usize) -> Result<Trial> {
                 }
             }
             ksm.set("run", 0);
-            merged = if held.zeros { best } else { 2 * best };
+            merged = if held.zeros { best } else { best * held.processes / (held.processes - 1) };
         }
     }
     for member in &mut members {
@@ -220,7 +237,7 @@ fn trial(held: Held, way: Way, round: usize) -> Result<Trial> {
         ensure!(checked == "same", "after merging, {checked}");
     }
     // Other memory of the processes is merged by ksmd, too.
-    Ok(Trial { held, way, round, merged: merged.min(2 * held.pages), seconds })
+    Ok(Trial { held, way, round, merged: merged.min(held.all()), seconds })
 }
 
 /// A number in what a member says.
@@ -308,7 +325,7 @@ mod tests {
 
     #[test]
     fn bars_are_judged_within_rounds() {
-        let held = Held { run: 64, zeros: false, pages: 100 };
+        let held = Held { processes: 2, run: 64, zeros: false, pages: 100 };
         let trial = |way, seconds, merged| Trial { held, way, round: 1, merged, seconds };
         let met = |seconds: f64, merged: u64| {
             let trials =

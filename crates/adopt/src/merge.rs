@@ -71,6 +71,11 @@ impl Merger {
         }
     }
 
+    /// Whether it is for others, or a later safe point, to merge. Ranks do it at the same safe points.
+    fn passes(&self) -> bool {
+        self.engine.as_ref().is_some_and(|engine| !engine.has_its_turn().unwrap_or(true))
+    }
+
     /// Merge once, if nothing speaks against it. How long to rest then; `None` if there is no more merging.
     fn round(&mut self, stillness: Stillness) -> Option<Duration> {
         let settings = settings()?;
@@ -98,15 +103,23 @@ impl Merger {
         }
         self.rounds += 1;
         self.time += began.elapsed();
-        Some(pause(began.elapsed(), settings.max_slowdown, self.idle))
+        Some(match stillness {
+            // The engine keeps to the bound, and knows when the others merge.
+            Stillness::Alone => Duration::ZERO,
+            Stillness::Held => pause(began.elapsed(), settings.max_slowdown, self.idle),
+        })
     }
 
     /// Whether it was worth it.
     fn merge(&mut self, stillness: Stillness) -> Result<bool, Error> {
         let Some(settings) = settings() else { return Ok(false) };
         if self.engine.is_none() {
-            let options =
-                Options { max_slowdown: Some(settings.max_slowdown), patience: PATIENCE, ..Options::default() };
+            let options = Options {
+                max_slowdown: Some(settings.max_slowdown),
+                per_node: settings.per_node,
+                patience: PATIENCE,
+                ..Options::default()
+            };
             self.engine = Some(Engine::join(&settings.domain, &options)?);
         }
         if let Some(mut blocks) = BLOCKS.lock() {
@@ -276,6 +289,9 @@ pub fn safe_point() {
         return;
     }
     let Some(mut merger) = MERGER.lock() else { return };
+    if merger.passes() {
+        return;
+    }
     // A coroutine's stack may be in a block, and must not change under the merge that runs on it.
     let here = 0_u8;
     let here = (&raw const here).addr() as u64;

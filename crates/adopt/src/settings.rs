@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 const DOMAIN: &str = "PAGEFOLD_DOMAIN";
 const MAX_SLOWDOWN: &str = "PAGEFOLD_MAX_SLOWDOWN";
 const SMALLEST: &str = "PAGEFOLD_THRESHOLD";
+const PER_NODE: &str = "PAGEFOLD_PER_NODE";
 const REPORT: &str = "PAGEFOLD_REPORT";
 
 /// What the user has asked for.
@@ -16,6 +17,8 @@ pub struct Settings {
     pub domain: String,
     /// By which share the program may become slower.
     pub max_slowdown: f64,
+    /// Whether each NUMA node has a store of its own.
+    pub per_node: bool,
     /// Whether to say at the end what was done.
     pub report: bool,
 }
@@ -33,7 +36,8 @@ pub fn read() {
     let Some(domain) = text(DOMAIN) else { return };
     let max_slowdown = text(MAX_SLOWDOWN).and_then(|text| text.parse().ok()).unwrap_or(0.02);
     let threshold = text(SMALLEST).and_then(|text| text.parse().ok()).unwrap_or(1 << 20_usize);
-    let settings = Settings { domain, max_slowdown, report: text(REPORT).is_some() };
+    let (per_node, report) = (text(PER_NODE).is_some(), text(REPORT).is_some());
+    let settings = Settings { domain, max_slowdown, per_node, report };
     if SETTINGS.set(settings).is_ok() {
         THRESHOLD.store(threshold.max(LEAST), Ordering::Relaxed);
     }

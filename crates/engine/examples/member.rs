@@ -2,7 +2,7 @@
 //! sequence of lines is allowed: pages that a line is not for, as they are unmapped or protected, are passed over.
 //!
 //! ```text
-//! member DOMAIN PAGES [--threads N] [--max-slowdown PERCENT]
+//! member DOMAIN PAGES [--threads N] [--max-slowdown PERCENT] [--per-node]
 //!
 //! fill START COUNT SEED   pages from START on; SEED 0 is zeros, and equal seeds and places are equal contents
 //! copy START COUNT FROM   pages from START on become what those from FROM on hold
@@ -455,6 +455,7 @@ fn main() {
     let options = Options {
         max_slowdown: option("--max-slowdown").map(|percent| percent / 100.0),
         threads: option("--threads").map_or(1, |threads| threads as usize),
+        per_node: arguments.iter().any(|argument| argument == "--per-node"),
         ..Options::default()
     };
     let pages: usize = arguments[2].parse().expect("a number of pages");

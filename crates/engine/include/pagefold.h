@@ -28,9 +28,10 @@ typedef struct pagefold_options {
 	const char *root;    /* where domains are kept; NULL: $PAGEFOLD_RUNTIME, else /dev/shm/pagefold-UID */
 	double max_slowdown; /* share of the program's own time; negative: no bound */
 	unsigned threads;    /* that merge at the same time */
+	int per_node;        /* not 0: a domain, NAME.nodeN, for each NUMA node, and that of the one this runs on now */
 } pagefold_options;
 
-#define PAGEFOLD_OPTIONS_INIT { sizeof(pagefold_options), NULL, 0.02, 1 }
+#define PAGEFOLD_OPTIONS_INIT { sizeof(pagefold_options), NULL, 0.02, 1, 0 }
 
 /* What merging did. */
 typedef struct pagefold_merged {

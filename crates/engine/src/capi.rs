@@ -17,6 +17,7 @@ pub struct pagefold_options {
     root: *const c_char,
     max_slowdown: c_double,
     threads: c_uint,
+    per_node: c_int,
 }
 
 /// `pagefold_merged`.
@@ -213,6 +214,7 @@ pub unsafe extern "C" fn pagefold_join(domain: *const c_char, options: *const pa
             let given = unsafe { &*given };
             options.max_slowdown = (given.max_slowdown >= 0.0).then_some(given.max_slowdown);
             options.threads = given.threads as usize;
+            options.per_node = given.per_node != 0;
             if !given.root.is_null() {
                 // SAFETY: not null, so a string by the caller's promise.
                 let root = unsafe { CStr::from_ptr(given.root) };

@@ -20,9 +20,10 @@
 //! # Memory model
 //! - **generation**: written with the lock; sequentially consistent. A reader may see that of an index which was the
 //!   present one. If it still is after a slot was referred to, whoever condemns in a later one sees the reference.
-//! - **other numbers of the header**, but for `Passes`: written with the lock; sequentially consistent. Who has the
+//! - **other numbers of the header**, but for `Passes` and `Moment`: written with the lock; sequentially consistent. Who has the
 //!   lock sees the last ones; who has not may see a store that others have left since, which is noticed under the lock.
 //! - **`Passes`**: counted by every member; relaxed. It says when to collect, and not what.
+//! - **`Moment`**: set by every member, by compare and exchange; relaxed. It says when to merge, and not what.
 //! - **bits of `slots`**: read and written with the lock; relaxed, since the lock orders them.
 //! - **the key**: written with the lock, before `Magic` says that it is there.
 //! - **bytes of a slot**: written by who has reserved it, before the index says that it holds a content. Who refers to
@@ -84,6 +85,9 @@ pub enum Header {
     StoreDevice,
     /// See `StoreDevice`.
     StoreInode,
+    /// The moment that was named last for all to merge ([`pagefold_model::turn`]), in nanoseconds of the clock that
+    /// members share.
+    Moment,
 }
 
 /// The domain, as this process has it.
@@ -107,11 +111,12 @@ pub struct Domain {
 }
 
 impl Domain {
-    /// Join the domain that is kept in a directory, or found it; with its hasher. Waits until some time for the lock.
+    /// Join the domain that is kept in a directory, or found it; with its hasher. Waits until some time for the lock. If a
+    /// store is founded, its memory is to be on a node, if one is named.
     ///
     /// # Errors
     /// Those of files and of the lock, `InvalidData` where the directory holds something else.
-    pub fn join(path: &Path, page: u64, until: Instant) -> io::Result<(Self, Hasher)> {
+    pub fn join(path: &Path, page: u64, node: Option<u32>, until: Instant) -> io::Result<(Self, Hasher)> {
         let _lock = Lock::wait(&path.join("lock"), until)?;
         // A file system that answers for others, as over a network, cannot be relied on to tell who is there.
         if rustix::fs::statfs(path)?.f_type != TMPFS_MAGIC {
@@ -163,6 +168,11 @@ impl Domain {
             None => {
                 // Whoever still maps something of a former store keeps that, and joins anew.
                 let store = Store::new(count, page)?;
+                if let Some(node) = node {
+                    // A preference: where it cannot be told, as in containers that forbid it, or there is no such memory,
+                    // memory is where its writers run.
+                    let _ = store.stay_on(count, node);
+                }
                 set(Header::StoreInode, 0);
                 slots.set(0..number(Header::Bound) as u32, false);
                 set(Header::Bound, 0);
@@ -214,6 +224,23 @@ impl Domain {
         self.number(Header::Generation) == self.generation
     }
 
+    /// Whether there is no other member.
+    pub fn is_alone(&self) -> bool {
+        self.number(Header::Members) <= 1
+    }
+
+    /// The moment that was named last for all to merge.
+    pub fn moment(&self) -> Duration {
+        Duration::from_nanos(self.number(Header::Moment))
+    }
+
+    /// Name another one, if nobody has named one since.
+    pub fn name_moment(&self, named: Duration, moment: Duration) {
+        let word = &self.header[Header::Moment as usize];
+        let nanoseconds = |moment: Duration| moment.as_nanos() as u64;
+        let _ = word.compare_exchange(nanoseconds(named), nanoseconds(moment), Ordering::Relaxed, Ordering::Relaxed);
+    }
+
     /// Whether this member has the domain's store, and its files are where others find them.
     pub fn is_whole(&self) -> bool {
         self.has_store() && self.references.is_listed()
@@ -257,7 +284,10 @@ impl Domain {
     }
 
     /// Take up the present index, if this member has an older one.
-    fn follow(&mut self) -> io::Result<()> {
+    ///
+    /// # Errors
+    /// Those of mapping it.
+    pub fn follow(&mut self) -> io::Result<()> {
         while !self.is_present() {
             let generation = self.number(Header::Generation);
             // Between two numbers another one may have come, and its file be gone.

@@ -20,13 +20,16 @@
 //! publishes what was written to the slot before, as a release that its reader acquires.
 //!
 //! A table does not grow. Under the domain's lock a larger one is made beside it, without the entries that nobody has
-//! seen for long, and takes its place. What members still write into the old one is lost, which [`pass`](crate::pass)
+//! seen for long, and takes its place. What members still write into the old one is lost, which [`choose`](crate::choose)
 //! knows.
 
 use crate::words::Words;
 use std::fs::File;
 use std::io;
 use std::sync::atomic::Ordering;
+
+/// Of a table that is filled as far as it may be, runs are a hundred times shorter.
+const MOST_PROBES: usize = 4096;
 
 /// Words of an entry.
 const ENTRY: usize = 2;
@@ -155,10 +158,7 @@ impl Index {
     /// The entry of a fingerprint, which is not 0, made if there is none; `None` if the table is as full as it may be
     /// there.
     pub fn entry(&self, fingerprint: u64) -> Option<usize> {
-        debug_assert_ne!(fingerprint, 0, "zeros are not stored");
-        // Half a table of probes is a full table, whatever the counters say.
-        for probe in 0..=self.mask / 2 {
-            let number = (fingerprint as usize).wrapping_add(probe) & self.mask;
+        for number in self.probes(fingerprint) {
             let word = &self.words[number * ENTRY];
             let mut found = word.load(Ordering::Relaxed);
             if found == 0 {
@@ -172,6 +172,22 @@ impl Index {
             }
         }
         None
+    }
+
+    /// The entry of a fingerprint, which is not 0, if there is one.
+    pub fn find(&self, fingerprint: u64) -> Option<usize> {
+        self.probes(fingerprint)
+            .map(|number| (number, self.fingerprint(number)))
+            .take_while(|&(_, found)| found != 0)
+            .find_map(|(number, found)| (found == fingerprint).then_some(number))
+    }
+
+    /// Where the entry of a fingerprint may be, in the order in which to look.
+    fn probes(&self, fingerprint: u64) -> impl Iterator<Item = usize> + use<> {
+        debug_assert_ne!(fingerprint, 0, "zeros are not stored");
+        let mask = self.mask;
+        // So many probes are a table that is too full, whatever the counters say.
+        (0..=(mask / 2).min(MOST_PROBES)).map(move |probe| (fingerprint as usize).wrapping_add(probe) & mask)
     }
 
     /// What is known of an entry. Ordered with all other accesses of this kind.

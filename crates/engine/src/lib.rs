@@ -21,7 +21,8 @@
 //!
 //! What is merged in one call: pages that hold what another member, or another page of this one, was seen to hold. A
 //! content goes to the store once it was seen in two places, so what only one member has is never touched, and members
-//! that merge one after another find each other's contents one merge later.
+//! that merge one after another find each other's contents one merge later. With a bound on the slow-down a content counts
+//! as seen once it was the same at two merges, and members merge at the same safe points: see [`Options::max_slowdown`].
 //!
 //! How regions, members and the domain stand is told by [`Engine::regions`], [`Engine::standing`] and
 //! [`Engine::domain`]; to others, who are no members, by [`observe`].
@@ -66,11 +67,12 @@
 //!   during a merge it must not be done.
 //!
 //! # Unsafe
-//! `unsafe` is in `memory`, in `words`, and where `pass` calls `memory`; each block says why it holds. The one promise
+//! `unsafe` is in `memory`, in `words`, and where `pass`, `choose`, `survey` and `store` map and compare; each block says why it holds. The one promise
 //! that is the caller's is that nobody writes to adopted memory during a merge.
 
 mod background;
 mod capi;
+mod choose;
 mod directory;
 mod domain;
 mod index;
@@ -83,8 +85,10 @@ mod pass;
 mod protocol;
 mod record;
 mod references;
+mod region;
 mod statistics;
 mod store;
+mod survey;
 mod words;
 
 pub use background::Background;
@@ -92,12 +96,14 @@ pub use directory::VARIABLE;
 pub use statistics::{Merged, RegionStanding, Standing};
 
 use crate::domain::Domain;
-use crate::pass::{Region as Adopted, Stillness};
+use crate::pass::Stillness;
 use crate::references::Bits;
+use crate::region::Region as Adopted;
 use pagefold_model::allowance::Allowance;
 use pagefold_model::engine::{self, Member, RegionTally, Spending, Tally};
 use pagefold_model::{AddressRange, Bytes};
 use pagefold_sys::fingerprint::Hasher;
+use pagefold_sys::node;
 use pagefold_sys::userfault::UserFault;
 use rustix::rand::{GetRandomFlags, getrandom};
 use rustix::time::{ClockId, clock_gettime};
@@ -156,10 +162,16 @@ pub struct Options {
     /// Where domains are kept; by default `$PAGEFOLD_RUNTIME`, else `/dev/shm/pagefold-UID`.
     pub root: Option<PathBuf>,
     /// By how much the program may be slowed down, as a share of the time that it would take by itself; `None` for no
-    /// bound. What a merge has no time for waits for a later one.
+    /// bound. What a merge has no time for waits for a later one. Members with safe points within a second of each other
+    /// wait for a moment at which all of a domain merge ([`pagefold_model::turn`]), since others may wait for whoever
+    /// merges alone.
     pub max_slowdown: Option<f64>,
     /// Threads that merge at the same time.
     pub threads: usize,
+    /// Have a domain, and so a store, for each NUMA node, and join that of the node on which this process runs then: what
+    /// is merged stays local, and nothing is merged across nodes. For processes that stay on a node, as ranks do that are
+    /// bound to it. The domain of node 1 is called `NAME.node1`.
+    pub per_node: bool,
     /// How long to wait at most for the lock of a domain that is to be joined, in which others may be at work one after
     /// another.
     pub patience: Duration,
@@ -168,7 +180,7 @@ pub struct Options {
 impl Default for Options {
     /// At most 2 % slower, on one thread, and ten seconds to join.
     fn default() -> Self {
-        Self { root: None, max_slowdown: Some(0.02), threads: 1, patience: Duration::from_secs(10) }
+        Self { root: None, max_slowdown: Some(0.02), threads: 1, per_node: false, patience: Duration::from_secs(10) }
     }
 }
 
@@ -197,12 +209,16 @@ pub struct Engine {
 struct State {
     /// The process that joined: a child is not yet a member.
     process: u32,
+    /// Where the domain's memory is to be, if that was asked for.
+    node: Option<u32>,
     domain: Domain,
     hasher: Hasher,
     /// This member's own number, for [`index::Tag`].
     random: u64,
     regions: Vec<Adopted>,
     allowance: Allowance,
+    /// What it costs the program to write to a page that was merged.
+    fault_time: Duration,
     started: Instant,
     so_far: Merged,
     /// How many merges there were, and when the last one ended, since the host was booted.
@@ -210,10 +226,13 @@ struct State {
     last_merge: Option<Duration>,
     /// Where the last merge that was cut short had come to.
     cursor: u64,
+    /// When the program was at a safe point last, and the moment at which this member merged with the others.
+    before: Option<Duration>,
+    served: Duration,
     /// How long the last merge took to find out what there is.
     surveying: Duration,
-    /// How many pages the last merge noted in the index.
-    sighted: usize,
+    /// Whether the next merge need not ask whether it has its turn: it has.
+    granted: bool,
     /// Slots that memory maps which was forsaken: it may be anywhere, and be moved while others are looked for.
     strays: Bits,
 }
@@ -233,10 +252,12 @@ impl Engine {
     pub fn join(name: &str, options: &Options) -> Result<Self, Error> {
         let root = options.root.clone().unwrap_or_else(directory::root);
         let failed = |source| Error::Domain { name: name.to_owned(), source };
+        let node = options.per_node.then(node::current).transpose().map_err(failed)?;
+        let name = &node.map_or_else(|| name.to_owned(), |node| format!("{name}.node{node}"));
         domain::sweep(&root);
         let (directory, state) = loop {
             let directory = directory::of_domain(&root, name)?;
-            match State::join(&directory, options) {
+            match State::join(&directory, options, node) {
                 // The last member took it away.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted || !directory.exists() => {}
                 joined => break (directory, joined.map_err(failed)?),
@@ -300,7 +321,7 @@ impl Engine {
         self.with(|state| {
             whole(range, state.domain.page())?;
             if state.regions.iter().any(|region| region.range().overlap(range).is_some()) {
-                let strays = pass::slots_mapped(&state.domain, range);
+                let strays = survey::slots_mapped(&state.domain, range);
                 state.strays.extend(strays.map_err(|source| Error::Domain { name: self.name.clone(), source })?);
             }
             state.leave_alone(range);
@@ -390,6 +411,19 @@ impl Engine {
             let merged = state.merge(&self.options, &self.directory, &Stillness::Promised);
             merged.map_err(|source| Error::Domain { name: self.name.clone(), source })
         })?
+    }
+
+    /// Whether [`Engine::merge`] would merge now, for callers to whom a safe point costs something: whether there is room
+    /// for it within the bound, and it is not for others to wait for. To be asked at each safe point; the next merge does
+    /// not ask again.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn has_its_turn(&self) -> Result<bool, Error> {
+        self.with(|state| {
+            state.granted = state.has_its_turn(clock(), &Stillness::Promised);
+            state.granted
+        })
     }
 
     /// Merge what is identical, while the program runs: writers wait for as long as the pages that they write to are in
@@ -531,23 +565,27 @@ fn whole(range: AddressRange, page: u64) -> Result<(), Error> {
 }
 
 impl State {
-    fn join(directory: &std::path::Path, options: &Options) -> io::Result<Self> {
+    fn join(directory: &std::path::Path, options: &Options, node: Option<u32>) -> io::Result<Self> {
         let page = rustix::param::page_size() as u64;
-        let (domain, hasher) = Domain::join(directory, page, Instant::now() + options.patience)?;
+        let (domain, hasher) = Domain::join(directory, page, node, Instant::now() + options.patience)?;
         let state = Self {
             process: std::process::id(),
+            node,
             domain,
             hasher,
             random: random()?,
             regions: Vec::new(),
             allowance: Allowance::new(options.max_slowdown),
+            fault_time: memory::fault_time()?,
             started: Instant::now(),
             so_far: Merged::default(),
             merges: 0,
             last_merge: None,
             cursor: 0,
+            before: None,
+            served: Duration::ZERO,
             surveying: Duration::ZERO,
-            sighted: 0,
+            granted: false,
             strays: Bits::default(),
         };
         state.tell(options);
@@ -562,13 +600,13 @@ impl State {
         if let Some((root, name)) = directory.parent().zip(directory.file_name().and_then(|name| name.to_str())) {
             directory::of_domain(root, name).map_err(io::Error::other)?;
         }
-        let (domain, hasher) = Domain::join(directory, self.domain.page(), until)?;
+        let (domain, hasher) = Domain::join(directory, self.domain.page(), self.node, until)?;
         // What this process maps already is referred to anew before the former references go. A former store is
         // nobody's to free: whoever still has it joins anew, too.
         if domain.store.identity() != self.domain.store.identity() {
             self.strays = Bits::default();
         }
-        domain.references.add(pass::slots_mapped(&domain, pass::EVERYWHERE)?)?;
+        domain.references.add(survey::slots_mapped(&domain, survey::EVERYWHERE)?)?;
         domain.references.add(self.strays.iter())?;
         self.domain = domain;
         (self.hasher, self.process, self.random) = (hasher, std::process::id(), random()?);
@@ -582,7 +620,7 @@ impl State {
     }
 
     fn standing(&mut self, options: &Options) -> io::Result<Standing> {
-        let mappings = pass::tally_now(&self.domain, &mut self.regions, clock())?;
+        let mappings = region::tally_now(&self.domain, &mut self.regions, clock())?;
         self.tell(options);
         let Tally { pages, merged, zeros, hot } = self.tally();
         Ok(Standing {
@@ -634,7 +672,7 @@ impl Drop for State {
     fn drop(&mut self) {
         // What is merged stays mapped, and so has to stay referred to. In a child that never joined, by its parent's.
         let strays = self.strays.iter().next().is_some();
-        let mapped = pass::slots_mapped(&self.domain, pass::EVERYWHERE);
+        let mapped = survey::slots_mapped(&self.domain, survey::EVERYWHERE);
         if strays || mapped.map_or(true, |mut slots| slots.next().is_some()) {
             self.domain.references.keep();
         } else {

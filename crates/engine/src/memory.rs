@@ -8,11 +8,13 @@
 
 use crate::store::Store;
 use pagefold_model::AddressRange;
+use pagefold_model::lasting::BREAK;
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mremap_fixed, munmap};
 use std::ffi::c_void;
 use std::io;
 use std::ptr;
 use std::slice;
+use std::time::{Duration, Instant};
 
 fn pointer(address: u64) -> *mut c_void {
     ptr::with_exposed_provenance_mut(address as usize)
@@ -142,6 +144,39 @@ impl Drop for Incoming {
 pub unsafe fn give_back_zeros(range: AddressRange) -> io::Result<()> {
     // SAFETY: the caller's promise makes the content afterwards what it was before.
     Ok(unsafe { madvise(pointer(range.start), range.bytes().0 as usize, Advice::LinuxDontNeed) }?)
+}
+
+/// What a write costs here that finds a page of zeros in the place of one of the program's own: the fault, a frame, and
+/// filling it. The median of a few tries, and no less than is known of such faults ([`BREAK`]).
+///
+/// # Errors
+/// Those of mmap(2).
+pub fn fault_time() -> io::Result<Duration> {
+    const TRIES: usize = 5;
+    const PAGES: usize = 16;
+    let page = rustix::param::page_size();
+    let range = reserve((TRIES * PAGES * page) as u64)?;
+    // SAFETY: the range is this function's own; the advice changes no content. Kernels without huge pages refuse it.
+    let _ = unsafe { madvise(pointer(range.start), range.bytes().0 as usize, Advice::LinuxNoHugepage) };
+    let each = (range.start..range.end).step_by(page).map(|address| pointer(address).cast::<u8>());
+    let each: Vec<*mut u8> = each.collect();
+    for &page in &each {
+        // SAFETY: it is mapped readable, and nobody else knows of it.
+        let _ = unsafe { page.read_volatile() };
+    }
+    let try_one = |pages: &[*mut u8]| {
+        let began = Instant::now();
+        for &page in pages {
+            // SAFETY: it is mapped writable, and nobody else knows of it.
+            unsafe { page.write_volatile(1) };
+        }
+        began.elapsed() / PAGES as u32
+    };
+    let mut tries: Vec<Duration> = each.chunks(PAGES).map(try_one).collect();
+    tries.sort_unstable();
+    // SAFETY: it is this function's own, and no borrow of it is left.
+    unsafe { release(range) }?;
+    Ok(tries[TRIES / 2].max(Duration::from_secs_f64(BREAK)))
 }
 
 /// Ordinary memory without content, somewhere.

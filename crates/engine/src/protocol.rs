@@ -10,7 +10,7 @@
 //! Covered: referring and looking, reserving and publishing, condemning and freeing, references that are made anew, an
 //! index that takes the place of another, the lock's end with its process, children that hold their parent's
 //! references. Not covered: founding and leaving a domain, files that others remove, the numbers by which that is
-//! noticed, more than one store, and what [`slots_mapped`](crate::pass::slots_mapped) finds: a member knows what it
+//! noticed, more than one store, and what [`slots_mapped`](crate::survey::slots_mapped) finds: a member knows what it
 //! maps.
 //!
 //! What the check is worth is shown by protocols that are wrong in one place: each must be found out.

@@ -9,13 +9,16 @@
 
 use crate::words::Words;
 use pagefold_model::engine::STORE;
+use pagefold_sys::node;
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, IntoRawFd};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::ptr;
 use std::sync::atomic::Ordering;
 
 /// What tells a store apart from all other files while it lives: device and inode.
@@ -43,6 +46,21 @@ impl Store {
         );
         file.set_len(u64::from(slots) * page)?;
         Self::of(file, page)
+    }
+
+    /// Have the memory of its slots taken from a NUMA node, while that has any.
+    ///
+    /// # Errors
+    /// Those of mmap(2) and mbind(2).
+    pub fn stay_on(&self, slots: u32, node: u32) -> io::Result<()> {
+        let bytes = self.offset(slots) as usize;
+        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
+        // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
+        let start = unsafe { mmap(ptr::null_mut(), bytes, ProtFlags::empty(), flags, self.file(), 0) }?;
+        let preferred = node::prefer(start.expose_provenance(), bytes, node);
+        // SAFETY: the range is this function's own, and nothing borrows from it.
+        unsafe { munmap(start, bytes) }?;
+        preferred
     }
 
     /// The one that another member has open, if it is the one that is asked for.

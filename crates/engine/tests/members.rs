@@ -404,6 +404,38 @@ fn a_member_may_die_at_any_step() {
     assert!(at > 15, "there are more points than {at}");
 }
 
+/// Ranks that come to safe points together merge at the same ones, with room for that at other times.
+#[test]
+fn members_merge_at_the_same_safe_points() {
+    let root = root();
+    let bounds = ["2", "3", "4"];
+    let mut ranks: Vec<Member> =
+        bounds.iter().map(|bound| Member::start(&root, 2000, &["--max-slowdown", bound])).collect();
+    let (mut together, mut apart) = (0, 0);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    for step in 0.. {
+        for (rank, member) in ranks.iter_mut().enumerate() {
+            member.tell(&format!("fill {} 100 {}", step % 10 * 100, 7 * step + rank as u64 + 1));
+        }
+        std::thread::sleep(Duration::from_millis(20));
+        ranks.iter_mut().for_each(|member| member.say("merge"));
+        let merged = ranks.iter_mut().map(|member| member.answer().expect("it lives"));
+        let merged = merged.map(Told).filter(|told| told.of("cut_short") == 0 || told.of("looked_at") > 0);
+        match merged.count() {
+            0 => {}
+            all if all == bounds.len() => together += 1,
+            _ => apart += 1,
+        }
+        if together >= 8 {
+            break;
+        }
+        assert!(Instant::now() < deadline, "{together} times together and {apart} times apart");
+    }
+    ranks.iter_mut().for_each(Member::check);
+    // A moment may lie among safe points.
+    assert!(apart <= together, "{together} times together and {apart} times apart");
+}
+
 /// A member that is stopped at any step holds others up for a while only, and goes on where it was.
 #[cfg(feature = "fault-points")]
 #[test]

@@ -84,6 +84,12 @@ impl Note {
         }
     }
 
+    /// Whether it held the same when it was looked at last, by its fingerprint: what was written since is likely to be
+    /// written again, as ksmd takes it, too (`calc_checksum` in mm/ksm.c, 6.18).
+    pub fn is_settled(self, fingerprint: u64) -> bool {
+        self.state == State::Alone && self.content == fingerprint as u16
+    }
+
     /// It was merged.
     pub fn merged(&mut self, now: Duration) {
         self.stamp = stamp(now);
@@ -94,10 +100,9 @@ impl Note {
     /// It was looked at, and nobody was known to hold what it does, whose fingerprint is this. After some looks it is
     /// left alone until the next moment that is a multiple of 1, 2, 4 and so on seconds; at once if it has changed.
     pub fn looked(&mut self, now: Duration, fingerprint: u64) {
-        let content = fingerprint as u16;
-        let changed = self.state == State::Alone && self.content != content;
+        let changed = self.state == State::Alone && !self.is_settled(fingerprint);
         self.looks = self.looks.max(if changed { FREE - 1 } else { 0 }).saturating_add(1).min(FREE + MOST_ALONE);
-        self.content = content;
+        self.content = fingerprint as u16;
         let step = 1_u64 << self.looks.saturating_sub(FREE);
         self.stamp = (now.as_secs() / step * step + step) as u16;
         self.state = State::Alone;
@@ -173,7 +178,9 @@ mod tests {
         assert_eq!(looks(|_| 7), [0, 1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 192, 256, 320, 384]);
         assert_eq!(looks(|now| now), [0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384], "it changes");
         let mut note = Note::default();
-        assert!(note.is_new());
+        assert!(note.is_new() && !note.is_settled(7));
+        note.looked(at(0), 7);
+        assert!(note.is_settled(7) && !note.is_settled(8));
         (0..9).for_each(|now| note.looked(at(now), 7));
         assert!(!note.is_new() && !note.may_merge(at(31)));
         note.merged(at(32));

@@ -33,6 +33,7 @@ pub mod reading;
 pub mod region;
 pub mod savings;
 pub mod segment;
+pub mod turn;
 pub mod units;
 
 pub use class::{Counts, PageClass};

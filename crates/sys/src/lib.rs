@@ -10,5 +10,6 @@ pub mod forked;
 pub mod inject;
 pub mod launch;
 pub mod mapping;
+pub mod node;
 pub mod pagemap;
 pub mod userfault;

@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 
 const PAGE_IS_FILE: u64 = 1 << 2;
 const PAGE_IS_PRESENT: u64 = 1 << 3;
@@ -105,8 +106,21 @@ pub fn resident(pagemap: &File, range: Range<u64>, mut found: impl FnMut(Residen
 
 /// Hand all pages of `range` that are resident or swapped out to `found`, in address order.
 ///
-/// `pagemap` and errors are as for [`resident`].
+/// Before 6.7 the entries of `pagemap` are read, which tell less: no page is told to be a part of a huge one, and a page
+/// that others map, too, as after a fork or a merge by KSM, cannot be told from the kernel's zero page, and is told to be
+/// that.
+///
+/// `pagemap` is an open `/proc/PID/pagemap`. Errors are those of the ioctl or of reading it: `ESRCH` when the process's
+/// memory is gone.
 pub fn mapped(pagemap: &File, range: Range<u64>, mut found: impl FnMut(MappedRange)) -> io::Result<()> {
+    match mapped_by_scan(pagemap, range.clone(), &mut found) {
+        // The first call was refused, so nothing has been told.
+        Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => mapped_by_entries(pagemap, range, found),
+        told => told,
+    }
+}
+
+fn mapped_by_scan(pagemap: &File, range: Range<u64>, mut found: impl FnMut(MappedRange)) -> io::Result<()> {
     let wanted = Wanted {
         inverted: 0,
         all_of: 0,
@@ -124,6 +138,42 @@ pub fn mapped(pagemap: &File, range: Range<u64>, mut found: impl FnMut(MappedRan
             swapped: is(PAGE_IS_SWAPPED),
         });
     })
+}
+
+/// As [`mapped`], by the entries of eight bytes each (Documentation/admin-guide/mm/pagemap.rst, 4.2 and later).
+fn mapped_by_entries(pagemap: &File, range: Range<u64>, mut found: impl FnMut(MappedRange)) -> io::Result<()> {
+    const EXCLUSIVE: u64 = 1 << 56;
+    const FILE: u64 = 1 << 61;
+    const SWAPPED: u64 = 1 << 62;
+    const PRESENT: u64 = 1 << 63;
+    let page = crate::mapping::page_size() as u64;
+    let mut buffer = vec![0; BATCH.min(((range.end - range.start) / page) as usize) * size_of::<u64>()];
+    let mut last: Option<MappedRange> = None;
+    let mut start = range.start;
+    while start < range.end {
+        let wanted = buffer.len().min(((range.end - start) / page) as usize * size_of::<u64>());
+        pagemap.read_exact_at(&mut buffer[..wanted], start / page * size_of::<u64>() as u64)?;
+        for entry in buffer[..wanted].as_chunks::<8>().0.iter().copied().map(u64::from_ne_bytes) {
+            let is = |flag| entry & flag != 0;
+            let next = MappedRange {
+                start,
+                end: start + page,
+                file: is(FILE),
+                zero: is(PRESENT) && !is(FILE) && !is(EXCLUSIVE),
+                huge: false,
+                swapped: is(SWAPPED),
+            };
+            start = next.end;
+            let kind = |of: &MappedRange| (of.file, of.zero, of.swapped);
+            match &mut last {
+                _ if !is(PRESENT) && !is(SWAPPED) => {}
+                Some(last) if last.end == next.start && kind(last) == kind(&next) => last.end = next.end,
+                _ => last.replace(next).into_iter().for_each(&mut found),
+            }
+        }
+    }
+    last.into_iter().for_each(found);
+    Ok(())
 }
 
 fn scan(pagemap: &File, range: Range<u64>, wanted: &Wanted, mut found: impl FnMut(PageRegion)) -> io::Result<()> {
@@ -168,6 +218,38 @@ fn scan(pagemap: &File, range: Range<u64>, wanted: &Wanted, mut found: impl FnMu
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Both ways tell the same of memory that nobody shares.
+    #[test]
+    fn entries_tell_what_a_scan_does() {
+        let page = crate::mapping::page_size();
+        let mut memory = vec![0_u8; 9000 * page];
+        // Neither huge pages nor another test's forks are to be seen.
+        for advice in [libc::MADV_NOHUGEPAGE, libc::MADV_DONTFORK] {
+            let (first, whole) = (memory.as_mut_ptr().addr().next_multiple_of(page), 8999 * page);
+            // SAFETY: the range is this test's own, and the advice changes no content.
+            unsafe { libc::madvise(std::ptr::with_exposed_provenance_mut(first), whole, advice) };
+        }
+        let start = (memory.as_ptr().expose_provenance() as u64).next_multiple_of(page as u64);
+        let end = start + 8999 * page as u64;
+        // Written, read only, or not touched at all.
+        for (at, page) in memory.chunks_mut(page).enumerate() {
+            match at % 7 {
+                0..3 => page[0] = 1,
+                3 => drop(std::hint::black_box(page[0])),
+                _ => {}
+            }
+        }
+        let pagemap = File::open("/proc/self/pagemap").expect("one's own");
+        let (mut scanned, mut read) = (Vec::new(), Vec::new());
+        mapped_by_entries(&pagemap, start..end, |found| read.push(found)).expect("one's own can be read");
+        assert!(read.len() > 1000 && read.iter().any(|found| found.zero) && read.iter().any(|found| !found.zero));
+        match mapped_by_scan(&pagemap, start..end, |found| scanned.push(found)) {
+            Ok(()) if scanned.iter().all(|found| !found.huge) => assert_eq!(read, scanned),
+            Ok(()) => println!("skipped: this kernel gives memory in huge pages"),
+            Err(error) => println!("skipped: PAGEMAP_SCAN: {error}"),
+        }
+    }
 
     #[test]
     fn every_page_is_told_once() {

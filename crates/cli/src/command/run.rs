@@ -80,6 +80,9 @@ pub struct Options {
     /// The smallest allocation that is merged, for the engine `user` [default: 1MiB]
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
     threshold: Option<Bytes>,
+    /// Keep what is merged on each NUMA node by itself, for the engine `user`: for processes that stay on a node
+    #[arg(long)]
+    per_node: bool,
     /// Have each process say on standard error at its end what was merged, for the engine `user`
     #[arg(long)]
     report: bool,
@@ -240,6 +243,7 @@ impl Options {
             ("--domain", self.domain.is_some()),
             ("--max-slowdown", self.max_slowdown.is_some()),
             ("--threshold", self.threshold.is_some()),
+            ("--per-node", self.per_node),
             ("--report", self.report),
         ];
         let kernel = [("--way", self.way.is_some()), ("--policy", self.policy.is_some())];

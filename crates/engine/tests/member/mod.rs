@@ -97,6 +97,11 @@ impl Member {
         (read > 0).then(|| line.trim_end().to_owned())
     }
 
+    /// Have it do something, and do not wait for its answer.
+    pub fn say(&mut self, line: &str) {
+        writeln!(self.says, "{line}").expect("it reads");
+    }
+
     /// What it answers, if it lives.
     pub fn ask(&mut self, line: &str) -> Option<String> {
         writeln!(self.says, "{line}").ok()?;

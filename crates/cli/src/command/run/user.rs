@@ -40,7 +40,8 @@ pub fn prepare(options: &Options, name: &OsStr) -> anyhow::Result<Vec<(CString, 
         Some(named) if named.starts_with('.') || named.is_empty() || named.chars().any(|c| letter(c) != c) => {
             bail!("--domain {named}: letters, digits, '.', '_' and '-' make a name, and '.' is not first")
         }
-        _ => domain.chars().map(letter).take(64).collect(),
+        // As long as names may be, with room for that of a node.
+        _ => domain.chars().map(letter).take(if options.per_node { 54 } else { 64 }).collect(),
     };
     let mut variables = vec![("LD_PRELOAD", preload), ("PAGEFOLD_DOMAIN", CString::new(domain)?)];
     let mut say = |name, value: Option<String>| -> anyhow::Result<()> {
@@ -49,6 +50,7 @@ pub fn prepare(options: &Options, name: &OsStr) -> anyhow::Result<Vec<(CString, 
     };
     say("PAGEFOLD_MAX_SLOWDOWN", options.max_slowdown.map(|share| share.to_string()))?;
     say("PAGEFOLD_THRESHOLD", options.threshold.map(|bytes| bytes.0.to_string()))?;
+    say("PAGEFOLD_PER_NODE", options.per_node.then(|| "1".to_owned()))?;
     say("PAGEFOLD_REPORT", options.report.then(|| "1".to_owned()))?;
     variables.into_iter().map(|(name, value)| Ok((CString::new(name)?, value))).collect()
 }

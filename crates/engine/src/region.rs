@@ -1,0 +1,157 @@
+//! Memory that may be merged, and what is known of its pages.
+
+use crate::Advice;
+use crate::domain::Domain;
+use crate::layout::{self, Kind};
+use pagefold_model::engine::{RegionTally, Tally};
+use pagefold_model::hot::Note;
+use pagefold_model::{AddressRange, Bytes, Pages};
+use pagefold_sys::pagemap;
+use std::fs::File;
+use std::io;
+use std::time::Duration;
+
+/// Memory that may be merged.
+#[derive(Debug)]
+pub struct Region {
+    range: AddressRange,
+    page: u64,
+    notes: Vec<Note>,
+    unmergeable: Vec<AddressRange>,
+    /// How it stood when that was found out last.
+    tally: Tally,
+}
+
+impl Region {
+    /// Of whole pages.
+    pub fn new(range: AddressRange, page: u64) -> Self {
+        let pages = range.bytes().0 / page;
+        let tally = Tally { pages: Pages(pages), ..Tally::default() };
+        Self { range, page, notes: vec![Note::default(); pages as usize], unmergeable: Vec::new(), tally }
+    }
+
+    /// Where it is.
+    pub fn range(&self) -> AddressRange {
+        self.range
+    }
+
+    /// What is left of it without a range: up to two of them.
+    pub fn without(self, range: AddressRange) -> Vec<Self> {
+        let part = |left: AddressRange| {
+            let at = |address: u64| ((address - self.range.start) / self.page) as usize;
+            let notes = self.notes[at(left.start)..at(left.end)].to_vec();
+            let unmergeable = self.unmergeable.iter().filter_map(|known| known.overlap(left)).collect();
+            Self { notes, unmergeable, ..Self::new(left, self.page) }
+        };
+        match self.range.outside(&[range])[..] {
+            [all] if all == self.range => vec![self],
+            ref left => left.iter().copied().map(part).collect(),
+        }
+    }
+
+    /// Take a range for something else.
+    pub fn advise(&mut self, range: AddressRange, advice: Advice) {
+        let Some(range) = self.range.overlap(range) else { return };
+        let mut kept: Vec<AddressRange> = self.unmergeable.iter().flat_map(|known| known.outside(&[range])).collect();
+        if advice == Advice::Unmergeable {
+            kept.push(range);
+        }
+        self.unmergeable = AddressRange::union(kept);
+    }
+
+    /// Forget what is known of pages: what was in them is no more.
+    pub fn forget(&mut self, range: AddressRange) {
+        let Some(range) = self.range.overlap(range) else { return };
+        let pages = self.at(range.start)..self.at(range.end);
+        self.notes[pages].fill(Note::default());
+    }
+
+    /// The parts of it that were advised against.
+    pub fn unmergeable(&self) -> &[AddressRange] {
+        &self.unmergeable
+    }
+
+    /// How it stood when that was found out last: by a merge, or when somebody asked.
+    pub fn told(&self) -> RegionTally {
+        RegionTally { range: self.range, tally: self.tally }
+    }
+
+    /// The memory in which its pages are remembered.
+    pub fn notes(&self) -> Bytes {
+        Bytes(size_of_val(&self.notes[..]) as u64)
+    }
+
+    /// What is known of a page.
+    pub fn note(&mut self, address: u64) -> &mut Note {
+        let at = self.at(address);
+        &mut self.notes[at]
+    }
+
+    fn at(&self, address: u64) -> usize {
+        ((address - self.range.start) / self.page) as usize
+    }
+
+    fn noted(&self, start: u64, end: u64) -> &[Note] {
+        &self.notes[self.at(start)..self.at(end)]
+    }
+
+    /// Whether a page held the same when it was looked at last.
+    pub fn is_settled(&self, address: u64, fingerprint: u64) -> bool {
+        self.notes[self.at(address)].is_settled(fingerprint)
+    }
+
+    /// A part of it was merged now, and is counted where `of` says.
+    pub fn merged(&mut self, part: AddressRange, now: Duration, of: fn(&mut Tally) -> &mut Pages) {
+        *of(&mut self.tally) += Pages(part.bytes().0 / self.page);
+        let (start, end) = (self.at(part.start), self.at(part.end));
+        self.notes[start..end].iter_mut().for_each(|note| note.merged(now));
+    }
+
+    /// Begin to find out how it stands.
+    pub fn tally_anew(&mut self) {
+        self.tally = Tally { pages: self.tally.pages, ..Tally::default() };
+    }
+
+    /// Count a part of it, of which `found` is mapped.
+    pub fn tally(&mut self, part: AddressRange, kind: Kind, found: &[pagemap::MappedRange], now: Duration) {
+        let held = |notes: &[Note]| Pages(notes.iter().filter(|note| note.is_merged()).count() as u64);
+        let hot = |notes: &[Note]| Pages(notes.iter().filter(|note| note.is_hot(now)).count() as u64);
+        // What the program has of its own there.
+        let own = || {
+            let own = found.iter().filter(|found| !found.file && !found.zero);
+            own.map(|found| (found, self.noted(found.start, found.end)))
+        };
+        let left_alone: Pages = own().map(|(_, notes)| hot(notes)).sum();
+        match kind {
+            Kind::Stored { .. } => {
+                let written: u64 = own().map(|(found, _)| found.end - found.start).sum();
+                self.tally.merged += Pages((part.bytes().0 - written) / self.page);
+            }
+            Kind::Ordinary => {
+                let written: Pages = own().map(|(_, notes)| held(notes)).sum();
+                self.tally.zeros += held(self.noted(part.start, part.end)) - written;
+            }
+        }
+        self.tally.hot += left_alone;
+    }
+}
+
+/// Find out how regions stand, and count all mappings of this process.
+///
+/// # Errors
+/// Those of reading `/proc/self/maps` and `pagemap`.
+pub fn tally_now(domain: &Domain, regions: &mut [Region], now: Duration) -> io::Result<u64> {
+    let (parts, mappings) = layout::own(domain.store.identity(), domain.page())?;
+    let pagemap = File::open("/proc/self/pagemap")?;
+    for region in regions {
+        region.tally_anew();
+        let first = parts.partition_point(|part| part.range.end <= region.range.start);
+        for part in &parts[first..] {
+            let Some(range) = part.range.overlap(region.range) else { break };
+            let mut found = Vec::new();
+            pagemap::mapped(&pagemap, range.start..range.end, |mapped| found.push(mapped))?;
+            region.tally(range, part.kind, &found, now);
+        }
+    }
+    Ok(mappings)
+}

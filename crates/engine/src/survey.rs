@@ -1,0 +1,188 @@
+//! Finding out what there is: the first step of a merge, from page tables alone; and healing, which follows from it.
+
+use crate::domain::Domain;
+use crate::layout::{self, Kind};
+use crate::memory::Incoming;
+use crate::pass::Stillness;
+use crate::region::Region;
+use crate::statistics::Merged;
+use pagefold_model::lasting::must_last;
+use pagefold_model::{AddressRange, Pages};
+use pagefold_sys::pagemap;
+use std::fs::File;
+use std::io;
+use std::time::Duration;
+
+/// Of the mappings that a process may have (`vm.max_map_count`), so many of 8 may be there after a merge.
+const MAPPINGS: u64 = 6;
+
+/// `vm.max_map_count` where it cannot be read (include/linux/mm.h, DEFAULT_MAX_MAP_COUNT).
+const MAX_MAP_COUNT: u64 = 65_530;
+
+/// What a survey found.
+#[derive(Debug, Default)]
+pub struct Survey {
+    /// Parts of regions, each within one mapping, that may hold anything of the following.
+    pub parts: Vec<AddressRange>,
+    /// Resident ordinary memory that may be looked at, ascending.
+    pub candidates: Vec<Candidates>,
+    /// What was merged and written since, mapped as merging maps it.
+    pub broken: Vec<AddressRange>,
+    /// Pages of this process that map the store, of regions or not.
+    pub stored: u64,
+    /// Mappings of this process.
+    pub mappings: u64,
+}
+
+/// Pages that may be looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Candidates {
+    pub range: AddressRange,
+    /// Whether they are a part of huge pages.
+    pub huge: bool,
+    /// Whether nothing is known of them.
+    pub new: bool,
+}
+
+impl Candidates {
+    /// Whether others of the same kind lie right behind.
+    pub fn precedes(&self, other: &Self) -> bool {
+        self.range.end == other.range.start && (self.huge, self.new) == (other.huge, other.new)
+    }
+}
+
+impl Survey {
+    /// Find out what there is; regions are put in the order of their addresses.
+    ///
+    /// # Errors
+    /// Those of reading `/proc/self/maps` and `pagemap`.
+    pub fn of(regions: &mut [Region], domain: &Domain, now: Duration, merged: &mut Merged) -> io::Result<Self> {
+        let page = domain.page();
+        let (parts, mappings) = layout::own(domain.store.identity(), page)?;
+        let pagemap = File::open("/proc/self/pagemap")?;
+        let must_last = must_last(page);
+        let stored =
+            parts.iter().filter(|part| part.kind != Kind::Ordinary).map(|part| part.range.bytes().0 / page).sum();
+        let mut survey = Self { mappings, stored, ..Self::default() };
+        regions.sort_by_key(|region| region.range().start);
+        for region in regions {
+            region.tally_anew();
+            let first = parts.partition_point(|part| part.range.end <= region.range().start);
+            for part in &parts[first..] {
+                let Some(whole) = part.range.overlap(region.range()) else { break };
+                survey.parts.push(whole);
+                let mut found = Vec::new();
+                pagemap::mapped(&pagemap, whole.start..whole.end, |mapped| found.push(mapped))?;
+                for mapped in &found {
+                    let range = AddressRange { start: mapped.start, end: mapped.end };
+                    let addresses = (range.start..range.end).step_by(page as usize);
+                    match part.kind {
+                        // What was swapped out is not brought back for this; guard regions look like it.
+                        Kind::Stored { .. } if mapped.file || mapped.swapped => {}
+                        Kind::Stored { plain, .. } => {
+                            for address in addresses {
+                                let note = region.note(address);
+                                // What cannot be healed is found each time, and was broken once.
+                                if note.is_merged() {
+                                    note.broken(now, must_last);
+                                    merged.broken += Pages(1);
+                                }
+                            }
+                            if plain {
+                                survey.broken.push(range);
+                            }
+                        }
+                        Kind::Ordinary if mapped.file || mapped.zero || mapped.swapped => {}
+                        Kind::Ordinary => {
+                            for address in addresses {
+                                let note = region.note(address);
+                                if note.is_merged() {
+                                    // Given back as zeros, and written since.
+                                    note.broken(now, must_last);
+                                    merged.broken += Pages(1);
+                                }
+                                if !note.may_merge(now) {
+                                    merged.left_alone += Pages(1);
+                                    continue;
+                                }
+                                let range = AddressRange { start: address, end: address + page };
+                                let found = Candidates { range, huge: mapped.huge, new: note.is_new() };
+                                match survey.candidates.last_mut() {
+                                    Some(last) if last.precedes(&found) => last.range.end += page,
+                                    _ => survey.candidates.push(found),
+                                }
+                            }
+                        }
+                    }
+                }
+                region.tally(whole, part.kind, &found, now);
+            }
+            let allowed = |&found: &Candidates| {
+                found.range.outside(region.unmergeable()).into_iter().map(move |range| Candidates { range, ..found })
+            };
+            if !region.unmergeable().is_empty() {
+                survey.candidates = survey.candidates.iter().flat_map(allowed).collect();
+            }
+        }
+        Ok(survey)
+    }
+
+    /// Leave out what writers cannot be kept from. Whole parts are registered, so that no mapping is split more than
+    /// regions split it.
+    pub fn enforce(&mut self, stillness: &Stillness, merged: &mut Merged, page: u64) {
+        let Stillness::Enforced(power) = stillness else { return };
+        let refused: Vec<AddressRange> =
+            self.parts.iter().copied().filter(|part| power.register(part.start..part.end).is_err()).collect();
+        let mut can = |range: AddressRange| {
+            let can = !refused.iter().any(|part| part.overlap(range).is_some());
+            merged.failed += Pages(if can { 0 } else { range.bytes().0 / page });
+            can
+        };
+        self.broken.retain(|&range| can(range));
+        self.candidates.retain(|found| can(found.range));
+    }
+
+    /// Make ordinary memory of what was written since it was merged: what was made so. What cannot be for want of
+    /// mappings stays as it is.
+    pub fn heal(&self, stillness: &Stillness) -> Vec<AddressRange> {
+        let heal = |&range: &AddressRange| {
+            let Ok(_still) = stillness.of(range) else { return false };
+            // SAFETY: it was found mapped, to be read and written, and nobody writes to or unmaps it meanwhile.
+            let copy = unsafe { Incoming::copy_of(range) };
+            // SAFETY: what takes its place is private memory with the same content.
+            copy.and_then(|copy| unsafe { copy.take_place_at(range.start) }).is_ok()
+        };
+        self.broken.iter().take(self.room(0)).copied().filter(heal).collect()
+    }
+
+    /// For how many mappings in the midst of others there is room, once so many were.
+    pub fn room(&self, made: usize) -> usize {
+        let most = max_map_count() / 8 * MAPPINGS;
+        (most.saturating_sub(self.mappings + 2 * made as u64) / 2) as usize
+    }
+}
+
+/// All addresses.
+pub const EVERYWHERE: AddressRange = AddressRange { start: 0, end: u64::MAX };
+
+/// All slots that this process maps within a range, whoever mapped them. What is moved meanwhile may be missed.
+///
+/// # Errors
+/// Those of reading `/proc/self/maps`.
+pub fn slots_mapped(domain: &Domain, within: AddressRange) -> io::Result<impl Iterator<Item = u32> + use<>> {
+    let page = domain.page();
+    let (parts, _) = layout::own(domain.store.identity(), page)?;
+    Ok(parts.into_iter().flat_map(move |part| match (part.kind, part.range.overlap(within)) {
+        (Kind::Stored { slot, .. }, Some(range)) => {
+            let first = slot + ((range.start - part.range.start) / page) as u32;
+            first..first + (range.bytes().0 / page) as u32
+        }
+        _ => 0..0,
+    }))
+}
+
+/// `vm.max_map_count`.
+fn max_map_count() -> u64 {
+    let read = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok();
+    read.and_then(|text| text.trim().parse().ok()).unwrap_or(MAX_MAP_COUNT)
+}
