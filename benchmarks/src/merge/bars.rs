@@ -50,6 +50,8 @@ const fn always(workload: &'static str, measure: Measure, bound: f64, says: &'st
 const CLAIMS: &[Claim] = &[
     claim("tenth", Measure::LessCpu, 5.0, "a tenth is duplicate: 5 times less CPU to 90 %"),
     claim("tenth", Measure::Sooner, 5.0, "a tenth is duplicate: 5 times sooner to 90 %"),
+    claim("scattered", Measure::LessCpu, 5.0, "a tenth is duplicate, in single pages: 5 times less CPU to 90 %"),
+    claim("scattered", Measure::Sooner, 5.0, "a tenth is duplicate, in single pages: 5 times sooner to 90 %"),
     always("tenth", Measure::Net, 0.98, "a tenth is duplicate: always 98 % of the reachable net savings"),
     claim("third", Measure::LessCpu, 2.5, "a third is duplicate: 2.5 times less CPU to 90 %"),
     claim("third", Measure::Sooner, 2.5, "a third is duplicate: 2.5 times sooner to 90 %"),
@@ -63,12 +65,6 @@ const CLAIMS: &[Claim] = &[
     always("huge", Measure::Net, 0.98, "huge pages, few duplicates: always 98 % of the reachable net savings"),
     always("fleet", Measure::Net, 0.98, "guests: always 98 % of the reachable net savings"),
     always("program", Measure::Net, 0.98, "databases: always 98 % of the reachable net savings"),
-];
-
-/// What is told of a workload without a bar.
-const TOLD: &[(&str, Measure, &str)] = &[
-    ("scattered", Measure::LessCpu, "a tenth, in single pages: told, no bar: times less CPU to 90 %"),
-    ("scattered", Measure::Sooner, "a tenth, in single pages: told, no bar: times sooner to 90 %"),
 ];
 
 /// What a hot program may lose in time beyond the bound on CPU, and what it must keep of the savings that last.
@@ -112,12 +108,6 @@ pub fn of(workload: &str, measured: impl Fn(Measure) -> Vec<f64>) -> Vec<Bar> {
     CLAIMS.iter().filter(|claim| claim.workload == workload).map(judge).collect()
 }
 
-/// What is told of a workload and decides nothing, by the same measures.
-pub fn told(workload: &str, measured: impl Fn(Measure) -> Vec<f64>) -> Vec<String> {
-    let told = TOLD.iter().filter(|(name, ..)| *name == workload);
-    told.map(|&(_, measure, says)| format!("{says}: {}", figure(measure, spread(measured(measure))))).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -148,13 +138,5 @@ mod tests {
         assert_eq!(met("tenth", &[]), [false; 3]);
         let left = of("huge", |measure| vec![if measure == Measure::HugeKept { 0.94 } else { 0.55 }]);
         assert_eq!(left.iter().map(|bar| bar.met).collect::<Vec<_>>(), [true, false, false]);
-    }
-
-    #[test]
-    fn single_pages_are_told_of_without_a_bar() {
-        let lines = told("scattered", |_| vec![3.0, 2.0, 4.0]);
-        assert_eq!(lines[0], "a tenth, in single pages: told, no bar: times less CPU to 90 %: 3.00 (2.00 to 4.00)");
-        assert_eq!((lines.len(), met("scattered", &[1.0]).len()), (2, 1));
-        assert!(told("tenth", |_| vec![1.0]).is_empty());
     }
 }

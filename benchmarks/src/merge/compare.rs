@@ -159,7 +159,6 @@ impl Comparison {
         }
         findings.tables.push(self.table());
         findings.bars = bars::of(self.workload.name, |measure| self.measured(measure));
-        findings.told = bars::told(self.workload.name, |measure| self.measured(measure));
         findings
     }
 

@@ -53,7 +53,8 @@ impl Ages {
     }
 
     /// Take note of what a census under this key found at `now`, and leave those pieces out of its plan of which most
-    /// pages that should merge are not ripe. Processes that the census has not are forgotten.
+    /// pages that should merge are not ripe. What a program enrolled itself of them is withdrawn while ksmd works, unless
+    /// some of it is merged. Of processes that the census has not what is known stays.
     pub fn sift(&mut self, plan: &mut Plan, census: &Census, index: &Index, now: Instant) {
         let now = now.saturating_duration_since(self.began).as_millis() as u64;
         self.note(census, index, now);
@@ -63,14 +64,46 @@ impl Ages {
             .iter()
             .filter_map(|target| {
                 let pages = self.processes.get(&target.process.id)?;
-                let fresh = target.ranges.iter().filter(|range| !range.enrolled);
-                let young = fresh.flat_map(|range| young(pages, range, self.page_size.bytes(), now, least)).collect();
+                let ranges = target.ranges.iter();
+                let young = ranges.flat_map(|range| young(pages, range, self.page_size.bytes(), now, least)).collect();
                 Some((target.process.id, young))
             })
             .collect();
         for (process, ranges) in young {
+            let own = self.unmerged(plan, census, index, process, &ranges);
             plan.leave_out(process, ranges);
+            for target in plan.targets.iter_mut().filter(|target| target.process.id == process) {
+                target.narrowed = AddressRange::union([&target.narrowed[..], &own[..]].concat());
+            }
         }
+    }
+
+    /// Which of some ranges a program has enrolled itself, and nothing is merged in: ksmd would take them all the same.
+    fn unmerged(
+        &self,
+        plan: &Plan,
+        census: &Census,
+        index: &Index,
+        process: ProcessId,
+        ranges: &[AddressRange],
+    ) -> Vec<AddressRange> {
+        let Some(target) = plan.targets.iter().find(|target| target.process.id == process) else { return Vec::new() };
+        let is_own = |range: &&AddressRange| {
+            target.ranges.iter().any(|planned| planned.enrolled && planned.range.overlap(**range).is_some())
+        };
+        let own: Vec<AddressRange> = ranges.iter().filter(is_own).copied().collect();
+        let subject = census.subjects.iter().position(|subject| subject.process.id == process);
+        let Some(subject) = subject.filter(|_| !own.is_empty()) else { return Vec::new() };
+        let is_merged = |ordinal: u32| index.mark(ordinal).class() == Some(PageClass::Merged);
+        let merged: Vec<u64> = each_page(index, &index.pages_of(subject))
+            .filter(|&(_, ordinal, _)| is_merged(ordinal))
+            .map(|(.., address)| address)
+            .collect();
+        let has_none = |range: &AddressRange| {
+            let first = merged.partition_point(|&address| address < range.start);
+            merged.get(first).is_none_or(|&address| address >= range.end)
+        };
+        own.into_iter().filter(has_none).collect()
     }
 
     fn note(&mut self, census: &Census, index: &Index, now: u64) {
@@ -80,9 +113,10 @@ impl Ages {
             .map(|entry| (entry.ordinal, entry.fingerprint()))
             .collect();
         known.par_sort_unstable();
-        let before = std::mem::take(&mut self.processes);
+        let mut before = std::mem::take(&mut self.processes);
         for (subject, seen) in census.subjects.iter().enumerate() {
-            let mut older = before.get(&seen.process.id).map_or(&[][..], Vec::as_slice).iter().peekable();
+            let older = before.remove(&seen.process.id).unwrap_or_default();
+            let mut older = older.iter().peekable();
             let ordinals = index.pages_of(subject);
             let mut known = known[known.partition_point(|&(page, _)| page < ordinals.start)..].iter().peekable();
             let mut pages = Vec::new();
@@ -107,6 +141,12 @@ impl Ages {
                 self.processes.insert(seen.process.id, pages);
             }
         }
+        self.processes.append(&mut before);
+    }
+
+    /// Forget the processes that do not fit.
+    pub fn retain(&mut self, fits: impl Fn(ProcessId) -> bool) {
+        self.processes.retain(|&process, _| fits(process));
     }
 }
 

@@ -313,7 +313,8 @@ fn matrix(survey: &Survey, index: &Index, counts: &[Counts], plan: &Plan) -> Mat
 }
 
 impl Party {
-    fn name(self, process: &Process) -> Option<String> {
+    /// What it calls a process; `None` where it leaves it out.
+    pub fn name(self, process: &Process) -> Option<String> {
         let vm = process.identity.vm.as_ref().map(|vm| vm.name.clone());
         match self {
             Self::Process => Some(match vm {

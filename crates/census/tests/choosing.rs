@@ -5,6 +5,7 @@ use pagefold_host::act::{Action, Effect, Refusal};
 use pagefold_host::{FrameFlags, Host, Mapping, PageContent, PageView, Process, Run, Way};
 use pagefold_model::census::{Census, IdleRange};
 use pagefold_model::ksm::RMAP_ITEM_BYTES;
+use pagefold_model::outcome::Fate;
 use pagefold_model::plan::{Constraints, Plan, Speed};
 use pagefold_model::savings::Costs;
 use pagefold_model::{Absent, AddressRange, Bytes, Counts, Fingerprint, PageSize, Pages, Pfn, Pid, ProcessId, Reading};
@@ -367,19 +368,24 @@ fn afterwards_it_is_known_what_was_written_and_what_lost_its_partner() {
     let (census, index) = take_under(ages.hasher(), &before, &options(false, CHEAP), &progress, &stop).unwrap();
     let plan = pagefold_census::plan(&census, &index, &constraints(), &|_| None);
     let probes = Probes::of(&plan, &census, &index, ages.hasher());
-    let look = |first: &[Page], second: &[Page], without: &[AddressRange]| {
+    let look = |first: &[Page], second: &[Page], given_up: &[(AddressRange, Fate)]| {
         let host = MadeHost { processes: vec![made(1, first), made(1, second)], read: AtomicU64::new(0) };
-        let fates = probes.look(&host, |_| without.to_vec()).unwrap();
-        [fates.merged, fates.written, fates.alone].map(|pages| pages.0)
+        let fates = probes.look(&host, |_| given_up.to_vec()).unwrap();
+        assert_eq!(fates.frees, 20.0, "all of so small a plan is followed");
+        fates.lost.into_iter().collect::<Vec<_>>()
     };
     let merged: Vec<Page> = (10..30).map(Merged).collect();
-    assert_eq!(look(&merged, &merged, &[]), [40, 0, 0]);
-    // Three are written and one went away, so that their partners stay alone.
-    let first = [&[Still(99), Still(98), Still(97), Hole][..], &merged[4..]].concat();
-    let second = [&contents[..4], &merged[4..]].concat();
-    assert_eq!(look(&first, &second, &[]), [32, 4, 4]);
-    assert_eq!(look(&first, &second, &[AddressRange { start: BASE, end: BASE + 4 * PAGE }]), [32, 0, 0]);
-    assert_eq!(look(&merged, &[], &[]), [20, 20, 0], "what is not mapped any more was given back");
+    assert!(look(&merged, &merged, &[]).is_empty());
+    // Three are written and one went away, so that their partners stay alone; of two nobody did anything.
+    let first = [&[Still(99), Still(98), Still(97), Hole], &contents[4..6], &merged[6..]].concat();
+    let second = [&contents[..6], &merged[6..]].concat();
+    assert_eq!(look(&first, &second, &[]), [(Fate::Written, 4.0), (Fate::Alone, 2.0)]);
+    let four = AddressRange { start: BASE, end: BASE + 4 * PAGE };
+    assert_eq!(look(&first, &second, &[(four, Fate::Missed)]), [(Fate::Missed, 4.0), (Fate::Alone, 2.0)]);
+    assert_eq!(look(&contents, &merged, &[]), [(Fate::Alone, 20.0)]);
+    let other = [&[Merged(99)], &merged[1..]].concat();
+    assert_eq!(look(&other, &merged, &[]), [(Fate::Written, 1.0)], "it merged with something else");
+    assert_eq!(look(&merged, &[], &[]), [(Fate::Written, 20.0)], "what is not mapped any more was given back");
 }
 
 #[test]

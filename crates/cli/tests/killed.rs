@@ -1,17 +1,18 @@
 //! The program killed with -9 at any step of each kind of change that it makes to a host: whoever it was at goes on as
 //! if nothing had been, and `recover` brings back the rest.
 //!
-//! `PAGEFOLD_SOAK=1` takes every fault point; otherwise some of each kind of change, other ones each day. Needs root and
-//! KSM, and the feature `fault-points`.
+//! Each kind of change names the fault points that it reaches, and all that there are in the code are named. They are dealt
+//! among the kinds, anew each day, so that each is hit in every run. `PAGEFOLD_SOAK=1` takes every one of each kind, as
+//! often as it is reached. Needs root and KSM, and the feature `fault-points`.
 
 #![cfg(feature = "fault-points")]
 
 use pagefold_labs::assets::Assets;
-use pagefold_labs::client::Lab;
+use pagefold_labs::client::{Lab, ask};
 use pagefold_labs::ksm::Ksm;
 use pagefold_labs::lines::{Guest, Region};
 use serde_json::Value;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hasher};
 use std::os::unix::fs::FileExt;
@@ -20,17 +21,70 @@ use std::process::{Command, Output};
 use std::thread::sleep;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
-/// How often each kind of change is killed in the short form, at most.
-const KILLS: usize = 8;
+/// In how many kinds of change each point is hit in the short form, where so many reach it.
+const HITS: usize = 2;
 
 /// How often a point that was not reached is tried, at most.
 const TRIES: usize = 4;
+
+/// The points of a journal.
+const JOURNAL: &[&str] = &[
+    "before writing a journal",
+    "between writing a journal and renaming it",
+    "after renaming a journal",
+    "before removing a journal",
+    "after removing a journal",
+];
+
+/// Those of KSM's settings.
+const SETTINGS_POINTS: &[&str] = &["before writing a setting", "after writing a setting"];
+
+/// Those of a visit to a process, and of the pause behind it.
+const VISIT: &[&str] = &[
+    "seized",
+    "interrupted",
+    "stopped",
+    "seccomp suspended",
+    "frame written",
+    "parked",
+    "signals blocked",
+    "call turned",
+    "at the exit of the call",
+    "at the entry of the call that heals",
+    "parked again",
+    "interrupted to leave",
+    "resumed to leave",
+    "stopped to leave",
+    "signal mask restored",
+    "registers restored",
+    "stack restored",
+    "let go",
+];
+
+const PAUSE: &[&str] = &["between two stops"];
+
+const BACKEND: &[&str] = &["before switching a backend", "after switching a backend"];
+
+const COLLAPSE: &[&str] = &["before collapsing a range", "after collapsing a range"];
+
+/// What each kind of change reaches.
+const KINDS: [(&str, &[&[&str]]); 7] = [
+    ("merge", &[JOURNAL, SETTINGS_POINTS, VISIT, PAUSE]),
+    ("narrow", &[JOURNAL, SETTINGS_POINTS, VISIT, PAUSE]),
+    ("withdraw", &[JOURNAL, SETTINGS_POINTS, VISIT, PAUSE]),
+    ("whole", &[JOURNAL, SETTINGS_POINTS, VISIT]),
+    ("backend", &[JOURNAL, SETTINGS_POINTS, BACKEND]),
+    ("unmerge", &[VISIT, PAUSE]),
+    ("collapse", &[VISIT, PAUSE, COLLAPSE]),
+];
 
 /// The labs' pages.
 const PAGE: u64 = 4096;
 
 /// A kind of change.
 struct Change {
+    /// Its name among the kinds.
+    kind: &'static str,
     /// Arguments of `pagefold-lab`, for each process.
     labs: &'static [&'static str],
     /// Whether ksmd has merged all of them before.
@@ -69,33 +123,87 @@ fn json(output: &Output) -> Value {
     serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"))
 }
 
-/// How many points a command reached that nobody killed.
-fn points(output: &Output) -> usize {
+/// How often a command that nobody killed reached each point.
+fn points(output: &Output) -> BTreeMap<String, u64> {
     let said = String::from_utf8_lossy(&output.stderr);
-    let count = said.lines().find_map(|line| line.strip_prefix("fault points: "));
-    count.expect("it counts").parse().expect("a number")
+    let times = |line: &str| {
+        let (name, times) = line.strip_prefix("fault points at ")?.rsplit_once(": ")?;
+        Some((name.to_owned(), times.parse().expect("a number")))
+    };
+    said.lines().filter_map(times).collect()
 }
 
-/// Kill a command at some of its points, all of them in the long form. `kill` tells whether it got to one: how far ksmd
-/// is when it is looked at decides how often its pace is written, so that the last points may not be reached.
-fn killed_at_any(points: usize, kill: impl Fn(usize) -> bool) {
+/// The points that a kind of change reaches.
+fn reached_by(kind: &str) -> BTreeSet<&'static str> {
+    let (_, groups) = KINDS.iter().find(|(name, _)| *name == kind).expect("a kind of change");
+    groups.iter().copied().flatten().copied().collect()
+}
+
+/// The points at which a kind of change is killed today.
+fn dealt_to(kind: &str, day: usize) -> Vec<&'static str> {
+    let deals = |name: &&str| {
+        let kinds: Vec<&str> =
+            KINDS.iter().map(|(kind, _)| *kind).filter(|kind| reached_by(kind).contains(name)).collect();
+        let number: usize = name.bytes().map(usize::from).sum();
+        (0..HITS).any(|hit| kinds[(number + day + hit) % kinds.len()] == kind)
+    };
+    reached_by(kind).into_iter().filter(deals).collect()
+}
+
+/// Kill a kind of change at the points that are its today, all of them in the long form, as it has reached them when
+/// nobody killed it. `kill` tells whether it got to one: how far ksmd is when it is looked at decides how often its pace
+/// is written, so that a point may be reached less often.
+fn killed_at_any(kind: &str, reached: &BTreeMap<String, u64>, kill: impl Fn(&str) -> bool) {
     let began = Instant::now();
+    let names: BTreeSet<&str> = reached.keys().map(String::as_str).collect();
+    assert_eq!(names, reached_by(kind), "what {kind} reaches");
     let soak = std::env::var_os("PAGEFOLD_SOAK").is_some();
-    let step = if soak { 1 } else { points.div_ceil(KILLS).max(4) };
-    let first = UNIX_EPOCH.elapsed().unwrap().as_secs() as usize / 86_400 % step;
-    let tried: Vec<usize> = (1 + first..=points).step_by(step).collect();
-    let killed = tried.iter().filter(|&&point| (0..TRIES).any(|_| kill(point))).count();
-    println!("killed at {killed} of {points} points, {} tried, in {:.1?}", tried.len(), began.elapsed());
-    // How many points there are depends on how fast the machine is when it is counted, so that few of a few tell little.
-    let (of, least) = if soak { (10, 9) } else { (2, 1) };
-    assert!(killed * of >= tried.len() * least, "killed at {killed}, {} tried", tried.len());
+    let day = UNIX_EPOCH.elapsed().unwrap().as_secs() / 86_400;
+    let (mut tried, mut killed) = (0, 0);
+    let today = if soak { names.into_iter().collect() } else { dealt_to(kind, day as usize) };
+    for name in today {
+        let often = reached[name];
+        let times: Vec<u64> = if soak { (1..=often).collect() } else { vec![1 + day % often] };
+        let hit = times.iter().filter(|time| (0..TRIES).any(|_| kill(&format!("{time} {name}")))).count();
+        assert!(hit > 0 || kill(&format!("1 {name}")), "{kind} was not killed at {name:?}");
+        (tried, killed) = (tried + times.len(), killed + hit);
+    }
+    println!("{kind}: killed {killed} times of {tried} tried, in {:.1?}", began.elapsed());
+    assert!(!soak || killed * 10 >= tried * 9, "killed {killed} times of {tried} tried");
+}
+
+#[test]
+fn every_point_in_the_code_is_reached_by_some_kind_of_change_and_dealt_each_day() {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let mut in_code = BTreeSet::new();
+    let mut folders = ["drive/src", "linux/src", "sys/src"].map(|folder| crates.join(folder)).to_vec();
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else {
+                let source = fs::read_to_string(&path).unwrap();
+                let names = source.split("fault::point(\"").skip(1).filter_map(|rest| rest.split('"').next());
+                in_code.extend(names.map(str::to_owned));
+            }
+        }
+    }
+    let named: BTreeSet<String> = KINDS.iter().flat_map(|(kind, _)| reached_by(kind)).map(str::to_owned).collect();
+    assert_eq!(in_code, named);
+    for day in 0..KINDS.len() {
+        let dealt: BTreeSet<String> =
+            KINDS.iter().flat_map(|(kind, _)| dealt_to(kind, day)).map(str::to_owned).collect();
+        assert_eq!(dealt, named);
+    }
 }
 
 /// A command that was to be killed at a point: whether it was, and where.
-fn was_killed(output: &Output, point: usize) -> (bool, String) {
+fn was_killed(output: &Output, point: &str) -> (bool, String) {
     let place = String::from_utf8_lossy(&output.stderr).into_owned();
     let killed = output.status.code().is_none();
-    assert_eq!(killed, place.contains(&format!("fault point {point}: ")), "{output:?}");
+    let (number, name) = point.split_once(' ').expect("the number and the name of a point");
+    assert_eq!(killed, place.contains(&format!("fault point {number}: {name}\n")), "{output:?}");
     (killed, place)
 }
 
@@ -170,8 +278,8 @@ impl Change {
         labs
     }
 
-    /// How many points it reaches when nobody kills it.
-    fn points(&self, ksm: &Ksm) -> usize {
+    /// How often it reaches each point when nobody kills it.
+    fn points(&self, ksm: &Ksm) -> BTreeMap<String, u64> {
         let state = tempfile::tempdir().unwrap();
         let output = pagefold(state.path(), self.command, &pids(&self.start(ksm)), Some("count"));
         assert!((self.did)(&json(&output)), "{output:?}");
@@ -179,11 +287,11 @@ impl Change {
     }
 
     /// Kill it at a point. Whether it got there.
-    fn kill(&self, ksm: &Ksm, point: usize) -> bool {
+    fn kill(&self, ksm: &Ksm, point: &str) -> bool {
         let state = tempfile::tempdir().unwrap();
         let labs = self.start(ksm);
         let before: Vec<_> = labs.iter().map(|lab| (checksum(lab), enrolled(lab))).collect();
-        let output = pagefold(state.path(), self.command, &pids(&labs), Some(&point.to_string()));
+        let output = pagefold(state.path(), self.command, &pids(&labs), Some(point));
         let (killed, place) = was_killed(&output, point);
         recover(ksm, state.path(), &pids(&labs), &place);
         for (lab, (checksum, enrolled)) in labs.iter().zip(&before) {
@@ -209,13 +317,14 @@ impl Change {
             Ok(ksm) => ksm,
             Err(why) => return println!("skipped: {why}"),
         };
-        killed_at_any(self.points(&ksm), |point| self.kill(&ksm, point));
+        killed_at_any(self.kind, &self.points(&ksm), |point| self.kill(&ksm, point));
     }
 }
 
 #[test]
 fn a_merge() {
     Change {
+        kind: "merge",
         labs: MIXTURES,
         merged: false,
         command: "merge --settle 0 --cpu 100 --min-profit 0 --watch 0",
@@ -228,6 +337,7 @@ fn a_merge() {
 #[test]
 fn a_merge_that_narrows_what_programs_enrolled_themselves() {
     Change {
+        kind: "narrow",
         labs: &["layout --mergeable unique=600 shared-content=n:600"; 2],
         merged: false,
         command: "merge --settle 0 --cpu 100 --min-profit 0 --watch 0",
@@ -243,6 +353,7 @@ fn a_merge_that_narrows_what_programs_enrolled_themselves() {
 #[test]
 fn a_merge_that_withdraws_what_does_not_last() {
     Change {
+        kind: "withdraw",
         // It writes all the time, so that it is seen to run however soon ksmd is done.
         labs: &["layout zero=4000 hot-zero=4000 --interval 1"],
         merged: false,
@@ -256,6 +367,7 @@ fn a_merge_that_withdraws_what_does_not_last() {
 #[test]
 fn a_merge_of_whole_processes() {
     Change {
+        kind: "whole",
         labs: MIXTURES,
         merged: false,
         command: "merge --settle 0 --cpu 100 --min-profit 0 --watch 0 --whole",
@@ -291,15 +403,26 @@ fn a_merge_of_guests_by_their_control_sockets() {
         let unmerged = pagefold(state, "unmerge", &pids, None);
         assert_eq!(unmerged.status.code(), Some(0), "{place}: {unmerged:?}");
     };
+    // What the guests themselves read in their memory: most of it is merged by one and separated by the other.
+    let hold = || -> Vec<String> {
+        let sums = |guest| ask(guest, "sha1sum /data/same /data/own").expect("it answers");
+        std::thread::scope(|scope| {
+            let asked: Vec<_> = fleet.lines().iter().map(|guest| scope.spawn(move || sums(guest))).collect();
+            asked.into_iter().map(|asked| asked.join().expect("it answers")).collect()
+        })
+    };
+    let before = hold();
+    assert!(before.iter().all(|sums| sums.lines().count() == 2) && before[0] != before[1], "{before:?}");
     let (state, output) = merge("count");
     assert!(json(&output)["outcome"]["saved"].as_u64() >= Some(16 << 20), "{output:?}");
     assert_eq!(json(&output)["outcome"]["stops"], 0, "no thread was stopped: {output:?}");
     separate(state.path(), "not killed");
-    killed_at_any(points(&output), |point| {
-        let (state, output) = merge(&point.to_string());
+    killed_at_any("backend", &points(&output), |point| {
+        let (state, output) = merge(point);
         let (killed, place) = was_killed(&output, point);
         recover(&ksm, state.path(), &pids, &place);
         separate(state.path(), &place);
+        assert_eq!(hold(), before, "{place}");
         killed
     });
 }
@@ -307,6 +430,7 @@ fn a_merge_of_guests_by_their_control_sockets() {
 #[test]
 fn an_unmerge() {
     Change {
+        kind: "unmerge",
         labs: &["layout --mergeable shared-content=u:400", "layout --merge-any shared-content=u:400"],
         merged: true,
         command: "unmerge",
@@ -323,6 +447,7 @@ fn an_unmerge_that_puts_huge_pages_together() {
         return println!("skipped: huge pages are not allowed on this host");
     }
     Change {
+        kind: "collapse",
         // Equal in both, so that huge pages are split to merge them.
         labs: &["layout --mergeable --salt twin huge=2048"; 2],
         merged: true,

@@ -11,23 +11,6 @@ use std::process::{Child, Command, Output, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// KSM for one test, with settings that are not the ones Pagefold writes; `None` says why the test is skipped.
-fn ksm() -> Option<Ksm> {
-    match Ksm::take() {
-        Ok(ksm) => {
-            ksm.set("run", 0);
-            ksm.set("pages_to_scan", 123);
-            ksm.set("sleep_millisecs", 77);
-            ksm.set("use_zero_pages", 0);
-            Some(ksm)
-        }
-        Err(why) => {
-            println!("skipped: {why}");
-            None
-        }
-    }
-}
-
 /// The settings that [`ksm`] writes are back.
 fn unchanged(ksm: &Ksm) {
     let settings = ["run", "pages_to_scan", "sleep_millisecs", "use_zero_pages"].map(|name| ksm.counter(name));
@@ -87,7 +70,7 @@ fn slow(state: &Path, labs: &[&Lab<Region>]) -> Child {
 
 #[test]
 fn what_is_predicted_comes_and_settings_come_back() {
-    let Some(ksm) = ksm() else { return };
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=m:2000", "unique=3000", "zero=600", "within=300,copies=3"];
     let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
@@ -145,7 +128,7 @@ fn explained(merged: &Value) {
 
 #[test]
 fn huge_pages_that_programs_enrolled_themselves_stay_whole() {
-    let Some(ksm) = ksm() else { return };
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["--mergeable", "huge=4096", "shared-content=h:600"];
     let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
@@ -164,7 +147,7 @@ fn huge_pages_that_programs_enrolled_themselves_stay_whole() {
 
 #[test]
 fn whole_processes_are_enrolled_on_request() {
-    let Some(ksm) = ksm() else { return };
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=w:800", "unique=100"];
     let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
@@ -180,7 +163,7 @@ fn whole_processes_are_enrolled_on_request() {
 
 #[test]
 fn what_is_written_all_the_time_is_withdrawn() {
-    let Some(ksm) = ksm() else { return };
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
     let state = tempfile::tempdir().unwrap();
     let lab = Lab::layout(&["zero=4000", "hot-zero=4000", "--interval", "20"]).unwrap();
     let merged = report(&merge(state.path(), &[&lab], &["--json", "--cpu", "100", "--watch", "2s"]), 1);
@@ -188,12 +171,18 @@ fn what_is_written_all_the_time_is_withdrawn() {
     assert!(watched["withdrawn_pages"].as_u64() >= Some(4000), "{watched}");
     assert_eq!(enrolled(&lab, lab.region("hot-zero")), 0);
     assert_eq!(enrolled(&lab, lab.region("zero")), 4000);
+    let differences = merged["outcome"]["differences"].as_array().unwrap().iter();
+    let withdrawn = differences.filter(|of| of["of"] == "saved" && of["why"] == "did not stay merged, and withdrawn");
+    let bytes: f64 = withdrawn.map(|of| -of["by"].as_f64().unwrap()).sum();
+    // The rest is the lab's own.
+    assert!((4000.0..4400.0).contains(&(bytes / 4096.0)), "{merged}");
+    explained(&merged);
     unchanged(&ksm);
 }
 
 #[test]
 fn another_writer_is_yielded_to() {
-    let Some(ksm) = ksm() else { return };
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=y:8000"];
     let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
@@ -209,7 +198,7 @@ fn another_writer_is_yielded_to() {
 
 #[test]
 fn an_interrupt_ends_it_early_with_a_report() {
-    let Some(ksm) = ksm() else { return };
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=i:8000"];
     let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
@@ -224,7 +213,7 @@ fn an_interrupt_ends_it_early_with_a_report() {
 
 #[test]
 fn what_a_killed_merge_left_is_put_back_by_the_next() {
-    let Some(ksm) = ksm() else { return };
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=k:8000"];
     let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
@@ -250,7 +239,7 @@ fn what_a_killed_merge_left_is_put_back_by_the_next() {
 
 #[test]
 fn ksmd_is_left_running_slowly_on_request() {
-    let Some(ksm) = ksm() else { return };
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
     let state = tempfile::tempdir().unwrap();
     let lab = Lab::layout(&["zero=2000"]).unwrap();
     report(&merge(state.path(), &[&lab], &["--json", "--keep"]), 0);
@@ -267,7 +256,7 @@ fn ksmd_is_left_running_slowly_on_request() {
 
 #[test]
 fn domains_stay_apart_unless_asked_for() {
-    let Some(_ksm) = ksm() else { return };
+    let Some(_ksm) = Ksm::take_as_others_set_it() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=d:800", "within=300,copies=3"];
     let roots = Lab::layout(&specs).unwrap();
@@ -289,7 +278,7 @@ fn domains_stay_apart_unless_asked_for() {
 
 #[test]
 fn one_merge_after_another_keeps_domains_apart() {
-    let Some(_ksm) = ksm() else { return };
+    let Some(_ksm) = Ksm::take_as_others_set_it() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=s:800", "within=300,copies=3"];
     let roots = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
@@ -313,7 +302,7 @@ fn one_merge_after_another_keeps_domains_apart() {
 
 #[test]
 fn a_deadline_ends_it_and_the_report_says_so() {
-    let Some(ksm) = ksm() else { return };
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=t:8000"];
     let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
@@ -330,7 +319,7 @@ fn guests_are_narrowed_and_told_by_their_control_socket() {
     if let Err(why) = Assets::find(&Assets::directory()) {
         return println!("skipped: {why}");
     }
-    let Some(ksm) = ksm() else { return };
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
     let state = tempfile::tempdir().unwrap();
     let marked = |pid: u32| fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap().matches(" mg").count();
     let size = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8"];
@@ -377,7 +366,7 @@ fn bad_input_is_one_clear_line_and_changes_nothing() {
     let mut recorded = command(state.path(), &[], &[]);
     recorded.args(["--host", &format!("recording:{recording}")]);
     refused(&recorded.output().unwrap(), "only the live host");
-    let Some(ksm) = ksm() else { return };
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
     let nobody = command(state.path(), &[u32::MAX / 4], &[]).output().unwrap();
     refused(&nobody, "there is no process");
     refused(&nobody, "run pagefold there");

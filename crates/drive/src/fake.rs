@@ -1,6 +1,7 @@
 //! A host in memory for the tests of this crate: the files of `/sys/kernel/mm/ksm`, behaving as the kernel's do, and
 //! what else a policy reads. It has no process but those that are put into its files or given memory; advice changes the
-//! latter's pages, of which `smaps` shows as one region what is adjacent and alike, as the kernel joins them.
+//! latter's pages, of which `smaps` shows as one region what is adjacent and alike, as the kernel joins them. Those that
+//! are named so are merged.
 
 use pagefold_host::act::{Action, Advice, Effect, Refusal};
 use pagefold_host::{FrameFlags, Host, Mapping, PageView, Process, Run, Way};
@@ -12,6 +13,9 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 const PAGE: u64 = 4096;
+
+/// The name of pages that are merged, all to one frame.
+pub const MERGED: &str = "merged";
 
 pub struct Fake {
     files: Mutex<BTreeMap<String, String>>,
@@ -61,6 +65,7 @@ impl Fake {
             fake.put(file, value);
         }
         fake.file("proc/sys/kernel/random/boot_id", "this-boot\n");
+        fake.file("proc/sys/vm/min_free_kbytes", "0\n");
         fake.free(5_000_000);
         fake
     }
@@ -88,22 +93,41 @@ impl Fake {
 
     /// So much free memory, in kB, of 10,000,000.
     pub fn free(&self, kib: u64) {
-        let text = format!("MemTotal: 10000000 kB\nMemFree: {kib} kB\nBuffers: 0 kB\nCached: 0 kB\n");
+        let text =
+            format!("MemTotal: 10000000 kB\nMemFree: {kib} kB\nMemAvailable: {kib} kB\nBuffers: 0 kB\nCached: 0 kB\n");
         self.file("proc/meminfo", &text);
     }
 
     /// Map pages, in place of what is there. A process that is new is made.
     pub fn map(&self, pid: u32, range: (u64, u64), name: &'static str, enrolled: bool) {
-        self.file(&format!("proc/{pid}/stat"), &format!("{pid} (program) S 1 1 1 0 -1 0\n"));
+        self.ran(pid, 0);
         let mut memory = self.memory.lock().unwrap();
         let pages = memory.entry(Pid(pid)).or_default();
         pages.extend((range.0..range.1).step_by(PAGE as usize).map(|page| (page, (name, enrolled))));
+    }
+
+    /// Have a process have used so many ticks.
+    pub fn ran(&self, pid: u32, ticks: u64) {
+        let stat = format!("{pid} (program) S 1 1 1 0 -1 0 0 0 0 0 {ticks} 0 0 0 20 0 1 0 1\n");
+        self.file(&format!("proc/{pid}/stat"), &stat);
+    }
+
+    /// Have a process end.
+    pub fn ended(&self, pid: u32) {
+        self.files.lock().unwrap().remove(&format!("proc/{pid}/stat"));
+        self.memory.lock().unwrap().remove(&Pid(pid));
     }
 
     /// Unmap pages.
     pub fn unmap(&self, pid: u32, range: (u64, u64)) {
         let mut memory = self.memory.lock().unwrap();
         memory.entry(Pid(pid)).or_default().retain(|page, _| !(range.0..range.1).contains(page));
+    }
+
+    /// End a process.
+    pub fn end(&self, pid: Pid) {
+        self.files.lock().unwrap().remove(&format!("proc/{pid}/stat"));
+        self.memory.lock().unwrap().remove(&pid);
     }
 
     /// The regions of a process with whether they are enrolled.
@@ -226,8 +250,9 @@ impl Host for Fake {
         Ok(Box::new(FakeProcess { host: self, pid }))
     }
 
-    fn frame_flags(&self, _: &[Pfn]) -> Reading<Vec<FrameFlags>> {
-        Err(Absent::Denied)
+    fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
+        const KSM: u64 = 1 << 21;
+        Ok(frames.iter().map(|_| FrameFlags(KSM)).collect())
     }
 
     fn frame_mappings(&self, _: &[Pfn]) -> Reading<Vec<u64>> {
@@ -278,8 +303,15 @@ impl Process for FakeProcess<'_> {
         Err(Absent::NotOnThisKernel)
     }
 
-    fn mappings(&self, _: AddressRange) -> Reading<Vec<Mapping>> {
-        Err(Absent::NotOnThisKernel)
+    fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>> {
+        let memory = self.host.memory.lock().unwrap();
+        let pages = memory.get(&self.pid).ok_or(Absent::Vanished)?;
+        let mapping = |page: u64| match pages.get(&page) {
+            Some((MERGED, _)) => Mapping { present: true, frame: Some(Pfn(1)), ..Mapping::default() },
+            Some(_) => Mapping { present: true, exclusive: true, frame: Some(Pfn(2)), ..Mapping::default() },
+            None => Mapping::default(),
+        };
+        Ok((range.start..range.end).step_by(PAGE as usize).map(mapping).collect())
     }
 
     fn contents(&self, _: Way, _: &[Run], _: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {

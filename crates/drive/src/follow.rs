@@ -10,13 +10,13 @@
 
 use crate::merge::{self, Planned, carry_out};
 use crate::prepare::{Prepared, Request, prepare};
-use crate::session::{self, Session};
+use crate::session::{self, Remains, Session};
 use crate::trial::{Moment, Trial};
 use pagefold_census::{Ages, Selection};
 use pagefold_host::Host;
 use pagefold_model::Pid;
 use pagefold_model::lasting::ripe_after;
-use pagefold_model::outcome::Outcome;
+use pagefold_model::outcome::{Missed, Outcome};
 use pagefold_model::process::Process;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -40,6 +40,17 @@ pub enum Error {
     Session(#[from] session::Error),
 }
 
+/// What there is to tell meanwhile.
+#[derive(Clone, Copy, Debug)]
+pub enum Told<'t> {
+    /// What a round came to that merged anything.
+    Round(&'t Outcome),
+    /// What was changed for the time being and could not be put back, by a killed run or between rounds.
+    Remains(&'t Remains),
+    /// What could not be withdrawn until the end, however often it was tried.
+    Refused(&'t Missed),
+}
+
 /// What is merged again and again, and how.
 pub struct Follow<'h, 'a> {
     /// Where.
@@ -55,12 +66,12 @@ pub struct Follow<'h, 'a> {
 }
 
 impl<'h> Follow<'h, '_> {
-    /// Merge what `members` names, until it names nobody or `stop` is set. `tell` gets what each round that merged
-    /// anything came to. While somebody else drives this host a round is skipped.
+    /// Merge what `members` names, until it names nobody or `stop` is set. While somebody else drives this host a round is
+    /// skipped.
     pub fn run(
         &self,
         mut members: impl FnMut() -> Vec<Pid>,
-        mut tell: impl FnMut(&Outcome),
+        mut tell: impl FnMut(Told<'_>),
         stop: &AtomicBool,
     ) -> Result<(), Error> {
         let mut trial = Trial::new(self.host);
@@ -77,17 +88,16 @@ impl<'h> Follow<'h, '_> {
                 pids = members();
                 if looked.elapsed() >= again {
                     let before = merge::own_cpu();
-                    self.look(&mut trial)?;
+                    self.look(&mut trial, &mut tell)?;
                     (looked, again) = (Instant::now(), ripens.max(merge::own_cpu().saturating_sub(before) * REST));
                 }
             }
             if pids.is_empty() || stop.load(Ordering::Relaxed) {
+                trial.refused().for_each(|refused| tell(Told::Refused(refused)));
                 return Ok(());
             }
             let before = merge::own_cpu();
-            if let Some(outcome) = self.round(pids, &mut trial, &mut ages, stop)? {
-                tell(&outcome);
-            }
+            self.round(pids, &mut trial, &mut ages, &mut tell, stop)?;
             // The first round only takes note of what there is, and is half of one with the second.
             let rest = if noted { merge::own_cpu().saturating_sub(before) * REST } else { ripens };
             pause = rest.max(ripens);
@@ -95,15 +105,17 @@ impl<'h> Follow<'h, '_> {
         }
     }
 
-    /// One merge. Nothing where nothing pays, or somebody else drives.
+    /// One merge, if anything pays and nobody else drives.
     fn round(
         &self,
         pids: Vec<Pid>,
         trial: &mut Trial<'h>,
         ages: &mut Ages,
+        tell: &mut dyn FnMut(Told<'_>),
         stop: &AtomicBool,
-    ) -> Result<Option<Outcome>, Error> {
+    ) -> Result<(), Error> {
         let started = Instant::now();
+        ages.retain(|process| pids.contains(&process.pid));
         let selection = Selection { pids, ..Selection::default() };
         let request = Request { selection, ..self.request.clone() };
         let progress = pagefold_census::Progress::default();
@@ -113,35 +125,39 @@ impl<'h> Follow<'h, '_> {
             plan.leave_out(process, withdrawn.ranges());
         }
         if plan.targets.is_empty() {
-            self.look(trial)?;
-            return Ok(None);
+            return self.look(trial, tell);
         }
-        let (session, left) = match Session::begin(self.host, self.directory) {
-            Ok((session, _, left)) => (session, left),
-            Err(session::Error::Busy(_)) => return Ok(None),
-            Err(error) => return Err(error.into()),
-        };
+        let Some(mut session) = self.begin(tell)? else { return Ok(()) };
         let progress = merge::Progress::default();
         let planned = Planned { plan, probes, started };
-        let mut outcome = carry_out(session, planned, &self.how, trial, &progress, stop)?;
-        // Also of what a killed run had left.
-        outcome.remains.extend(left.iter().map(ToString::to_string));
-        Ok(Some(outcome))
+        let outcome = carry_out(&mut session, planned, &self.how, trial, &progress, stop)?;
+        tell(Told::Round(&outcome));
+        Ok(())
     }
 
     /// Withdraw what did not stay merged since the last look. While somebody else drives this host it waits.
-    fn look(&self, trial: &mut Trial<'h>) -> Result<(), Error> {
+    fn look(&self, trial: &mut Trial<'h>, tell: &mut dyn FnMut(Told<'_>)) -> Result<(), Error> {
         if !trial.look(false) {
             return Ok(());
         }
+        let Some(mut session) = self.begin(tell)? else { return Ok(()) };
+        trial.withdraw(&mut session, Moment::Between)?;
+        session.finish()?.iter().for_each(|remains| tell(Told::Remains(remains)));
+        Ok(())
+    }
+
+    /// Begin to change the host. What of a killed run cannot be put back is told. Nothing while somebody else drives.
+    fn begin(&self, tell: &mut dyn FnMut(Told<'_>)) -> Result<Option<Session<'h>>, Error> {
         match Session::begin(self.host, self.directory) {
-            Ok((mut session, ..)) => {
-                trial.withdraw(&mut session, Moment::Between, &mut Vec::new())?;
-                session.finish()?;
-                Ok(())
+            Ok((session, _, left)) => {
+                left.iter().for_each(|remains| tell(Told::Remains(remains)));
+                Ok(Some(session))
             }
-            Err(session::Error::Busy(_)) => Ok(()),
+            Err(session::Error::Busy(_)) => Ok(None),
             Err(error) => Err(error.into()),
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -20,7 +20,7 @@ use pagefold_census::Probes;
 use pagefold_host::act::{self, Action, Advice};
 use pagefold_host::observe;
 use pagefold_model::ksm::{Setting, Settings};
-use pagefold_model::outcome::{Change, End, Missed, Outcome, Sample, Watched};
+use pagefold_model::outcome::{Change, End, Fate, Missed, Outcome, Sample, Watched};
 use pagefold_model::pace::{Pace, Settle};
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::policy::{DEFAULT_PAGES_TO_SCAN, GUIDED_SLEEP_MILLISECS};
@@ -58,8 +58,19 @@ pub struct Options {
     pub deadline: Option<Duration>,
     /// For how long merged pages of running targets are watched at least; zero for not at all.
     pub watch: Duration,
-    /// Whether ksmd is left running slowly.
-    pub keep: bool,
+    /// What becomes of what was changed for the time being.
+    pub after: After,
+}
+
+/// What becomes of what was changed for the time being, once a plan is carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum After {
+    /// It is put back.
+    PutBack,
+    /// It is put back, but for ksmd, which is left running slowly.
+    Slowly,
+    /// It stays until the session ends: ksmd rests, and what does not pay stays withdrawn.
+    Resting,
 }
 
 /// What can be shown while it runs.
@@ -116,7 +127,7 @@ pub struct Planned {
 ///
 /// Targets that end meanwhile, or refuse, are told in the outcome and do not stop the others.
 pub fn carry_out<'h>(
-    mut session: Session<'h>,
+    session: &mut Session<'h>,
     planned: Planned,
     options: &Options,
     trial: &mut Trial<'h>,
@@ -141,7 +152,7 @@ pub fn carry_out<'h>(
         gauge: Gauge::new(host, &plan),
         ksmd_before: Err(Absent::NotOnThisKernel),
         pace: Pace::new(options.share),
-        session: &mut session,
+        session,
         options,
         started,
         progress,
@@ -177,17 +188,24 @@ pub fn carry_out<'h>(
     let now = verify::regions(host, &plan);
     let sum = |of: &BTreeMap<ProcessId, u64>| now.keys().filter_map(|process| of.get(process)).sum();
     let regions = (sum(&regions), sum(&now));
-    let Work { timeline, missed, withdrawn, trial, .. } = work;
+    let Work { timeline, mut missed, withdrawn, trial, .. } = work;
+    for refused in trial.refused() {
+        trial::note_once(&mut missed, refused.clone());
+    }
     let (watched, withdrawn) = (Watched { seen: trial.seen(), withdrawn }, withdrawn_of(&plan, trial));
-    let given_up = |process: ProcessId| {
+    let given_up = |process: ProcessId| -> Vec<(AddressRange, Fate)> {
+        let target = plan.targets.iter().filter(|target| target.process.id == process);
+        let beside = target.flat_map(|target| target.beside_its_guest(plan.whole)).map(|range| range.range);
         let missed = missed.iter().filter(|missed| missed.pid == process.pid && missed.change == Change::Enrol);
         let everything = AddressRange { start: 0, end: u64::MAX };
-        let mut ranges: Vec<_> = missed.map(|missed| missed.range.unwrap_or(everything)).collect();
-        ranges.extend(trial.withdrawn().get(&process).map(Withdrawn::ranges).unwrap_or_default());
-        ranges
+        let missed = missed.map(|missed| missed.range.unwrap_or(everything));
+        let withdrawn = trial.withdrawn().get(&process).map(Withdrawn::ranges).unwrap_or_default();
+        let named = |fate| move |range| (range, fate);
+        let given_up = beside.map(named(Fate::Beside)).chain(missed.map(named(Fate::Missed)));
+        given_up.chain(withdrawn.into_iter().map(named(Fate::Withdrawn))).collect()
     };
     let fates = probes.look(host, given_up).map_err(unknown)?;
-    if options.keep && !matches!(end, End::Yielded(_)) {
+    if options.after == After::Slowly && !matches!(end, End::Yielded(_)) {
         let slowly = session.set(&Settings::from([
             (Setting::PagesToScan, DEFAULT_PAGES_TO_SCAN.to_string()),
             (Setting::SleepMillisecs, GUIDED_SLEEP_MILLISECS.to_string()),
@@ -198,8 +216,12 @@ pub fn carry_out<'h>(
             set => set?,
         }
     }
-    let keep = options.keep && !matches!(end, End::Yielded(_));
-    let remains = if keep { session.keep("guided")? } else { session.finish()? };
+    let after_all = if matches!(end, End::Yielded(_)) { After::PutBack } else { options.after };
+    let remains = match after_all {
+        After::PutBack => session.finish()?,
+        After::Slowly => session.keep("guided")?,
+        After::Resting => Vec::new(),
+    };
     let outcome = Outcome {
         end,
         before,
@@ -260,7 +282,7 @@ impl Work<'_, '_> {
         self.progress.enter(Stage::Enrolling);
         // What broke while ksmd rested would be merged again.
         self.look_again(Moment::Meanwhile)?;
-        self.trial.withdraw_own(self.session, &mut self.missed)?;
+        self.missed.extend(self.trial.withdraw_own(self.session)?);
         self.narrow()?;
         self.enrol(false)?;
         // Who enrols a process whole wants all of it.
@@ -324,7 +346,10 @@ impl Work<'_, '_> {
 
     /// Act on a target. What it refuses is noted.
     fn act(&mut self, target: &Target, action: &Action, stays: Stays) -> Result<(), session::Error> {
-        trial::act(self.session, target.process.id, &target.process.comm, action, stays, &mut self.missed).map(|_| ())
+        for missed in trial::act(self.session, target.process.id, &target.process.comm, action, stays)? {
+            trial::note_once(&mut self.missed, missed);
+        }
+        Ok(())
     }
 
     /// Whether it was told to stop, or its time is over.
@@ -410,7 +435,7 @@ impl Work<'_, '_> {
     /// Withdraw what does not stay merged.
     fn look_again(&mut self, moment: Moment) -> Result<(), session::Error> {
         self.trial.look(moment == Moment::End);
-        let gone = self.trial.withdraw(self.session, moment, &mut self.missed)?;
+        let gone = self.trial.withdraw(self.session, moment)?;
         if gone > Pages::ZERO {
             self.found_fleeting = Instant::now();
         }

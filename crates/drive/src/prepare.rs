@@ -34,6 +34,10 @@ pub struct Request {
     pub min_profit: Bytes,
     /// ksmd's share of one CPU.
     pub share: f64,
+    /// Regions that enrolling may bring a process to, where that is less than the kernel lets it have.
+    pub max_regions: Option<u64>,
+    /// Rows of the census's sharing matrix at most.
+    pub parties: usize,
 }
 
 /// What a merge begins with.
@@ -58,7 +62,8 @@ pub fn prepare(
     progress: &pagefold_census::Progress,
     stop: &AtomicBool,
 ) -> Result<Prepared, pagefold_census::Error> {
-    let max_map_count = observe::max_map_count(host).unwrap_or(DEFAULT_MAX_MAP_COUNT);
+    let kernels = observe::max_map_count(host).unwrap_or(DEFAULT_MAX_MAP_COUNT);
+    let max_map_count = request.max_regions.map_or(kernels, |most| most.min(kernels));
     let apart = !request.across_domains && !request.whole;
     let options = pagefold_census::Options {
         selection: request.selection.clone(),
@@ -69,6 +74,7 @@ pub fn prepare(
         across_domains: request.across_domains,
         max_map_count,
         use_zero_pages: true,
+        rows: request.parties,
         // Who enrols processes whole wants all that they hold, and is told who else is enrolled.
         enrolled: if apart { verify::enrolled(host).unwrap_or_default() } else { Vec::new() },
         ..Default::default()

@@ -272,6 +272,21 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
+    /// Forget what would put back something of processes that have ended.
+    pub fn forget_ended(&mut self) -> Result<(), Error> {
+        let length = self.journal.entries.len();
+        let host = self.host;
+        let lives = |process: &ProcessId| host.open(process.pid).is_ok_and(|handle| handle.id() == *process);
+        self.journal.entries.retain(|entry| match &entry.undo {
+            Action::Set { .. } => true,
+            Action::Advise { process, .. }
+            | Action::MergeAny { process, .. }
+            | Action::GuestMerge { process, .. }
+            | Action::Collapse { process, .. } => lives(process),
+        });
+        if self.journal.entries.len() < length { self.store() } else { Ok(()) }
+    }
+
     /// Put everything back that was changed for now, newest first.
     pub fn finish(&mut self) -> Result<Vec<Remains>, Error> {
         Ok(self.put_back()?.1)

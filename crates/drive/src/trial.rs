@@ -1,9 +1,11 @@
 //! The trial that a merge is: what does not stay merged for long enough to pay is withdrawn.
 //!
 //! It outlives a round of merging. What one round merged is watched in the next, which has nothing more to plan there;
-//! and what was withdrawn once is not enrolled again.
+//! and what was withdrawn once is not enrolled again. What is refused is tried again at the next look, and only what the
+//! last try did not bring about is told.
 
 use crate::session::{self, Session, Stays};
+use crate::verify;
 use crate::watch::{Piece, Watch};
 use pagefold_host::Host;
 use pagefold_host::act::{Action, Advice, NOT_MAPPED, Refusal};
@@ -33,6 +35,8 @@ pub struct Trial<'h> {
     /// What was seen of what is no longer watched.
     lost: Seen,
     withdrawn: BTreeMap<ProcessId, Withdrawn>,
+    /// What could not be withdrawn the last time that it was tried.
+    refused: BTreeMap<ProcessId, Vec<Missed>>,
     /// Whether frames cannot be seen, so that nothing can be watched.
     blind: bool,
 }
@@ -56,7 +60,14 @@ impl Withdrawn {
 impl<'h> Trial<'h> {
     /// Nothing enrolled yet.
     pub fn new(host: &'h dyn Host) -> Self {
-        Self { host, watch: Watch::new(host), lost: Seen::default(), withdrawn: BTreeMap::new(), blind: false }
+        Self {
+            host,
+            watch: Watch::new(host),
+            lost: Seen::default(),
+            withdrawn: BTreeMap::new(),
+            refused: BTreeMap::new(),
+            blind: false,
+        }
     }
 
     /// Watch what a plan has enrolled, too. Not before it is: what is injected runs on the target's own time.
@@ -85,6 +96,25 @@ impl<'h> Trial<'h> {
         &self.withdrawn
     }
 
+    /// What could not be withdrawn the last time that it was tried, of processes that live.
+    pub fn refused(&self) -> impl Iterator<Item = &Missed> {
+        let lives = |process| verify::open(self.host, process).is_ok();
+        self.refused.iter().filter(move |(process, _)| lives(**process)).flat_map(|(_, missed)| missed)
+    }
+
+    /// Let a range that was withdrawn be enrolled again.
+    pub fn pardon(&mut self, process: ProcessId, range: AddressRange) {
+        if let Some(withdrawn) = self.withdrawn.get_mut(&process) {
+            withdrawn.ours.retain(|other| *other != range);
+            withdrawn.own.retain(|other| *other != range);
+        }
+    }
+
+    /// Forget what was withdrawn of processes that do not fit.
+    pub fn retain(&mut self, fits: impl Fn(ProcessId) -> bool) {
+        self.withdrawn.retain(|&process, _| fits(process));
+    }
+
     /// Look at what is merged of processes that ran since the last look, or of everybody. Tells whether any of it does not
     /// pay that programs had not enrolled themselves: what can be withdrawn between rounds.
     pub fn look(&mut self, everybody: bool) -> bool {
@@ -94,12 +124,8 @@ impl<'h> Trial<'h> {
 
     /// Withdraw what does not pay by the last look, as far as there is memory for it. What is refused is looked at again.
     /// Tells how many pages were withdrawn.
-    pub fn withdraw(
-        &mut self,
-        session: &mut Session<'_>,
-        moment: Moment,
-        missed: &mut Vec<Missed>,
-    ) -> Result<Pages, session::Error> {
+    pub fn withdraw(&mut self, session: &mut Session<'_>, moment: Moment) -> Result<Pages, session::Error> {
+        self.refused.clear();
         if self.is_empty() {
             return Ok(Pages::ZERO);
         }
@@ -111,18 +137,29 @@ impl<'h> Trial<'h> {
         }
         let mut gone = Pages::ZERO;
         for (process, pieces) in by_process {
-            if !self.fits(process, &pieces) {
-                self.watch.keep(pieces);
-                continue;
-            }
             let (own, ours): (Vec<Piece>, Vec<Piece>) = pieces.into_iter().partition(|piece| piece.own);
             for (pieces, stays) in [(ours, Stays::ForGood), (own, Stays::ForNow)] {
-                let ranges: Vec<AddressRange> = pieces.iter().map(|piece| piece.range).collect();
                 // What a program enrolled itself would be put back at once.
                 let pointless = moment == Moment::Between && stays == Stays::ForNow;
-                if pointless || !self.advise(session, process, ranges, stays, missed)? {
+                if pointless || pieces.is_empty() {
                     self.watch.keep(pieces);
                     continue;
+                }
+                let ranges = pieces.iter().map(|piece| piece.range).collect();
+                let missed = match self.fits(process, &pieces) {
+                    Verdict::Fits => self.advise(session, process, ranges, stays)?,
+                    Verdict::Unknown => {
+                        vec![self.refusal(process, "it is not known how much memory there is for copies")]
+                    }
+                    Verdict::Short | Verdict::Swaps => vec![self.refusal(process, "there is no memory for copies")],
+                };
+                let is_missed = |piece: &Piece| {
+                    missed.iter().any(|missed| missed.range.is_none_or(|range| range.overlap(piece.range).is_some()))
+                };
+                let (kept, pieces): (Vec<Piece>, Vec<Piece>) = pieces.into_iter().partition(is_missed);
+                self.watch.keep(kept);
+                for missed in missed {
+                    note_once(self.refused.entry(process).or_default(), missed);
                 }
                 self.lost = pieces.iter().fold(self.lost, |sum, piece| sum + piece.seen);
                 gone += pieces.iter().map(|piece| page_size.pages_in(piece.range.bytes())).sum();
@@ -136,54 +173,58 @@ impl<'h> Trial<'h> {
         Ok(gone)
     }
 
-    /// Withdraw again, for now, what earlier sessions withdrew for now.
-    pub fn withdraw_own(&self, session: &mut Session<'_>, missed: &mut Vec<Missed>) -> Result<(), session::Error> {
-        for (&process, withdrawn) in &self.withdrawn {
-            self.advise(session, process, withdrawn.own.clone(), Stays::ForNow, missed)?;
+    /// Withdraw again, for now, what earlier sessions withdrew for now. Tells what was missed.
+    pub fn withdraw_own(&self, session: &mut Session<'_>) -> Result<Vec<Missed>, session::Error> {
+        let mut missed = Vec::new();
+        for (&process, withdrawn) in self.withdrawn.iter().filter(|(_, withdrawn)| !withdrawn.own.is_empty()) {
+            missed.extend(self.advise(session, process, withdrawn.own.clone(), Stays::ForNow)?);
         }
-        Ok(())
+        Ok(missed)
     }
 
-    /// Withdraw ranges; whether the process took that.
+    /// Withdraw ranges. Tells what was missed.
     fn advise(
         &self,
         session: &mut Session<'_>,
         process: ProcessId,
         ranges: Vec<AddressRange>,
         stays: Stays,
-        missed: &mut Vec<Missed>,
-    ) -> Result<bool, session::Error> {
-        if ranges.is_empty() {
-            return Ok(true);
-        }
-        let comm = self.watch.process(process).map(|facts| facts.comm.clone()).unwrap_or_default();
+    ) -> Result<Vec<Missed>, session::Error> {
         let action = Action::Advise { process, advice: Advice::Unmergeable, ranges };
-        act(session, process, &comm, &action, stays, missed)
+        act(session, process, &self.comm(process), &action, stays)
+    }
+
+    fn comm(&self, process: ProcessId) -> String {
+        self.watch.process(process).map(|facts| facts.comm.clone()).unwrap_or_default()
+    }
+
+    fn refusal(&self, process: ProcessId, why: &str) -> Missed {
+        let (pid, comm) = (process.pid, self.comm(process));
+        Missed { change: Change::Withdraw, pid, comm, range: None, why: why.to_owned() }
     }
 
     /// Whether there is memory for pages of their own for all that may be merged in some pieces.
-    fn fits(&self, process: ProcessId, pieces: &[Piece]) -> bool {
+    fn fits(&self, process: ProcessId, pieces: &[Piece]) -> Verdict {
         let page_size = self.host.page_size();
         let copies = pieces.iter().map(|piece| page_size.pages_in(piece.range.bytes())).sum();
         let cgroup = self.watch.process(process).and_then(|facts| facts.cgroup.as_deref().ok());
         let room = room(self.host, &cgroup.map(str::to_owned).into_iter().collect());
-        guard::judge(&Need::of(cgroup, copies, Pages::ZERO), &room, page_size).verdict == Verdict::Fits
+        guard::judge(&Need::of(cgroup, copies, Pages::ZERO), &room, page_size).verdict
     }
 }
 
 /// How often a process that is busy is tried once more: a thread that gets no processor for a moment does not stop.
 const MORE: usize = 2;
 
-/// Act on a process. What it refuses is noted; whether it took the action at all. Memory that it has unmapped needs no
-/// withdrawing.
+/// Act on a process. Tells what it did not take: parts of it, or all by one without a range. Memory that it has unmapped
+/// needs no withdrawing.
 pub fn act(
     session: &mut Session<'_>,
     process: ProcessId,
     comm: &str,
     action: &Action,
     stays: Stays,
-    missed: &mut Vec<Missed>,
-) -> Result<bool, session::Error> {
+) -> Result<Vec<Missed>, session::Error> {
     let withdraws = matches!(action, Action::Advise { advice: Advice::Unmergeable, .. });
     let change = if withdraws { Change::Withdraw } else { Change::Enrol };
     let note = |range, why| Missed { change, pid: process.pid, comm: comm.to_owned(), range, why };
@@ -197,19 +238,17 @@ pub fn act(
     match outcome {
         Ok(effect) => {
             let told = effect.missed.into_iter().filter(|(_, why)| !withdraws || !why.starts_with(NOT_MAPPED));
-            missed.extend(told.map(|(range, why)| note(Some(range), why)));
-            return Ok(true);
+            Ok(told.map(|(range, why)| note(Some(range), why)).collect())
         }
-        Err(session::Error::Refused(why)) => note_once(missed, note(None, why.to_string())),
-        Err(session::Error::Unknown(why)) => note_once(missed, note(None, Refusal::from(why).to_string())),
-        Err(error) => return Err(error),
+        Err(session::Error::Refused(why)) => Ok(vec![note(None, why.to_string())]),
+        Err(session::Error::Unknown(why)) => Ok(vec![note(None, Refusal::from(why).to_string())]),
+        Err(error) => Err(error),
     }
-    Ok(false)
 }
 
-/// What is tried again and again is told once.
-fn note_once(missed: &mut Vec<Missed>, note: Missed) {
-    if !missed.contains(&note) {
+/// A process that refuses twice is told once.
+pub fn note_once(missed: &mut Vec<Missed>, note: Missed) {
+    if note.range.is_some() || !missed.contains(&note) {
         missed.push(note);
     }
 }

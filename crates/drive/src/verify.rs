@@ -12,21 +12,18 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Pages looked at at once.
 const BATCH: u64 = 1 << 16;
 
-/// Pages of a range that are mapped to a KSM frame that others map too (one that nobody else maps saves nothing), and pages
-/// that are mapped to the kernel's page of zeros. The KSM frames are added to `frames`.
-fn merged(
-    host: &dyn Host,
-    handle: &dyn Process,
-    range: AddressRange,
-    frames: &mut Vec<Pfn>,
-) -> Reading<(Pages, Pages)> {
+/// Pages of a range that are mapped to a KSM frame that others map too (one that nobody else maps saves nothing), pages
+/// that are mapped to the kernel's page of zeros, and all that are in memory. The KSM frames are added to `frames`.
+fn count(host: &dyn Host, handle: &dyn Process, range: AddressRange, frames: &mut Vec<Pfn>) -> Reading<Found> {
     let page_size = host.page_size().bytes();
-    let (mut merged, mut zero) = (Pages::ZERO, Pages::ZERO);
+    let mut found = Found::default();
     let mut start = range.start;
     while start < range.end {
         let end = range.end.min(start + BATCH * page_size);
         let mappings = handle.mappings(AddressRange { start, end })?;
-        let shared = || mappings.iter().filter(|mapping| mapping.present && !mapping.file && !mapping.exclusive);
+        let present = || mappings.iter().filter(|mapping| mapping.present && !mapping.file);
+        let shared = || present().filter(|mapping| !mapping.exclusive);
+        found.present.0 += present().count() as u64;
         let mut seen: Vec<Pfn> = shared().filter_map(|mapping| mapping.frame).collect();
         if seen.len() < shared().count() {
             return Err(Absent::Denied);
@@ -34,20 +31,20 @@ fn merged(
         seen.sort_unstable();
         for (&frame, flags) in seen.iter().zip(host.frame_flags(&seen)?) {
             if flags.is_ksm() {
-                merged.0 += 1;
+                found.merged.0 += 1;
                 frames.push(frame);
             } else if flags.is_zero_page() {
-                zero.0 += 1;
+                found.zero.0 += 1;
             }
         }
         start = end;
     }
-    Ok((merged, zero))
+    Ok(found)
 }
 
 /// Whether any page of a range of a target is merged.
 pub fn has_merged(host: &dyn Host, target: &Target, range: AddressRange) -> Reading<bool> {
-    Ok(merged(host, &*open(host, target.process.id)?, range, &mut Vec::new())?.0 > Pages::ZERO)
+    Ok(count(host, &*open(host, target.process.id)?, range, &mut Vec::new())?.merged > Pages::ZERO)
 }
 
 /// What is merged of a target, and the KSM frames that it is mapped to.
@@ -78,6 +75,7 @@ pub fn sum<'f>(held: impl Iterator<Item = &'f Held>) -> Found {
         frames.extend_from_slice(own);
         sum.merged += found.merged;
         sum.zero += found.zero;
+        sum.present += found.present;
         sum.rmap_items += found.rmap_items;
     }
     frames.sort_unstable();
@@ -90,9 +88,10 @@ fn look(host: &dyn Host, target: &Target) -> Reading<Held> {
     let handle = open(host, target.process.id)?;
     let mut held = Held::default();
     for range in &target.ranges {
-        let (merged, zero) = merged(host, &*handle, range.range, &mut held.frames)?;
-        held.found.merged += merged;
-        held.found.zero += zero;
+        let found = count(host, &*handle, range.range, &mut held.frames)?;
+        held.found.merged += found.merged;
+        held.found.zero += found.zero;
+        held.found.present += found.present;
     }
     held.frames.sort_unstable();
     held.frames.dedup();

@@ -2,11 +2,10 @@
 
 use crate::ksm::RMAP_ITEM_BYTES;
 use crate::lasting::Seen;
-use crate::plan::{Plan, PlannedRange, Target};
+use crate::plan::Plan;
 use crate::reading::Reading;
 use crate::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, Pid};
 use std::collections::BTreeMap;
-use std::ops::AddAssign;
 use std::time::Duration;
 
 /// The result of a merge.
@@ -30,7 +29,7 @@ pub struct Outcome {
     pub looks: Reading<Pages>,
     /// Regions of the targets that live on, before and while the ranges are enrolled.
     pub regions: (u64, u64),
-    /// What became of a few of the pages that should merge.
+    /// What became of the contents that should merge.
     pub fates: Fates,
     /// CPU time of this process since it started.
     pub own: Duration,
@@ -78,6 +77,8 @@ pub struct Found {
     pub zero: Pages,
     /// Pages ksmd keeps metadata for, in the whole of the processes.
     pub rmap_items: Pages,
+    /// Anonymous pages in memory, merged or not.
+    pub present: Pages,
 }
 
 impl Found {
@@ -98,23 +99,63 @@ pub struct Sample {
     pub ksmd: Duration,
 }
 
-/// What became of a few of the pages that should merge, evenly spread. Those that are known not to merge are not among
-/// them: of processes that ended, withdrawn, not enrolled.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Fates {
-    /// Merged.
-    pub merged: Pages,
-    /// Written since the census, or given back.
-    pub written: Pages,
-    /// As they were, and not merged.
-    pub alone: Pages,
+/// What became of a page that should merge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Fate {
+    /// It is merged.
+    Merged,
+    /// Its process has ended.
+    Ended,
+    /// It lies beside the guest's memory, where the control socket does not reach.
+    Beside,
+    /// It could not be enrolled.
+    Missed,
+    /// It was withdrawn, because it did not stay merged.
+    Withdrawn,
+    /// It was written since the census, or given back.
+    Written,
+    /// It is swapped out.
+    Swapped,
+    /// It is as it was, and not merged.
+    Alone,
 }
 
-impl AddAssign for Fates {
-    fn add_assign(&mut self, other: Self) {
-        self.merged += other.merged;
-        self.written += other.written;
-        self.alone += other.alone;
+/// What became of some contents, in frames: all contents of a small plan, a sample of those of a large one.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Fates {
+    /// What they should give back.
+    pub frees: f64,
+    /// What of that did not come back, by what became of the pages.
+    pub lost: BTreeMap<Fate, f64>,
+}
+
+impl Fates {
+    /// Add a content: the frames that merging its pages should give back, and what became of each page.
+    ///
+    /// Of `n` pages that should give back `f` frames, `n - f` are the copies that stay, and of `m` that are merged as large
+    /// a part stays. A page that is not merged for a reason of its own loses one frame, and what is lost beyond that is
+    /// lost by those that are as they were. Where less is lost than pages are, each stands for its share: of two equal
+    /// pages that were both written, one frame is lost, by the writing.
+    pub fn count(&mut self, frees: f64, pages: &[Fate]) {
+        self.frees += frees;
+        let merged = pages.iter().filter(|&&fate| fate == Fate::Merged).count();
+        if merged == pages.len() {
+            return;
+        }
+        let all = pages.len() as f64;
+        let stay = ((all - frees) * merged as f64 / all).ceil();
+        let lost = (frees - (merged as f64 - stay)).clamp(0.0, frees);
+        let mut causes: BTreeMap<Fate, f64> = BTreeMap::new();
+        for &fate in pages.iter().filter(|fate| !matches!(fate, Fate::Merged | Fate::Alone)) {
+            *causes.entry(fate).or_default() += 1.0;
+        }
+        let by_cause: f64 = causes.values().sum();
+        for (fate, pages) in causes {
+            *self.lost.entry(fate).or_default() += pages * (lost / by_cause).min(1.0);
+        }
+        if lost > by_cause {
+            *self.lost.entry(Fate::Alone).or_default() += lost - by_cause;
+        }
     }
 }
 
@@ -171,12 +212,8 @@ impl Outcome {
 
     /// Frames of the prediction that lie in a monitor's memory beside its guest's, where the control socket was used.
     pub(crate) fn out_of_reach(&self, page_size: PageSize) -> u64 {
-        let beside = |target: &Target| {
-            let guest = target.guest.as_ref().filter(|_| self.plan.whole);
-            let outside = |range: &&PlannedRange| guest.is_some_and(|guest| !guest.memory.contains(&range.region));
-            target.ranges.iter().filter(outside).map(|range| range.freed.0).sum::<u64>()
-        };
-        self.plan.targets.iter().map(beside).sum::<u64>() / page_size.bytes()
+        let beside = self.plan.targets.iter().flat_map(|target| target.beside_its_guest(self.plan.whole));
+        beside.map(|range| range.freed.0).sum::<u64>() / page_size.bytes()
     }
 
     /// When a share of what is merged in the end was reached, by the timeline; `None` if nothing was merged.
@@ -204,11 +241,12 @@ impl Outcome {
 pub(crate) mod tests {
     use super::*;
     use crate::domain::Domain;
-    use crate::plan::Predicted;
+    use crate::plan::{PlannedRange, Predicted, Target};
     use crate::process::Process;
     use crate::reading::Absent;
     use crate::savings::Reach;
     use crate::units::ProcessId;
+    use proptest::prelude::*;
 
     pub(crate) fn page_size() -> PageSize {
         PageSize::new(4096).unwrap()
@@ -279,5 +317,41 @@ pub(crate) mod tests {
         assert!(outcome.met(page_size()));
         let less = Outcome { before: Found { zero: Pages(11), ..Found::default() }, ..outcome };
         assert!(!less.met(page_size()));
+    }
+
+    proptest! {
+        #[test]
+        fn what_was_lost_of_a_content_is_what_did_not_come_back(
+            pages in prop::collection::vec(0usize..5, 1..12),
+            kept in 1usize..3,
+        ) {
+            let fates = [Fate::Merged, Fate::Ended, Fate::Written, Fate::Alone, Fate::Withdrawn];
+            let pages: Vec<Fate> = pages.into_iter().map(|number| fates[number]).collect();
+            let kept = kept.min(pages.len());
+            let frees = (pages.len() - kept) as f64;
+            let mut sum = Fates::default();
+            sum.count(frees, &pages);
+            let of = |fate| pages.iter().filter(|&&other| other == fate).count() as f64;
+            let lost: f64 = sum.lost.values().sum();
+            prop_assert!(sum.lost.values().all(|&lost| lost >= 0.0) && lost <= frees + 1e-9);
+            // Each copy that is kept is of at most as many pages as before.
+            let merged = of(Fate::Merged);
+            let stay = (kept as f64 * merged / pages.len() as f64).ceil();
+            prop_assert!((frees - lost - (merged - stay).max(0.0)).abs() < 1e-9, "{:?}", sum);
+            prop_assert!(sum.lost.iter().all(|(&fate, &lost)| fate == Fate::Alone || lost <= of(fate) + 1e-9));
+            let others = [Fate::Ended, Fate::Written, Fate::Withdrawn].into_iter().map(of).sum::<f64>();
+            prop_assert_eq!(sum.lost.get(&Fate::Alone).copied().unwrap_or(0.0) > 0.0, lost > others);
+        }
+    }
+
+    #[test]
+    fn a_page_of_many_stands_for_its_share() {
+        let mut sum = Fates::default();
+        let mut count = |fate| sum.count(0.75, &[fate]);
+        count(Fate::Merged);
+        count(Fate::Written);
+        count(Fate::Alone);
+        assert_eq!(sum.frees, 2.25);
+        assert_eq!(sum.lost, BTreeMap::from([(Fate::Written, 0.75), (Fate::Alone, 0.75)]));
     }
 }

@@ -119,8 +119,11 @@ pub fn best_ranges(stretches: impl IntoIterator<Item = Stretch>, prices: Prices)
 /// If the best ranges are too many, the price of a range is raised until they fit (`dear_enough`). That may leave out
 /// ranges that are worth just as much as others that are in: just below that price too many are chosen, and are worth the
 /// same. So up to some place those are taken, and behind it those that fit: up to the place that makes the most ranges that
-/// fit. Where no huge page has a price this is the best choice
-/// there is. Where one has, a choice of just so many ranges may be worth less than one of fewer, and the better is taken.
+/// fit. Where no huge page has a price this is the best choice there is.
+///
+/// Where one has, several ranges may be worth nothing but together, so that one less than those is worth nothing more
+/// than none of them. Then the choice is the best of as few ranges as are left at the raised price, or better, and no
+/// choice of `at_most` ranges is worth more than by the raise for each range that could still have been added.
 pub fn best_ranges_within<I>(
     regions: usize,
     stretches: impl Fn(usize) -> I,
@@ -251,6 +254,7 @@ fn worth(stretches: impl IntoIterator<Item = Stretch>, ranges: &[Range<u32>], pr
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::collections::BTreeMap;
 
     const FREE: Prices = Prices { range: 0, huge_page: 0 };
 
@@ -280,6 +284,23 @@ mod tests {
         };
         check(10, std::slice::from_ref(&(0..2)));
         check(11, &[0..1, 1..2]);
+    }
+
+    #[test]
+    fn ranges_that_pay_only_together_are_all_or_none() {
+        let prices = Prices { range: 0, huge_page: 25 };
+        let of = |worth: i64| Stretch { huge: Some(1), ..page(worth) };
+        let pair = [of(20), of(-50), of(20)];
+        let other = [page(3)];
+        let chosen = |at_most| {
+            let regions: [&[Stretch]; 2] = [&pair, &other];
+            let chosen = best_ranges_within(2, |region| regions[region].iter().copied(), prices, at_most);
+            chosen.iter().map(Vec::len).collect::<Vec<_>>()
+        };
+        assert_eq!(chosen(3), [2, 1]);
+        assert_eq!(chosen(2), [2, 0]);
+        // The other would still fit. It is worth 3, and each of the pair 7.5, which is the raise.
+        assert_eq!(chosen(1), [0, 0]);
     }
 
     #[test]
@@ -405,6 +426,45 @@ mod tests {
                     prop_assert!(a + b <= value, "{in_first} and {in_second} ranges are worth {a} and {b}");
                 }
             }
+        }
+
+        #[test]
+        fn no_choice_that_fits_is_better_by_more_than_the_price_of_what_is_left_over(
+            first in pages(),
+            second in pages(),
+            prices in prices(),
+            at_most in 0usize..5,
+        ) {
+            let regions = [first, second];
+            let of = |region: usize| regions[region].iter().copied();
+            let sum = |chosen: &[Vec<Range<u32>>]| {
+                let one = |(pages, ranges): (&Vec<Stretch>, &Vec<Range<u32>>)| worth(pages.iter().copied(), ranges, prices);
+                (regions.iter().zip(chosen).map(one).sum::<i64>(), chosen.iter().map(Vec::len).sum::<usize>())
+            };
+            // The best of each number of ranges.
+            let best = regions.each_ref().map(|pages| {
+                let mut best = BTreeMap::new();
+                for (value, ranges) in every_choice(pages, prices) {
+                    best.entry(ranges).and_modify(|most: &mut i64| *most = value.max(*most)).or_insert(value);
+                }
+                best
+            });
+            let mut by_count: BTreeMap<usize, i64> = BTreeMap::new();
+            for (a, first) in &best[0] {
+                for (b, second) in &best[1] {
+                    let value = first + second;
+                    by_count.entry(a + b).and_modify(|most| *most = value.max(*most)).or_insert(value);
+                }
+            }
+            let optimum = by_count.range(..=at_most).map(|(_, value)| *value).max().expect("nothing is a choice");
+            let (least, few) = sum(&dear_enough(2, of, prices, at_most).few);
+            let (value, _) = sum(&best_ranges_within(2, of, prices, at_most));
+            // The raise: what each range more would bring, with as many more as bring most each.
+            let more = by_count.range(at_most + 1..).map(|(count, value)| (value - least) as f64 / (count - few) as f64);
+            let raise = more.fold(0.0, f64::max);
+            prop_assert!(least <= value && value <= optimum);
+            let slack = raise * (at_most - few) as f64;
+            prop_assert!((optimum - least) as f64 <= slack + 1e-6, "{least} of {optimum}, {slack} at most");
         }
 
         #[test]

@@ -2,10 +2,11 @@
 //!
 //! Without the cargo feature `fault-points` a point is nothing at all. With it, the environment variable
 //! `PAGEFOLD_FAULT_POINT` says what happens: `N` ends the process at the N-th point reached, from 1, by a SIGKILL that
-//! it sends itself, so that no handler, destructor or exit function of it runs; `count` prints on exit how many were
-//! reached, as `fault points: N` on standard error; `stop N` stops the process at the N-th point by a SIGSTOP, until
-//! somebody has it go on. Limits: points are numbered in the order in which this process
-//! reaches them, which is the same in each run only as long as one thread reaches them at a time.
+//! it sends itself, so that no handler, destructor or exit function of it runs; `N NAME` at the N-th time that it is at
+//! the point of that name; `stop N` and `stop N NAME` stop the process there by a SIGSTOP, until somebody has it go on;
+//! `count` prints on exit how many were reached, as `fault points: N` on standard error, and how often each, as
+//! `fault points at NAME: N`. Limits: points are numbered in the order in which this process reaches them, which is the
+//! same in each run only as long as one thread reaches them at a time.
 
 /// A place to fail at. `name` says what has just been done.
 #[cfg(not(feature = "fault-points"))]
@@ -17,26 +18,27 @@ pub use armed::point;
 
 #[cfg(feature = "fault-points")]
 mod armed {
-    use std::sync::OnceLock;
+    use std::collections::BTreeMap;
     use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::{Mutex, OnceLock};
 
     use rustix::process::{Signal, getpid, kill_process};
 
     const VARIABLE: &str = "PAGEFOLD_FAULT_POINT";
 
-    #[derive(Clone, Copy)]
     enum Plan {
         Nothing,
         Count,
-        EndAt(u64),
-        StopAt(u64),
+        /// At the N-th time that a point is reached, or the one of a name.
+        At(u64, Option<String>, Signal),
     }
 
     static REACHED: AtomicU64 = AtomicU64::new(0);
+    static COUNTED: Mutex<BTreeMap<&str, u64>> = Mutex::new(BTreeMap::new());
 
-    fn plan() -> Plan {
+    fn plan() -> &'static Plan {
         static PLAN: OnceLock<Plan> = OnceLock::new();
-        *PLAN.get_or_init(|| match std::env::var(VARIABLE) {
+        PLAN.get_or_init(|| match std::env::var(VARIABLE) {
             Err(_) => Plan::Nothing,
             Ok(text) if text == "count" => {
                 // SAFETY: `print_count` is a function of the signature asked for that never unwinds into C.
@@ -44,32 +46,47 @@ mod armed {
                 Plan::Count
             }
             Ok(text) => {
-                let number = text.strip_prefix("stop ").unwrap_or(&text).parse();
-                let number = number.unwrap_or_else(|_| panic!("{VARIABLE} is {text:?}: a number, stop N or count"));
-                if text.starts_with("stop ") { Plan::StopAt(number) } else { Plan::EndAt(number) }
+                let stops = text.strip_prefix("stop ");
+                let (number, name) = match stops.unwrap_or(&text).split_once(' ') {
+                    Some((number, name)) => (number, Some(name.to_owned())),
+                    None => (stops.unwrap_or(&text), None),
+                };
+                let number =
+                    number.parse().unwrap_or_else(|_| panic!("{VARIABLE} is {text:?}: [stop ]N[ NAME] or count"));
+                Plan::At(number, name, if stops.is_some() { Signal::STOP } else { Signal::KILL })
             }
         })
     }
 
     extern "C" fn print_count() {
         use std::io::Write;
+        let Ok(counted) = COUNTED.lock() else { return };
+        let mut lines = format!("fault points: {}\n", counted.values().sum::<u64>());
+        for (name, times) in &*counted {
+            lines.push_str(&format!("fault points at {name}: {times}\n"));
+        }
         // An exit without standard error has nobody to tell.
-        let _ = writeln!(std::io::stderr(), "fault points: {}", REACHED.load(Ordering::SeqCst));
+        let _ = std::io::stderr().write_all(lines.as_bytes());
     }
 
     /// A place to fail at. `name` says what has just been done.
     pub fn point(name: &'static str) {
-        let plan = plan();
-        let number = REACHED.fetch_add(1, Ordering::SeqCst) + 1;
-        if matches!(plan, Plan::StopAt(stop) if stop == number) {
-            eprintln!("fault point {number}: {name}");
-            kill_process(getpid(), Signal::STOP).expect("a process may signal itself");
-        }
-        if matches!(plan, Plan::EndAt(end) if end == number) {
-            eprintln!("fault point {number}: {name}");
-            kill_process(getpid(), Signal::KILL).expect("a process may signal itself");
-            loop {
-                std::thread::park();
+        match plan() {
+            Plan::Nothing => {}
+            Plan::Count => *COUNTED.lock().expect("nothing panics with it").entry(name).or_default() += 1,
+            Plan::At(_, Some(wanted), _) if wanted != name => {}
+            Plan::At(at, _, signal) => {
+                let number = REACHED.fetch_add(1, Ordering::SeqCst) + 1;
+                if number != *at {
+                    return;
+                }
+                eprintln!("fault point {number}: {name}");
+                kill_process(getpid(), *signal).expect("a process may signal itself");
+                if *signal == Signal::KILL {
+                    loop {
+                        std::thread::park();
+                    }
+                }
             }
         }
     }

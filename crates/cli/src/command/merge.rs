@@ -6,9 +6,10 @@ use crate::config::Config;
 use crate::{Outcome, output, progress, source};
 use anyhow::{Context, anyhow, bail};
 use clap::Args;
+use pagefold_drive::merge::{self, After};
 use pagefold_drive::prepare::{Prepared, Request, prepare};
 use pagefold_drive::trial::Trial;
-use pagefold_drive::{Session, ksmd, merge};
+use pagefold_drive::{Session, ksmd};
 use pagefold_host::{Host, observe};
 use pagefold_linux::qmp;
 use pagefold_model::Bytes;
@@ -64,11 +65,12 @@ pub struct Options {
     /// configuration says, otherwise user]
     #[arg(long, value_enum, value_name = "RULE")]
     domains: Option<DomainBy>,
-    /// Watch merged pages of running programs for this time at least, and withdraw what is written too often to pay;
-    /// 0 for not at all
+    /// Watch merged pages of running programs for this time at least, from when ksmd begins, and withdraw what is written too often to pay, with
+    /// the bytes that were there too; 0 for not at all
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = duration)]
     watch: Duration,
-    /// Pause between the two looks of the census at each page that might merge; 0 for one look
+    /// Pause between the two looks of the census at each page that might merge: what merges has held still for as long.
+    /// 6s is the age from which `run --policy guided` expects a page to stay until merging it has paid; 0 for one look
     #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = duration)]
     settle: Duration,
     /// Threads of the census [default: one for each CPU]
@@ -106,12 +108,12 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let mut report = MergeReport::of_plan(host.describe(), page_size, huge_page_size, &census, &plan);
     drop(census);
     let mut met = true;
-    if let Some(session) = session.filter(|_| !plan.targets.is_empty()) {
-        let how =
-            merge::Options { share: options.cpu, deadline: options.deadline, watch: options.watch, keep: options.keep };
+    if let Some(mut session) = session.filter(|_| !plan.targets.is_empty()) {
+        let after = if options.keep { After::Slowly } else { After::PutBack };
+        let how = merge::Options { share: options.cpu, deadline: options.deadline, watch: options.watch, after };
         let planned = merge::Planned { plan, probes, started };
         let outcome = progress::show_merge(page_size, &stop, |progress| {
-            merge::carry_out(session, planned, &how, &mut Trial::new(&*host), progress, &stop)
+            merge::carry_out(&mut session, planned, &how, &mut Trial::new(&*host), progress, &stop)
         })?;
         report = report.with_outcome(&outcome, page_size);
         met = outcome.met(page_size);
@@ -142,6 +144,8 @@ fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBo
         whole: options.whole,
         min_profit: options.min_profit,
         share: options.cpu,
+        max_regions: None,
+        parties: 0,
     };
     let Prepared { census, mut plan, probes } =
         progress::show(host.page_size(), stop, |progress| prepare(host, &request, &excluded, None, progress, stop))?;

@@ -304,7 +304,7 @@ fn binomial_probabilities() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(60))]
+    #![proptest_config(ProptestConfig::with_cases(60.min(ProptestConfig::default().cases)))]
 
     /// Whatever was drawn: no panic, ordered ends, and nothing that logic excludes.
     #[test]

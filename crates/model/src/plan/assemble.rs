@@ -4,8 +4,9 @@ use super::{LeftAlone, Plan, PlannedRange, Predicted, Target};
 use crate::census::{Census, GuidedRange, RegionCensus, SubjectCensus};
 use crate::process::Process;
 use crate::region::VmFlags;
-use crate::savings::Reach;
+use crate::savings::{Costs, Reach};
 use crate::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, ProcessId};
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -145,7 +146,9 @@ fn whole(census: &Census, constraints: &Constraints, subject: &SubjectCensus) ->
 }
 
 /// The ranges of a process that pay, and how much they give back. If they would take the process beyond half of the
-/// regions that it may still have, which the census kept to as things were then, the worst of them are left out.
+/// regions that it may still have, which the census kept to as things were then, those are left out that are worth least
+/// by the costs at which the census chose them. Of these ranges that is the best choice of so many, but for a huge page
+/// that two of them split; fewer and longer ones, over what lies between, are not looked for again.
 fn guided(
     census: &Census,
     constraints: &Constraints,
@@ -157,7 +160,12 @@ fn guided(
     let room = (constraints.max_map_count.saturating_sub(has) / 4) as usize;
     let fresh = ranges.iter().filter(|range| !range.enrolled).count();
     if fresh > room {
-        ranges.sort_by_key(|range| (!range.enrolled, std::cmp::Reverse(range.freed)));
+        let costs = Costs::of(constraints.page_size);
+        let worth = |range: &GuidedRange| {
+            let cost = costs.scan * range.pages.0 as i64 + costs.huge_page * range.huge_split.0 as i64;
+            range.freed.0 as i64 - cost
+        };
+        ranges.sort_by_key(|range| (!range.enrolled, Reverse(worth(range))));
         ranges.truncate(ranges.len() - (fresh - room));
         ranges.sort_by_key(|range| range.range.start);
     }

@@ -9,9 +9,11 @@ mod tests;
 pub use assemble::{Constraints, Speed, plan};
 
 use crate::domain::Domain;
+use crate::ksm::RMAP_ITEM_BYTES;
 use crate::process::Process;
 use crate::savings::Reach;
 use crate::units::{AddressRange, Bytes, Pages, Pid, ProcessId};
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -44,6 +46,65 @@ impl Plan {
         }
         self.targets.retain(|target| !target.ranges.is_empty());
         self.predicted.merging = self.targets.iter().flat_map(|target| &target.ranges).map(|range| range.merging).sum();
+    }
+
+    /// Keep to some processes, and to what else a plan must not do: with `whole_huge`, split a huge page; take more
+    /// metadata than `metadata`, of which who gives back most for a page scanned comes first. The prediction becomes that
+    /// of the ranges that stay.
+    pub fn keep_to(&mut self, fits: impl Fn(ProcessId) -> bool, whole_huge: bool, metadata: Option<Bytes>) {
+        let before: Pages = self.scanned();
+        self.targets.retain(|target| fits(target.process.id));
+        if whole_huge {
+            for target in &mut self.targets {
+                target.ranges.retain(|range| range.huge_split == Pages::ZERO);
+            }
+        }
+        if let Some(most) = metadata {
+            self.keep_within(most);
+        }
+        self.targets.retain(|target| !target.ranges.is_empty());
+        let scanned = self.scanned();
+        if scanned == before {
+            return;
+        }
+        let part = scanned.0 as f64 / before.0.max(1) as f64;
+        let ranges = || self.targets.iter().flat_map(|target| &target.ranges);
+        let freed = Pages((self.predicted.reach.freed.0 as f64 * part) as u64);
+        let merging = ranges().map(|range| range.merging).sum();
+        let reach = Reach { freed, scanned, huge_split: ranges().map(|range| range.huge_split).sum() };
+        let regions_added = ranges().map(PlannedRange::edges).sum();
+        let (ksmd, wall) = (self.predicted.ksmd.mul_f64(part), self.predicted.wall.mul_f64(part));
+        self.predicted = Predicted { reach, merging, regions_added, ksmd, wall };
+    }
+
+    fn scanned(&self) -> Pages {
+        self.targets.iter().flat_map(|target| &target.ranges).map(|range| range.pages).sum()
+    }
+
+    fn keep_within(&mut self, most: Bytes) {
+        let mut order: Vec<(u64, usize, usize)> = Vec::new();
+        for (number, target) in self.targets.iter().enumerate() {
+            for (at, range) in target.ranges.iter().enumerate() {
+                order.push((range.freed.0 / range.pages.0.max(1), number, at));
+            }
+        }
+        order.sort_unstable_by(|a, b| b.0.cmp(&a.0).then(a.cmp(b)));
+        let mut left = most.0 / RMAP_ITEM_BYTES;
+        let mut kept = BTreeSet::new();
+        for (_, number, at) in order {
+            let pages = self.targets[number].ranges[at].pages.0;
+            if pages <= left {
+                left -= pages;
+                kept.insert((number, at));
+            }
+        }
+        for (number, target) in self.targets.iter_mut().enumerate() {
+            let mut at = 0;
+            target.ranges.retain(|_| {
+                at += 1;
+                kept.contains(&(number, at - 1))
+            });
+        }
     }
 
     /// Pages that should merge before the late ranges are enrolled; `None` where nothing is late.
@@ -120,6 +181,14 @@ impl Target {
             }
         }
         ranges
+    }
+
+    /// Its planned ranges that lie beside its guest's memory, where a control socket by which the guest is enrolled as a
+    /// `whole` does not reach.
+    pub fn beside_its_guest(&self, whole: bool) -> impl Iterator<Item = &PlannedRange> {
+        let guest = self.guest.as_ref().filter(|_| whole);
+        let outside = move |range: &&PlannedRange| guest.is_some_and(|guest| !guest.memory.contains(&range.region));
+        self.ranges.iter().filter(outside)
     }
 }
 

@@ -1,6 +1,7 @@
 use super::*;
 use crate::census::{Census, GuidedRange, IdleRange, RegionCensus, Savings, SubjectCensus};
 use crate::region::{Region, VmFlags};
+use crate::savings::Costs;
 use crate::units::{Bytes, PageSize};
 use crate::{Absent, Counts};
 use proptest::prelude::*;
@@ -181,4 +182,64 @@ proptest! {
         }
         prop_assert!(parts.iter().map(|part| part.pages.0).sum::<u64>() <= 40);
     }
+
+    #[test]
+    fn where_not_all_ranges_fit_those_worth_most_are_kept(
+        ranges in prop::collection::vec((1u64..8, 0u64..8, 0u64..2, any::<bool>()), 1..10),
+        room in 0u64..6,
+    ) {
+        let places: Vec<_> = (0..ranges.len() as u64).map(|i| (0, pages(10 * i, 10 * i + 8))).collect();
+        let mut census = census(&places, &[&[]]);
+        for (range, (freed, more, huge, enrolled)) in census.ranges.iter_mut().zip(&ranges) {
+            range.freed = Bytes(freed * PAGE);
+            range.pages = Pages(freed + more * 8);
+            range.huge_split = Pages(*huge);
+            range.enrolled = *enrolled;
+        }
+        let has = BTreeMap::from([(census.subjects[0].process.id, 0)]);
+        let constraints = Constraints { max_map_count: 4 * room, regions: has, ..constraints() };
+        let planned = plan(&census, &constraints, &|_| None);
+        let kept: Vec<u64> =
+            planned.targets.iter().flat_map(|target| &target.ranges).map(|range| range.range.start).collect();
+        let costs = Costs::of(page_size());
+        let worth = |range: &GuidedRange| {
+            range.freed.0 as i64 - costs.scan * range.pages.0 as i64 - costs.huge_page * range.huge_split.0 as i64
+        };
+        let fresh: Vec<&GuidedRange> = census.ranges.iter().filter(|range| !range.enrolled).collect();
+        let of = |chosen: u32| {
+            let some = fresh.iter().enumerate().filter(|(i, _)| chosen >> i & 1 == 1);
+            some.map(|(_, range)| worth(range)).sum::<i64>()
+        };
+        // The census has chosen them all, so that as many stay as fit.
+        let most = fresh.len().min(room as usize) as u32;
+        let best = (0u32..1 << fresh.len()).filter(|chosen| chosen.count_ones() == most).map(of).max();
+        let is_kept = |range: &&&GuidedRange| kept.contains(&range.range.start);
+        prop_assert_eq!(fresh.iter().filter(is_kept).count() as u32, most);
+        prop_assert_eq!(Some(fresh.iter().filter(is_kept).map(|range| worth(range)).sum()), best);
+        prop_assert_eq!(kept.len() - most as usize, census.ranges.len() - fresh.len(), "what is enrolled stays");
+    }
+}
+
+#[test]
+fn a_plan_keeps_to_what_it_must_not_do() {
+    let census = census(&[(0, pages(0, 10)), (0, pages(20, 60)), (1, pages(0, 40))], &[&["a"], &["b"]]);
+    let made = || plan(&census, &constraints(), &|_| None);
+    let kept = |plan: &Plan| -> Vec<(u32, u64)> {
+        let targets = plan.targets.iter();
+        targets.flat_map(|target| target.ranges.iter().map(|range| (target.process.id.pid.0, range.pages.0))).collect()
+    };
+    let whole = made();
+    let mut same = made();
+    same.keep_to(|_| true, false, None);
+    assert_eq!((kept(&same), same.predicted), (kept(&whole), whole.predicted));
+    let mut one = made();
+    one.keep_to(|process| process.pid == Pid(2), false, None);
+    assert_eq!((kept(&one), one.predicted.merging), (vec![(2, 40)], Pages(40)));
+    assert_eq!(one.predicted.reach.scanned, Pages(40));
+    assert!(one.predicted.reach.freed < whole.predicted.reach.freed);
+    // What splits huge pages is left out, and of the rest what fits into the metadata.
+    let mut splitting = made();
+    splitting.targets[1].ranges[0].huge_split = Pages(1);
+    splitting.keep_to(|_| true, true, Some(Bytes(45 * 64)));
+    assert_eq!(kept(&splitting), [(1, 10)]);
 }

@@ -138,7 +138,9 @@ pub struct OutcomeReport {
     pub ksm_frames: u64,
     /// Pages of zeros mapped to the kernel's zero page.
     pub zero_pages: u64,
-    /// Why figures are not what was predicted: those of one figure sum up to the difference.
+    /// Why figures are not what was predicted: those of one figure sum up to the difference, opposite ones side by side.
+    /// Of `saved` they are exact where up to 131,072 pages should merge, and from a sample of contents otherwise.
+    /// What is measured of nothing begins with `not explained`.
     pub differences: Vec<DifferenceReport>,
     /// Regions added to the processes while the ranges are enrolled, as far as these live on; they map others meanwhile.
     pub regions_added: i64,
@@ -192,7 +194,8 @@ pub struct OutcomeReport {
 /// A part of the difference between what was reached and what was predicted.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct DifferenceReport {
-    /// The figure: `saved`, `metadata` (bytes), `ksmd_seconds`, `huge_pages_split`, `regions_added`.
+    /// The figure: `saved`, `metadata` (bytes), `ksmd_seconds` (CPU seconds: looks at pages times what one takes; looks
+    /// at pages of others are among them), `huge_pages_split`, `regions_added`.
     pub of: &'static str,
     /// By how much it is more than predicted, less if negative.
     pub by: f64,

@@ -7,15 +7,19 @@ use crate::config::Config;
 use crate::progress;
 use anyhow::bail;
 use pagefold_census::Selection;
-use pagefold_drive::follow::Follow;
+use pagefold_drive::follow::{Follow, Told};
+use pagefold_drive::merge::{self, After};
+use pagefold_drive::policy as rules;
 use pagefold_drive::prepare::Request;
 use pagefold_drive::session::{self, Session};
-use pagefold_drive::{merge, policy as rules};
 use pagefold_host::Host;
 use pagefold_linux::LiveHost;
+use pagefold_model::outcome::Missed;
 use pagefold_model::policy::Policy;
 use pagefold_model::process::Process;
 use pagefold_model::{Bytes, ProcessId};
+use std::collections::BTreeSet;
+use std::fmt::Display;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -90,27 +94,44 @@ impl Drive {
                 whole: false,
                 min_profit: Bytes(1 << 20),
                 share: self.share,
+                max_regions: None,
+                parties: 0,
             },
-            how: merge::Options { share: self.share, deadline: None, watch: Duration::from_secs(1), keep: false },
+            how: merge::Options {
+                share: self.share,
+                deadline: None,
+                watch: Duration::from_secs(1),
+                after: After::PutBack,
+            },
             excluded: &excluded,
         };
         let members = || {
             // A tree that cannot be looked at is taken to have ended.
             if tree.observe(host).is_err() { Vec::new() } else { tree.members().map(|member| member.pid).collect() }
         };
-        let not_put_back = |outcome: &pagefold_model::outcome::Outcome| {
-            for remains in &outcome.remains {
-                eprintln!("pagefold: not put back: {remains}");
+        // What the next session tries again would be told again.
+        let mut known = BTreeSet::new();
+        let mut say = |line: String| {
+            if known.insert(line.clone()) {
+                eprintln!("pagefold: {line}");
             }
         };
-        Ok(follow.run(members, not_put_back, stop)?)
+        let tell = |told: Told<'_>| match told {
+            Told::Round(outcome) => outcome.remains.iter().for_each(|remains| say(not_put_back(remains))),
+            Told::Remains(remains) => say(not_put_back(remains)),
+            Told::Refused(Missed { pid, comm, why, .. }) => {
+                say(format!("what did not stay merged of {comm} ({pid}) stays enrolled: {why}"));
+            }
+        };
+        Ok(follow.run(members, tell, stop)?)
     }
 
     fn follow(&self, host: &dyn Host, tree: &mut Tree, stop: &AtomicBool) -> anyhow::Result<()> {
         let mut ended = || tree.observe(host).is_err() || tree.has_ended() || stop.load(Ordering::Relaxed);
         while !ended() {
             match Session::begin(host, &self.directory) {
-                Ok((mut session, ..)) => {
+                Ok((mut session, _, left)) => {
+                    left.iter().for_each(|remains| eprintln!("pagefold: {}", not_put_back(remains)));
                     let mut last = std::time::Instant::now();
                     let mut over = false;
                     rules::follow(&mut session, &self.policy, || {
@@ -120,9 +141,7 @@ impl Drive {
                         }
                         over
                     })?;
-                    for remains in session.finish()? {
-                        eprintln!("pagefold: not put back: {remains}");
-                    }
+                    session.finish()?.iter().for_each(|remains| eprintln!("pagefold: {}", not_put_back(remains)));
                     return Ok(());
                 }
                 Err(session::Error::Busy(_)) => std::thread::sleep(LOOK),
@@ -131,4 +150,8 @@ impl Drive {
         }
         Ok(())
     }
+}
+
+fn not_put_back(remains: &impl Display) -> String {
+    format!("not put back: {remains}")
 }

@@ -166,3 +166,18 @@ fn what_was_done_before_it_was_busy_comes_back() {
     assert_eq!(session.finish().unwrap(), Vec::new());
     assert_eq!(host.state(), before);
 }
+
+#[test]
+fn what_would_come_back_of_the_dead_is_forgotten() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    let mut session = begin(&host, directory.path());
+    session.set(&settings(&[(Setting::Run, "1")])).unwrap();
+    session.apply(&advise(Advice::Unmergeable, &[(0x12000, 0x14000)]), Stays::ForNow).unwrap();
+    session.forget_ended().unwrap();
+    assert_eq!(session.journal.entries.len(), 2, "it lives");
+    host.end(PROCESS.pid);
+    session.forget_ended().unwrap();
+    assert_eq!(session.journal.entries.len(), 1, "settings stay");
+    assert_eq!(session.finish().unwrap(), Vec::new());
+    assert_eq!(host.value("run"), "0");
+}

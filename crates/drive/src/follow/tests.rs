@@ -1,0 +1,139 @@
+//! Looks between rounds, over a host in memory.
+
+use super::*;
+use crate::fake::{Fake, MERGED, Trouble};
+use crate::journal::SESSION;
+use crate::session::Stays;
+use pagefold_host::act::Action;
+use pagefold_model::domain::{Domain, Domains};
+use pagefold_model::ksm::Setting;
+use pagefold_model::plan::{Plan, PlannedRange, Target};
+use pagefold_model::{Absent, AddressRange, Bytes, Pages, ProcessId};
+use std::fs;
+
+const PAGE: u64 = 4096;
+const PID: u32 = 7;
+const RANGE: AddressRange = AddressRange { start: 64 * PAGE, end: 128 * PAGE };
+
+/// A plan of the one range of the one process.
+fn plan() -> Plan {
+    let pages = Pages(64);
+    let range = PlannedRange {
+        range: RANGE,
+        region: RANGE,
+        pages,
+        merging: pages,
+        zero: Pages::ZERO,
+        freed: Bytes(pages.0 * PAGE),
+        huge_split: Pages::ZERO,
+        enrolled: false,
+        late: false,
+    };
+    let process = ProcessId { pid: Pid(PID), start_time: 1 };
+    let target = Target {
+        process: Process { comm: "program".to_owned(), ..Process::absent(process, &Absent::Denied) },
+        domain: Domain::Host,
+        ranges: vec![range],
+        huge: Bytes::ZERO,
+        guest: None,
+        narrowed: Vec::new(),
+    };
+    Plan { targets: vec![target], ..Plan::default() }
+}
+
+/// A process whose pages were merged and broke right away, and the trial that saw it.
+fn broken(host: &Fake) -> Trial<'_> {
+    host.map(PID, (RANGE.start, RANGE.end), MERGED, true);
+    let mut trial = Trial::new(host);
+    trial.add(&plan());
+    assert!(!trial.look(true), "they are merged");
+    host.map(PID, (RANGE.start, RANGE.end), "", true);
+    host.ran(PID, 1);
+    trial
+}
+
+/// What a look tells.
+fn told<'h>(host: &'h Fake, directory: &Path, trial: &mut Trial<'h>) -> Vec<String> {
+    let follow = Follow {
+        host,
+        directory,
+        request: Request {
+            selection: Selection::default(),
+            domains: Domains::default(),
+            across_domains: false,
+            settle: Duration::ZERO,
+            threads: 1,
+            whole: false,
+            min_profit: Bytes::ZERO,
+            share: 1.0,
+            max_regions: None,
+            parties: 0,
+        },
+        how: merge::Options { share: 1.0, deadline: None, watch: Duration::ZERO, after: merge::After::PutBack },
+        excluded: &|_| None,
+    };
+    let mut lines = Vec::new();
+    let mut tell = |told: Told<'_>| {
+        lines.push(match told {
+            Told::Remains(remains) => remains.to_string(),
+            told => panic!("{told:?}"),
+        });
+    };
+    follow.look(trial, &mut tell).unwrap();
+    lines
+}
+
+fn refused(trial: &Trial<'_>) -> Vec<String> {
+    trial.refused().map(|refused| refused.why.clone()).collect()
+}
+
+#[test]
+fn what_is_refused_between_rounds_is_told_until_it_is_taken() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let mut trial = broken(&host);
+    for trouble in [Trouble::BusyAfter(0), Trouble::Misses(RANGE)] {
+        host.trouble(Some(trouble));
+        assert_eq!(told(&host, directory.path(), &mut trial), [""; 0]);
+        assert!(!refused(&trial).is_empty(), "it was tried");
+        assert!(trial.withdrawn().values().all(|withdrawn| withdrawn.ranges().is_empty()), "and not done");
+        host.ran(PID, 2);
+    }
+    host.trouble(None);
+    host.free(0);
+    told(&host, directory.path(), &mut trial);
+    assert_eq!(refused(&trial), ["there is no memory for copies"]);
+    host.free(5_000_000);
+    told(&host, directory.path(), &mut trial);
+    assert!(refused(&trial).is_empty(), "in the end it was taken");
+    assert_eq!(trial.withdrawn()[&ProcessId { pid: Pid(PID), start_time: 1 }].ours, [RANGE]);
+    assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, "", false)]);
+}
+
+#[test]
+fn who_has_ended_refuses_nothing() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let mut trial = broken(&host);
+    host.trouble(Some(Trouble::BusyAfter(0)));
+    told(&host, directory.path(), &mut trial);
+    assert!(!refused(&trial).is_empty());
+    host.ended(PID);
+    assert!(refused(&trial).is_empty());
+}
+
+#[test]
+fn what_a_killed_run_left_and_cannot_be_put_back_is_told_at_once() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let mut trial = broken(&host);
+    let (mut killed, ..) = Session::begin(&host, directory.path()).unwrap();
+    let value = "4321".to_owned();
+    killed.apply(&Action::Set { setting: Setting::SleepMillisecs, value }, Stays::ForNow).unwrap();
+    let journal = fs::read(directory.path().join(SESSION)).unwrap();
+    drop(killed);
+    fs::write(directory.path().join(SESSION), journal).unwrap();
+    // Somebody else has written it since.
+    host.put("sleep_millisecs", "99");
+    let lines = told(&host, directory.path(), &mut trial);
+    assert!(matches!(&lines[..], [line] if line.contains("sleep_millisecs") && line.contains("99")), "{lines:?}");
+    assert!(refused(&trial).is_empty(), "and what does not last was withdrawn");
+    assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, "", false)]);
+}
