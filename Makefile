@@ -23,7 +23,7 @@ demo: setup ## Merge memory of real programs on this machine and show what that 
 # Documentation tests come first and integration tests last, so that the last line is a result of tests that ran: the
 # unit tests of a binary and the documentation tests of a crate may well be none.
 .PHONY: test
-test: setup ## Run every test; as root the live ones too (real KSM, other processes, guests)
+test: setup setup-watch ## Run every test; as root the live ones too (real KSM, other processes, guests)
 	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --doc
 	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --lib --bins
 	$(CARGO) build $(LOCKED) --workspace --all-features --examples --lib
@@ -132,6 +132,14 @@ setup: ## Install what the live tests and the demo need (QEMU, a guest kernel) i
 	else \
 		labs/setup.sh || echo "setup is incomplete: run 'sudo make setup' once to have it all"; \
 		echo "not root: tests that drive KSM, read others' memory or look at page frames will be skipped"; \
+	fi
+
+.PHONY: setup-watch
+setup-watch: ## Install what the tests of the web page and the metrics need (headless Chromium, promtool, tmux)
+	@if [ "$$(id -u)" -eq 0 ]; then \
+		labs/setup-watch.sh || { apt-get update --quiet=2 && labs/setup-watch.sh; }; \
+	else \
+		labs/setup-watch.sh || echo "setup-watch is incomplete: tests that miss something will say that they are skipped"; \
 	fi
 
 .PHONY: clean

@@ -29,7 +29,7 @@ pub struct Arguments {
     pub command: Command,
 }
 
-#[derive(Args, Debug)]
+#[derive(Args, Clone, Debug)]
 pub struct Global {
     /// What to look at: `live` or `recording:DIR`
     #[arg(long, global = true, default_value = "live", value_name = "HOST")]
@@ -66,6 +66,20 @@ pub enum Command {
     Account(command::account::Options),
     /// Start a program with its whole process tree enrolled in KSM, or merged in user space
     Run(command::run::Options),
+    /// Merge what pays all the time, within a bound on CPU
+    Daemon(command::daemon::Options),
+    /// Show what the daemon does, what it saves and what it costs
+    Status(command::daemon::StatusOptions),
+    /// Watch the daemon in the terminal
+    Top(command::top::Options),
+    /// Have the daemon do nothing, and KSM's settings put back
+    Pause,
+    /// Have the daemon go on
+    Resume,
+    /// Have the daemon look at a process now
+    Enrol(command::daemon::Which),
+    /// Have the daemon leave a process alone, and withdraw what is merged of it
+    Withdraw(command::daemon::Which),
     /// Set KSM's settings by a rule, show them, or put back what was before
     Policy(command::policy::Options),
     /// Put back what a killed run left

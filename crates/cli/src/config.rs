@@ -1,8 +1,14 @@
 //! The configuration: `/etc/pagefold/pagefold.toml`, or the file that `--config` names.
 //!
-//! It says who trusts whom and who is left alone; everything else is an option of a command. The default file need not
+//! It says who trusts whom, who is left alone, and what the daemon does; everything else is an option of a command. The default file need not
 //! be there, one that is named must be. Nothing in it is guessed at: an unknown key, a pattern that is none, a group
 //! with nobody in it is an error, in one line with the place and, where something near it is known, with that.
+
+mod daemon;
+mod ksmtuned;
+
+pub use daemon::{Http, ModeWord};
+pub use ksmtuned::{Imported, import};
 
 use crate::arguments::{DomainBy, Global};
 use crate::source;
@@ -34,6 +40,10 @@ pub struct Config {
     pub domains: Domains,
     /// Who is left alone.
     pub exclusions: Exclusions,
+    /// Where the daemon shows what it does.
+    pub http: Http,
+    /// What the daemon does, but for the former.
+    daemon: pagefold_drive::daemon::Settings,
 }
 
 impl Config {
@@ -66,7 +76,7 @@ impl Config {
 
     /// From the text of a file. An error begins with the number of its line.
     fn parse(text: &str) -> Result<Self, String> {
-        let document: Document = read(text)?;
+        let mut document: Document = read(text)?;
         let place = Place(text);
         let mut groups: Vec<Group> = Vec::new();
         for spanned in document.domain {
@@ -75,15 +85,7 @@ impl Config {
             if wire.name.is_empty() || groups.iter().any(|group| group.name == wire.name) {
                 return Err(format!("{line}: each domain needs a name of its own, and {:?} is none", wire.name));
             }
-            let group = Group {
-                users: place.each(wire.users, |user| user.number())?,
-                cgroups: place.globs(wire.cgroups)?,
-                vms: place.globs(wire.vms)?,
-                names: place.globs(wire.names)?,
-                containers: place.globs(wire.containers)?,
-                jobs: place.globs(wire.jobs)?,
-                name: wire.name,
-            };
+            let group = wire.group(&place)?;
             if !group.has_condition() {
                 return Err(format!(
                     "{line}: the domain {:?} does not say who is in it: give users, cgroups, vms, names, containers \
@@ -97,7 +99,9 @@ impl Config {
         let known = if names.is_some() { Exclusions::none() } else { Exclusions::default() };
         let names = place.globs(names.into_iter().flatten().chain(extend).collect())?;
         let exclusions = known.programs(names).vms(place.globs(vms)?).confidential(confidential);
-        Ok(Self { path: None, domains: Domains { rule: document.domains.into(), groups }, exclusions })
+        let http = document.daemon.http(&place)?;
+        let daemon = document.daemon.settings(&place)?;
+        Ok(Self { path: None, domains: Domains { rule: document.domains.into(), groups }, exclusions, http, daemon })
     }
 }
 
@@ -110,6 +114,8 @@ struct Document {
     domain: Vec<Spanned<Members>>,
     #[serde(default)]
     exclude: Exclude,
+    #[serde(default)]
+    daemon: daemon::Section,
 }
 
 #[derive(Default, Deserialize)]
@@ -138,6 +144,8 @@ type Patterns = Vec<Spanned<String>>;
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Members {
+    /// Without one where there is only one such table.
+    #[serde(default)]
     name: String,
     #[serde(default)]
     users: Vec<Spanned<User>>,
@@ -151,6 +159,20 @@ struct Members {
     containers: Patterns,
     #[serde(default)]
     jobs: Patterns,
+}
+
+impl Members {
+    fn group(self, place: &Place<'_>) -> Result<Group, String> {
+        Ok(Group {
+            users: place.each(self.users, |user| user.number())?,
+            cgroups: place.globs(self.cgroups)?,
+            vms: place.globs(self.vms)?,
+            names: place.globs(self.names)?,
+            containers: place.globs(self.containers)?,
+            jobs: place.globs(self.jobs)?,
+            name: self.name,
+        })
+    }
 }
 
 /// A user, by name or number.
@@ -277,6 +299,15 @@ impl Place<'_> {
             convert(spanned.into_inner()).map_err(|why| format!("{line}: {why}"))
         };
         all.into_iter().map(one).collect()
+    }
+
+    /// Convert what is there, or say in which line it cannot be.
+    fn one<T, U>(
+        &self,
+        value: Option<Spanned<T>>,
+        convert: impl Fn(T) -> Result<U, String>,
+    ) -> Result<Option<U>, String> {
+        Ok(self.each(value.into_iter().collect(), convert)?.pop())
     }
 
     fn globs(&self, patterns: Patterns) -> Result<Vec<GlobMatcher>, String> {

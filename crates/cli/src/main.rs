@@ -16,6 +16,7 @@ mod source;
 
 use arguments::{Arguments, Command};
 use clap::Parser;
+use command::daemon::control::Request;
 use std::process::ExitCode;
 
 /// How a command ended, short of failing.
@@ -48,6 +49,13 @@ fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
         Command::Account(options) => command::account::run(options, &arguments.global),
         Command::Merge(options) => command::merge::run(options, &arguments.global),
         Command::Run(options) => command::run::run(options, &arguments.global),
+        Command::Daemon(options) => command::daemon::run(options, &arguments.global),
+        Command::Status(options) => command::daemon::show(options, &arguments.global),
+        Command::Top(options) => command::top::run(options, &arguments.global),
+        Command::Pause => command::daemon::tell(Request::Pause, &arguments.global),
+        Command::Resume => command::daemon::tell(Request::Resume, &arguments.global),
+        Command::Enrol(which) => command::daemon::tell(which.enrol(), &arguments.global),
+        Command::Withdraw(which) => command::daemon::tell(which.withdraw(), &arguments.global),
         Command::Policy(options) => command::policy::run(options, &arguments.global),
         Command::Recover(options) => command::recover::run(options, &arguments.global),
         Command::Config(options) => command::config::run(options, &arguments.global),

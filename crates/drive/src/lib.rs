@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod daemon;
 #[cfg(test)]
 mod fake;
 pub mod follow;

@@ -12,6 +12,7 @@ pub mod allowance;
 pub mod census;
 pub mod class;
 pub mod content;
+pub mod daemon;
 pub mod difference;
 pub mod doctor;
 pub mod domain;

@@ -7,8 +7,10 @@
 
 pub mod account;
 pub mod census;
+pub mod daemon;
 pub mod doctor;
 pub mod engine;
+pub mod history;
 pub mod merge;
 pub mod policy;
 pub mod recover;

@@ -5,11 +5,11 @@ use pagefold_model::identity::Monitor;
 use pagefold_model::process::Process;
 use pagefold_model::{Absent, Counts, PageSize};
 use schemars::JsonSchema;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Resident private anonymous pages, each in exactly one of `zero`, `duplicate`, `unique`, `merged` and `volatile`.
 /// The unit is pages in `pages` objects and bytes in `bytes` objects.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Classes {
     /// All of them: the sum of the next five.
     pub resident: u64,
@@ -177,6 +177,14 @@ pub fn json<T: Serialize>(report: &T) -> String {
     let mut text = serde_json::to_string_pretty(report).expect("wire types are serializable");
     text.push('\n');
     text
+}
+
+/// The same in one line without a break.
+///
+/// # Panics
+/// As [`json`].
+pub fn line<T: Serialize>(report: &T) -> String {
+    serde_json::to_string(report).expect("wire types are serializable")
 }
 
 /// The JSON schema of a report.

@@ -1,19 +1,21 @@
 //! `pagefold config`: what the configuration says.
 
 use crate::arguments::Global;
-use crate::config::{Config, DEFAULT, FILE};
+use crate::config::{Config, DEFAULT, FILE, Imported, import};
 use crate::{Outcome, output, source};
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use pagefold_host::observe;
 use pagefold_report::text::{cut, printable};
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
 Examples:
   pagefold config default | sudo tee /etc/pagefold/pagefold.toml
   pagefold config check                       is it well-formed, and who is in which domain?
-  pagefold --config new.toml config check     the same for another file";
+  pagefold --config new.toml config check     the same for another file
+  pagefold config import-ksmtuned             what /etc/ksmtuned.conf means for the daemon";
 
 /// Arguments of `config`.
 #[derive(Args, Debug)]
@@ -23,21 +25,43 @@ pub struct Options {
     what: What,
 }
 
-#[derive(Clone, Copy, Debug, Subcommand)]
+#[derive(Clone, Debug, Subcommand)]
 enum What {
     /// Print the default configuration with what could be said in it
     Default,
+    /// Print what a configuration of ksmtuned means for the daemon
+    ImportKsmtuned {
+        /// The file
+        #[arg(value_name = "FILE", default_value = "/etc/ksmtuned.conf")]
+        file: PathBuf,
+    },
     /// Say whether the configuration is well-formed, who is in which trust domain, and who is left alone
     Check,
 }
 
 /// Print or check.
 pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
-    match options.what {
+    match &options.what {
         What::Default => output::print(DEFAULT)?,
         What::Check => check(global)?,
+        What::ImportKsmtuned { file } => import_ksmtuned(file, global)?,
     }
     Ok(Outcome::Done)
+}
+
+/// The section on standard output, and what was kept and what not as comments above it.
+fn import_ksmtuned(file: &Path, global: &Global) -> anyhow::Result<()> {
+    let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+    let host = source::open(global)?;
+    let total = observe::memory(&*host).and_then(|memory| memory.total).context("cannot read MemTotal")?;
+    let Imported { section, kept, left } = import(&text, total);
+    let mut printed = format!("# From {}.\n", printable(&file.to_string_lossy()));
+    for (word, lines) in [("kept", kept), ("left out", left)] {
+        for line in lines {
+            printed.push_str(&format!("# {word}: {}\n", printable(&line)));
+        }
+    }
+    output::print(&(printed + &section))
 }
 
 fn check(global: &Global) -> anyhow::Result<()> {

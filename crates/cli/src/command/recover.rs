@@ -1,6 +1,7 @@
 //! `pagefold recover`: put back what a killed run left, and what every command does before it changes a host.
 
 use crate::arguments::Global;
+use crate::command::daemon::control;
 use crate::{Outcome, output, source};
 use anyhow::{Context, anyhow, bail};
 use clap::Args;
@@ -33,7 +34,8 @@ pub struct Options {
 /// Put back, and say what.
 pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let host = live(global)?;
-    let (_session, undone, remains) = Session::begin(&*host, &global.state).map_err(explained)?;
+    let (_session, undone, remains) =
+        Session::begin(&*host, &global.state).map_err(explained).map_err(|error| of_daemon(error, global))?;
     tell(&undone, &remains, options.json, "Nothing was left to put back.")
 }
 
@@ -47,11 +49,22 @@ pub fn live(global: &Global) -> anyhow::Result<Box<dyn Host>> {
 
 /// Begin to change a host. What a killed run left is put back first, and said on standard error.
 pub fn begin<'a>(host: &'a dyn Host, global: &Global) -> anyhow::Result<Session<'a>> {
-    let (session, undone, remains) = Session::begin(host, &global.state).map_err(explained)?;
+    let (session, undone, remains) =
+        Session::begin(host, &global.state).map_err(explained).map_err(|error| of_daemon(error, global))?;
     if !undone.is_empty() || !remains.is_empty() {
         eprint!("A pagefold was killed before.\n{}", report(&undone, &remains).render(""));
     }
     Ok(session)
+}
+
+/// An error with what to do where it is the daemon that changes this host.
+fn of_daemon(error: anyhow::Error, global: &Global) -> anyhow::Error {
+    let busy = matches!(error.downcast_ref(), Some(Error::Busy(_)));
+    if busy && control::is_there(&global.state) {
+        return error
+            .context("the daemon drives this host: `pagefold pause` gives it back, and `pagefold resume` goes on");
+    }
+    error
 }
 
 /// Print what was put back and what was not.

@@ -4,8 +4,10 @@ use crate::{Outcome, output};
 use clap::{Args, ValueEnum};
 use pagefold_report::account::AccountReport;
 use pagefold_report::census::CensusReport;
+use pagefold_report::daemon::Status;
 use pagefold_report::doctor::DoctorReport;
 use pagefold_report::engine::EngineReport;
+use pagefold_report::history::History;
 use pagefold_report::merge::MergeReport;
 use pagefold_report::policy::PolicyReport;
 use pagefold_report::recover::RecoverReport;
@@ -39,6 +41,10 @@ enum Report {
     Unmerge,
     /// `pagefold engine status --json`
     Engine,
+    /// `pagefold status --json`, and `/api/status` of the daemon
+    Status,
+    /// `/api/history` of the daemon
+    History,
 }
 
 /// Print the schema.
@@ -52,6 +58,8 @@ pub fn run(options: &Options) -> anyhow::Result<Outcome> {
         Report::Recover => wire::schema::<RecoverReport>(),
         Report::Unmerge => wire::schema::<UnmergeReport>(),
         Report::Engine => wire::schema::<EngineReport>(),
+        Report::Status => wire::schema::<Status>(),
+        Report::History => wire::schema::<History>(),
     })?;
     Ok(Outcome::Done)
 }

@@ -5,7 +5,8 @@ pub mod text;
 use crate::wire::{NotSeen, Who};
 use pagefold_model::doctor::{Finding, HostFacts, ProcessFacts, Scope, Verdict, examine_host, examine_process};
 use schemars::JsonSchema;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::cmp::Reverse;
 
 /// The result of `pagefold doctor`.
@@ -29,7 +30,7 @@ pub struct DoctorReport {
 }
 
 /// How a rule judges.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum VerdictName {
     /// There is nothing here that the rule could judge.
@@ -72,10 +73,10 @@ pub struct VerdictCounts {
 }
 
 /// What a rule found.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct FindingReport {
     /// The rule's id, stable over versions.
-    pub rule: &'static str,
+    pub rule: Cow<'static, str>,
     /// The judgement.
     pub verdict: VerdictName,
     /// The process it is about; absent for the host.
@@ -91,7 +92,7 @@ pub struct FindingReport {
     /// What was read in it.
     pub value: String,
     /// Why it matters.
-    pub why: &'static str,
+    pub why: Cow<'static, str>,
     /// Shell commands to run as root, one each; lines that begin with `#` say what no command can do. Empty where there
     /// is nothing to do.
     pub remedy: Vec<String>,
@@ -107,14 +108,14 @@ impl From<Finding> for FindingReport {
             Scope::Process(id) => Some(id),
         };
         Self {
-            rule: finding.rule,
+            rule: finding.rule.into(),
             verdict: finding.verdict.into(),
             pid: process.map(|id| id.pid.0),
             start_time: process.map(|id| id.start_time),
             title: finding.title,
             source: finding.source,
             value: finding.value,
-            why: finding.why,
+            why: finding.why.into(),
             remedy: finding.remedy,
             verify: finding.verify,
         }

@@ -104,7 +104,7 @@ impl Page {
         }
         let value = format!("{}: {}", finding.source, finding.value);
         self.paragraph(&printable(&value), VERDICT);
-        self.paragraph(finding.why, VERDICT);
+        self.paragraph(&finding.why, VERDICT);
         self.commands("remedy", &finding.remedy, VERDICT);
         self.commands("verify", finding.verify.as_slice(), VERDICT);
     }
@@ -181,14 +181,14 @@ mod tests {
 
     fn finding(verdict: VerdictName, title: &str) -> FindingReport {
         FindingReport {
-            rule: "ksm-run",
+            rule: "ksm-run".into(),
             verdict,
             pid: None,
             start_time: None,
             title: title.to_owned(),
             source: "/sys/kernel/mm/ksm/run".to_owned(),
             value: "run = 0".to_owned(),
-            why: "ksmd merges only while run is 1, and the default of the kernel is another.",
+            why: "ksmd merges only while run is 1, and the default of the kernel is another.".into(),
             remedy: vec![],
             verify: None,
         }

@@ -1,0 +1,260 @@
+//! `pagefold daemon`: merge what pays, all the time, within a bound; and the commands that speak to it.
+
+pub mod control;
+mod http;
+mod notify;
+mod status;
+
+use crate::arguments::Global;
+use crate::command::recover::needs_ksm;
+use crate::config::{Config, ModeWord};
+use crate::{Outcome, output, source};
+use anyhow::{Context, bail};
+use clap::Args;
+use control::{Control, Request, ask};
+use notify::Notify;
+use pagefold_drive::daemon::{self, Message, Settings, Snapshot};
+use pagefold_host::Host;
+use pagefold_model::Pid;
+use pagefold_model::daemon::{Event, Mode, State};
+use pagefold_report::daemon::{Answer, Status, text};
+use pagefold_report::doctor::FindingReport;
+use pagefold_report::text::printable;
+use pagefold_report::wire;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::io::Write;
+use std::net::SocketAddr;
+use std::os::unix::fs::DirBuilderExt;
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+const EXAMPLES: &str = "\
+Examples:
+  pagefold daemon                        say what would pay, and change nothing
+  pagefold daemon --mode act             merge what pays, at 10 % of one CPU on average
+  pagefold daemon --http 127.0.0.1:9750  show it as a page at / and as metrics at /metrics
+  pagefold status                        what it does, why, what it saves and costs
+  pagefold top                           the same as it comes
+  pagefold pause                         give the host back; `pagefold resume` goes on
+  pagefold --host recording:DIR daemon   what it would do on a recorded host
+
+What it does and keeps to is said in the configuration (`pagefold config default`); SIGHUP reads it again.
+SIGTERM puts KSM's settings back, and what is merged stays merged.
+
+Exit status: 0 it was told to stop and everything is back, 2 it could not run.";
+
+/// Arguments of `daemon`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = EXAMPLES)]
+pub struct Options {
+    /// What it may do [default: as the configuration says, otherwise advise]
+    #[arg(long, value_enum)]
+    mode: Option<ModeWord>,
+    /// When it ends, withdraw what it has enrolled, if the memory is there
+    #[arg(long)]
+    unmerge_on_exit: bool,
+    /// Show what it does at this address over HTTP [default: as the configuration says, otherwise nowhere]
+    #[arg(long, value_name = "ADDRESS")]
+    http: Option<SocketAddr>,
+    /// Seed of what is random in its decisions
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+}
+
+/// Arguments of `status`.
+#[derive(Args, Debug)]
+pub struct StatusOptions {
+    /// Rows of each table
+    #[arg(long, value_name = "N", default_value_t = 12)]
+    top: usize,
+    /// Print JSON (see `pagefold schema status`)
+    #[arg(long)]
+    json: bool,
+}
+
+/// Arguments of `enrol` and `withdraw`.
+#[derive(Args, Clone, Copy, Debug)]
+pub struct Which {
+    /// The process by its number
+    #[arg(value_name = "PID")]
+    pid: u32,
+}
+
+/// Ask the daemon how it stands.
+pub fn show(options: &StatusOptions, global: &Global) -> anyhow::Result<Outcome> {
+    match ask(&global.state, Request::Status)? {
+        Answer::Status(status) if options.json => output::print(&wire::json(&*status))?,
+        Answer::Status(status) => output::print(&text::render(&status, options.top, output::style(global)))?,
+        Answer::Done(why) | Answer::Refused(why) => bail!("{}", printable(&why)),
+    }
+    Ok(Outcome::Done)
+}
+
+/// Tell the daemon something.
+pub fn tell(request: Request, global: &Global) -> anyhow::Result<Outcome> {
+    match ask(&global.state, request)? {
+        Answer::Done(what) => output::print(&format!("{}\n", printable(&what)))?,
+        Answer::Refused(why) => bail!("{}", printable(&why)),
+        Answer::Status(_) => bail!("the daemon's answer is to another question: is it of another version?"),
+    }
+    Ok(Outcome::Done)
+}
+
+impl Which {
+    /// To look at it now.
+    pub fn enrol(self) -> Request {
+        Request::Enrol(self.pid)
+    }
+
+    /// To leave it alone.
+    pub fn withdraw(self) -> Request {
+        Request::Withdraw(self.pid)
+    }
+}
+
+/// Run until told to stop.
+pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
+    let settings = settings(options, global)?;
+    // It lives as long as the process, so that threads that answer may look at it.
+    let host: &'static dyn Host = Box::leak(source::open(global)?);
+    if global.host == "live" {
+        needs_ksm(host)?;
+    } else if settings.rules.mode == Mode::Act {
+        bail!("a recording cannot be changed: give --mode advise");
+    }
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(&global.state)
+        .with_context(|| format!("cannot make {} (elsewhere give --state DIR)", global.state.display()))?;
+    let control = Control::bind(&global.state)?;
+    let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).context("cannot handle signals")?;
+    let (sender, messages) = mpsc::channel();
+    let desk = Arc::new(Desk { host, sender: sender.clone(), findings: Mutex::default() });
+    let shown = http::show(Arc::clone(&desk), options, global)?;
+    control.serve(Arc::new(move |request| desk.answer(request))).context("cannot start a thread")?;
+    heed(signals, sender.clone(), options, global)?;
+
+    let mut notify = Notify::from_environment();
+    log(&format!("looking at {}, mode {}", host.describe(), mode(settings.rules.mode)));
+    notify.tell("READY=1");
+    let mut alive = |state: &State| notify.alive(&state.standing().1);
+    let done =
+        daemon::run(host, &global.state, settings, options.seed, (sender, messages), &mut alive, &mut |line| log(line));
+    notify.tell("STOPPING=1");
+    drop(control);
+    drop(shown);
+    done?;
+    log("ended");
+    Ok(Outcome::Done)
+}
+
+/// What is in force by the configuration and the command line.
+fn settings(options: &Options, global: &Global) -> anyhow::Result<Settings> {
+    let mut settings = Config::load(global)?.daemon();
+    if let Some(mode) = options.mode {
+        settings.rules.mode = mode.into();
+    }
+    Ok(settings)
+}
+
+fn mode(mode: Mode) -> &'static str {
+    match mode {
+        Mode::Observe => "observe",
+        Mode::Advise => "advise",
+        Mode::Act => "act",
+    }
+}
+
+/// One line on standard error, which systemd's journal keeps with the time.
+fn log(line: &str) {
+    // Nobody may be left to read it.
+    let _ = writeln!(std::io::stderr(), "pagefold daemon: {}", printable(line));
+}
+
+/// Take signals in on a thread of their own.
+fn heed(mut signals: Signals, sender: Sender<Message>, options: &Options, global: &Global) -> anyhow::Result<()> {
+    let (options, global) = (options.clone(), global.clone());
+    let unmerge = options.unmerge_on_exit;
+    std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
+        for signal in signals.forever() {
+            let message = match signal {
+                SIGHUP => match settings(&options, &global) {
+                    Ok(settings) => {
+                        log("the configuration was read again");
+                        Message::Settings(Box::new(settings))
+                    }
+                    Err(error) => {
+                        log(&format!("the configuration stays as it was: {error:#}"));
+                        continue;
+                    }
+                },
+                _ => Message::Event(Event::Stop { unmerge }),
+            };
+            if sender.send(message).is_err() {
+                return;
+            }
+        }
+    })?;
+    Ok(())
+}
+
+/// For how long what the doctor found is shown.
+const FINDINGS: Duration = Duration::from_secs(600);
+
+/// For how long an answer may take to be made.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Where requests are answered.
+struct Desk {
+    host: &'static dyn Host,
+    sender: Sender<Message>,
+    findings: Mutex<Option<(Instant, Vec<FindingReport>)>>,
+}
+
+impl Desk {
+    fn answer(&self, request: Request) -> Answer {
+        let tell = |event: Event, done: &str| match self.sender.send(Message::Event(event)) {
+            Ok(()) => Answer::Done(done.to_owned()),
+            Err(_) => Answer::Refused("the daemon ends".to_owned()),
+        };
+        let Some(snapshot) = self.snapshot() else { return Answer::Refused("the daemon ends".to_owned()) };
+        match request {
+            Request::Status => Answer::Status(Box::new(self.status(&snapshot))),
+            Request::Pause => tell(Event::Pause, "paused: KSM's settings come back, and what is merged stays merged"),
+            Request::Resume => tell(Event::Resume, "resumed"),
+            Request::Enrol(pid) | Request::Withdraw(pid) => {
+                let Some(who) = snapshot.who.iter().find(|who| who.id.pid == Pid(pid)) else {
+                    return Answer::Refused(format!(
+                        "process {pid} is not managed: it is not there, or has less memory than {}",
+                        snapshot.settings.min_resident
+                    ));
+                };
+                let excluded = snapshot.state.members().get(&who.id).and_then(|member| member.excluded.as_ref());
+                match (request, excluded) {
+                    (Request::Enrol(_), Some(why)) => Answer::Refused(format!("process {pid} is left alone: {why}")),
+                    (Request::Enrol(_), None) => tell(Event::Enrol(who.id), "it is looked at next"),
+                    _ => tell(Event::Withdraw(who.id), "it is withdrawn as soon as there is memory for it"),
+                }
+            }
+        }
+    }
+
+    fn snapshot(&self) -> Option<Box<Snapshot>> {
+        let (sender, answer) = mpsc::channel();
+        self.sender.send(Message::Ask(sender)).ok()?;
+        answer.recv_timeout(PATIENCE).ok()
+    }
+
+    fn status(&self, snapshot: &Snapshot) -> Status {
+        let mut findings = self.findings.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if findings.as_ref().is_none_or(|(at, _)| at.elapsed() > FINDINGS) {
+            *findings = Some((Instant::now(), status::findings(self.host, &snapshot.settings)));
+        }
+        let found = findings.as_ref().map(|(_, found)| found.clone()).unwrap_or_default();
+        drop(findings);
+        status::status(self.host, snapshot, found)
+    }
+}

@@ -1,0 +1,80 @@
+//! Telling systemd how it goes: sd_notify(3), a datagram to the socket that `NOTIFY_SOCKET` names.
+
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::time::{Duration, Instant};
+
+/// Who is told, if anybody is.
+pub struct Notify {
+    socket: Option<(UnixDatagram, SocketAddr)>,
+    /// How often it wants to hear that all is well.
+    watchdog: Option<Duration>,
+    told: Instant,
+    what: String,
+}
+
+impl Notify {
+    /// By the environment of the process.
+    pub fn from_environment() -> Self {
+        let address = std::env::var("NOTIFY_SOCKET").ok().and_then(|name| address(&name));
+        let socket = address.and_then(|address| Some((UnixDatagram::unbound().ok()?, address)));
+        let microseconds = std::env::var("WATCHDOG_USEC").ok().and_then(|text| text.parse::<u64>().ok());
+        // Half of it, as sd_watchdog_enabled(3) recommends.
+        let watchdog = microseconds.map(|time| Duration::from_micros(time / 2));
+        Self { socket, watchdog, told: Instant::now(), what: String::new() }
+    }
+
+    /// Tell it something.
+    pub fn tell(&self, what: &str) {
+        if let Some((socket, address)) = &self.socket {
+            // Nothing depends on whether anybody hears it.
+            let _ = socket.send_to_addr(what.as_bytes(), address);
+        }
+    }
+
+    /// Tell it that all is well and what is done, where it is time to.
+    pub fn alive(&mut self, what: &str) {
+        if self.what != what {
+            what.clone_into(&mut self.what);
+            self.tell(&format!("STATUS={what}"));
+        }
+        if self.watchdog.is_some_and(|pause| self.told.elapsed() >= pause / 2) {
+            self.told = Instant::now();
+            self.tell("WATCHDOG=1");
+        }
+    }
+}
+
+/// A path, or with `@` a name in the abstract namespace.
+fn address(name: &str) -> Option<SocketAddr> {
+    match name.strip_prefix('@') {
+        Some(name) => SocketAddr::from_abstract_name(name).ok(),
+        None => SocketAddr::from_pathname(name).ok(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_heard_at_a_path_and_at_a_name() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("notify");
+        let name = format!("pagefold-notify-{}", std::process::id());
+        let abstract_name = SocketAddr::from_abstract_name(&name).unwrap();
+        let listeners = [UnixDatagram::bind(&path).unwrap(), UnixDatagram::bind_addr(&abstract_name).unwrap()];
+        for (listener, name) in listeners.iter().zip([path.display().to_string(), format!("@{name}")]) {
+            let socket = Some((UnixDatagram::unbound().unwrap(), address(&name).unwrap()));
+            let mut notify =
+                Notify { socket, watchdog: Some(Duration::ZERO), told: Instant::now(), what: String::new() };
+            notify.tell("READY=1");
+            notify.alive("resting");
+            let mut heard = [0; 32];
+            for expected in ["READY=1", "STATUS=resting", "WATCHDOG=1"] {
+                let length = listener.recv(&mut heard).unwrap();
+                assert_eq!(&heard[..length], expected.as_bytes());
+            }
+        }
+    }
+}

@@ -1,0 +1,304 @@
+//! From what the daemon remembers and what the host says now to the document that is shown.
+
+use pagefold_drive::daemon::{Said, Settings, Snapshot, Used};
+use pagefold_host::{Host, examine, observe, parse};
+use pagefold_model::daemon::{Member as Known, Mode as Told, Standing};
+use pagefold_model::doctor::Verdict;
+use pagefold_model::ksm::Ksm as Counters;
+use pagefold_model::process::Process;
+use pagefold_model::{Absent, Counts, Pages, ProcessId};
+use pagefold_report::daemon::*;
+use pagefold_report::doctor::{DoctorReport, FindingReport, VerdictName};
+use pagefold_report::wire::{Classes, Who};
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::time::{Duration, SystemTime};
+
+/// The document.
+pub fn status(host: &dyn Host, snapshot: &Snapshot, findings: Vec<FindingReport>) -> Status {
+    let (rules, budget) = (snapshot.state.rules(), snapshot.state.budget());
+    let (standing, why) = snapshot.state.standing();
+    let memory = observe::memory(host);
+    let counters = observe::ksm(host).ok();
+    let vmstat = observe::vmstat(host).unwrap_or_default();
+    let page = host.page_size().bytes();
+    let shares = Shares { page, counters: counters.as_ref() };
+    let mut members: Vec<Member> = snapshot.who.iter().filter_map(|who| member(host, snapshot, who, &shares)).collect();
+    members.sort_by_key(|member| (Reverse(member.resident), member.pid));
+    let domains = domains(&members);
+    let members_left_out = members.len().saturating_sub(MEMBERS) as u64;
+    members.truncate(MEMBERS);
+    let since = |name: &str, before: Option<u64>| Some(vmstat.get(name)?.saturating_sub(before?));
+    Status {
+        schema: SCHEMA.to_owned(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        host: host.describe(),
+        pid: std::process::id(),
+        time: unix(SystemTime::now()),
+        uptime_seconds: snapshot.started.elapsed().unwrap_or_default().as_secs_f64(),
+        mode: match rules.mode {
+            Told::Observe => Mode::Observe,
+            Told::Advise => Mode::Advise,
+            Told::Act => Mode::Act,
+        },
+        state: match standing {
+            Standing::Starting => State::Starting,
+            Standing::Working => State::Working,
+            Standing::Resting => State::Resting,
+            Standing::Paused => State::Paused,
+            Standing::Yielding => State::Yielding,
+        },
+        why,
+        memory: Memory {
+            total: memory.as_ref().ok().and_then(|memory| Some(memory.total.as_ref().ok()?.0)),
+            available: memory.as_ref().ok().and_then(|memory| Some(memory.available.as_ref().ok()?.0)),
+            free: memory.as_ref().ok().and_then(|memory| Some(memory.free.as_ref().ok()?.0)),
+            pressure_percent: observe::pressure(host).ok().map(|pressure| pressure.some.avg10),
+        },
+        goal: Goal { keep_available: rules.keep_available.map(|bytes| bytes.0) },
+        bounds: bounds(&snapshot.settings, budget.left()),
+        ksm: counters.as_ref().map(|counters| ksm(counters, vmstat.get("cow_ksm").copied())),
+        saved: counters.as_ref().map(|counters| saved(counters, page)).unwrap_or_default(),
+        cpu: Cpu { ksmd: snapshot.ksmd.map(used), pagefold: Some(used(snapshot.own)) },
+        resident: own_resident(page),
+        passes: passes(snapshot),
+        decisions_by_reason: snapshot
+            .reasons
+            .iter()
+            .map(|(reason, count)| (reason.word().to_owned(), *count))
+            .collect(),
+        huge_pages_split: since("thp_split_page", snapshot.before.0),
+        cow_breaks: since("cow_ksm", snapshot.before.1),
+        census: census(snapshot, host),
+        domains,
+        members,
+        members_left_out,
+        sharing: sharing(snapshot, page),
+        decisions: snapshot.decisions.iter().take(DECISIONS).map(told).collect(),
+        findings,
+    }
+}
+
+/// What the doctor finds wrong with a host, worst first.
+pub fn findings(host: &dyn Host, settings: &Settings) -> Vec<FindingReport> {
+    let trust = examine::Trust { domains: settings.domains.clone(), exclusions: settings.exclusions.clone() };
+    let facts = examine::facts(host, &[], &trust);
+    let wrong = [Verdict::Warn, Verdict::Fail].map(VerdictName::from);
+    let report = DoctorReport::of_host(host.describe(), &facts);
+    report.findings.into_iter().filter(|finding| wrong.contains(&finding.verdict)).collect()
+}
+
+fn unix(time: SystemTime) -> f64 {
+    time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64()
+}
+
+fn used(used: Used) -> CpuUse {
+    CpuUse { seconds: used.all.as_secs_f64(), percent: used.share * 100.0 }
+}
+
+fn bounds(settings: &Settings, left: f64) -> Bounds {
+    Bounds {
+        cpu_percent: settings.rules.cpu * 100.0,
+        burst_seconds: settings.rules.burst.as_secs_f64(),
+        burst_left_seconds: left,
+        metadata: settings.max_metadata.map(|bytes| bytes.0),
+        regions_per_process: settings.max_regions,
+        split_huge_pages: settings.split_huge_pages,
+    }
+}
+
+fn ksm(counters: &Counters, cow_ksm: Option<u64>) -> Ksm {
+    let known = |value: &Result<u64, Absent>| value.as_ref().ok().copied();
+    Ksm {
+        run: known(&counters.run),
+        pages_to_scan: known(&counters.pages_to_scan),
+        sleep_millisecs: known(&counters.sleep_millisecs),
+        pages_shared: known(&counters.pages_shared),
+        pages_sharing: known(&counters.pages_sharing),
+        pages_unshared: known(&counters.pages_unshared),
+        pages_volatile: known(&counters.pages_volatile),
+        pages_scanned: known(&counters.pages_scanned),
+        pages_skipped: known(&counters.pages_skipped),
+        ksm_zero_pages: counters.ksm_zero_pages.as_ref().ok().copied(),
+        full_scans: known(&counters.full_scans),
+        general_profit: counters.general_profit.as_ref().ok().copied(),
+        cow_ksm,
+    }
+}
+
+/// What merging saves by the kernel's counters. Before 6.6 pages of zeros are merged like others.
+fn saved(counters: &Counters, page: u64) -> Saved {
+    let zeros = counters.ksm_zero_pages.as_ref().map_or(0, |pages| (*pages).max(0).unsigned_abs());
+    let gross = counters.pages_sharing.as_ref().ok().map(|pages| (pages + zeros) * page);
+    let net = counters.general_profit.as_ref().ok().copied();
+    let metadata = gross.zip(net).map(|(gross, net)| (gross.cast_signed() - net).max(0).unsigned_abs());
+    Saved { gross, metadata, net }
+}
+
+fn own_resident(page: u64) -> Option<u64> {
+    let statm = std::fs::read_to_string("/proc/self/statm").ok()?;
+    Some(statm.split_ascii_whitespace().nth(1)?.parse::<u64>().ok()? * page)
+}
+
+fn passes(snapshot: &Snapshot) -> Passes {
+    Passes {
+        passes: snapshot.passes.0,
+        merges: snapshot.passes.1,
+        predicted: snapshot.reached.0.0,
+        reached: snapshot.reached.1.0,
+        last: snapshot.last.map(|last| Pass {
+            time: unix(last.at),
+            seconds: last.seconds,
+            cpu_seconds: last.cost.as_secs_f64(),
+            processes: last.processes,
+            predicted: last.predicted.0,
+            reached: last.net.map(|net| net.0),
+        }),
+    }
+}
+
+fn census(snapshot: &Snapshot, host: &dyn Host) -> Option<Census> {
+    let (at, not_seen) = snapshot.census?;
+    let mut sum = Counts::default();
+    for counts in snapshot.counts.values() {
+        sum += *counts;
+    }
+    let classes = Classes::bytes(&sum, host.page_size());
+    Some(Census { time: unix(at), processes: snapshot.counts.len() as u64, not_seen, classes })
+}
+
+/// What a merged page of a process saves on average: frames are shared by all who map them.
+struct Shares<'a> {
+    page: u64,
+    counters: Option<&'a Counters>,
+}
+
+impl Shares<'_> {
+    /// Bytes that merging saves for somebody with so many pages on KSM frames.
+    fn saved(&self, merging: u64) -> Option<u64> {
+        let counters = self.counters?;
+        let (shared, sharing) = (*counters.pages_shared.as_ref().ok()?, *counters.pages_sharing.as_ref().ok()?);
+        let all = (shared + sharing).max(1);
+        Some((u128::from(merging * self.page) * u128::from(sharing) / u128::from(all)) as u64)
+    }
+}
+
+fn member(host: &dyn Host, snapshot: &Snapshot, who: &Process, shares: &Shares<'_>) -> Option<Member> {
+    let known = snapshot.state.members().get(&who.id)?;
+    let handle = host.open(who.id.pid).ok().filter(|handle| handle.id() == who.id);
+    let ksm = handle.map(|handle| parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages")));
+    let merging = ksm.as_ref().and_then(|ksm| ksm.merging_pages.as_ref().ok().copied());
+    let zeros = ksm.as_ref().and_then(|ksm| Some(ksm.zero_pages.as_ref().ok()?.max(&0).unsigned_abs()));
+    let pages = merging.map(|merging| merging + zeros.unwrap_or(0));
+    let by_share = merging.and_then(|merging| shares.saved(merging));
+    let resident = known.resident.0;
+    let wire = Who::of(who, Some(&known.domain));
+    let (state, why) = standing(snapshot, who.id, known, pages.unwrap_or(0) * shares.page);
+    Some(Member {
+        pid: who.id.pid.0,
+        start_time: who.id.start_time,
+        label: wire.label(),
+        kind: match who {
+            _ if who.identity.vm.is_some() => Kind::Vm,
+            _ if who.identity.container.is_some() => Kind::Container,
+            _ if who.identity.job.is_some() => Kind::Job,
+            _ => Kind::Process,
+        },
+        uid: wire.uid,
+        cgroup: wire.cgroup,
+        domain: known.domain.to_string(),
+        resident: Some(resident),
+        merged: pages.map(|pages| pages * shares.page),
+        // Pages of zeros that KSM placed are not resident.
+        footprint: by_share.map(|saved| resident.saturating_sub(saved)),
+        saved: by_share.map(|saved| saved + zeros.unwrap_or(0) * shares.page),
+        ranges: snapshot.ranges.get(&who.id).copied().unwrap_or(0),
+        state,
+        why,
+    })
+}
+
+fn standing(snapshot: &Snapshot, id: ProcessId, known: &Known, merged: u64) -> (MemberState, String) {
+    let next = || {
+        let since = snapshot.started.elapsed().unwrap_or_default();
+        let left = known.next.saturating_sub(since);
+        format!("looked at again in {}", human(left))
+    };
+    match known {
+        Known { excluded: Some(why), .. } => (MemberState::Excluded, why.clone()),
+        Known { withdrawn: true, .. } => (MemberState::Withdrawn, "an operator withdrew it".to_owned()),
+        known if known.is_new() => (MemberState::Arriving, "not looked at yet".to_owned()),
+        known if known.enrolled && merged > 0 => (MemberState::Merged, next()),
+        known if known.is_backed_off(snapshot.state.rules()) => (MemberState::BackedOff, next()),
+        _ => {
+            let nothing =
+                snapshot.counts.get(&id).is_some_and(|counts| counts.duplicate() + counts.zero == Pages::ZERO);
+            (MemberState::Followed, if nothing { format!("nothing to merge yet; {}", next()) } else { next() })
+        }
+    }
+}
+
+fn human(time: Duration) -> String {
+    match time.as_secs() {
+        seconds @ 0..100 => format!("{seconds} s"),
+        seconds => format!("{} min", seconds / 60),
+    }
+}
+
+fn domains(members: &[Member]) -> Vec<DomainShare> {
+    let mut shares: BTreeMap<&str, DomainShare> = BTreeMap::new();
+    let add = |sum: Option<u64>, value: Option<u64>| match (sum, value) {
+        (None, None) => None,
+        (sum, value) => Some(sum.unwrap_or(0) + value.unwrap_or(0)),
+    };
+    for member in members {
+        let share = shares.entry(&member.domain).or_insert_with(|| empty(&member.domain));
+        share.members += 1;
+        share.resident = add(share.resident, member.resident);
+        share.saved = add(share.saved, member.saved);
+    }
+    let mut shares: Vec<DomainShare> = shares.into_values().collect();
+    shares.sort_by_key(|share| Reverse(share.saved));
+    if shares.len() > DOMAINS {
+        let rest = shares.split_off(DOMAINS - 1);
+        shares.push(rest.iter().fold(empty("others"), |sum, share| DomainShare {
+            members: sum.members + share.members,
+            resident: add(sum.resident, share.resident),
+            saved: add(sum.saved, share.saved),
+            ..sum
+        }));
+    }
+    shares
+}
+
+fn empty(name: &str) -> DomainShare {
+    DomainShare { name: name.to_owned(), members: 0, resident: None, saved: None }
+}
+
+/// The matrix of those who share most.
+fn sharing(snapshot: &Snapshot, page: u64) -> Option<Sharing> {
+    let mut sums: BTreeMap<&str, u64> = BTreeMap::new();
+    for ((one, _), pages) in &snapshot.shared {
+        *sums.entry(one).or_default() += pages.0;
+    }
+    let mut parties: Vec<(u64, &str)> = sums.into_iter().map(|(label, sum)| (sum, label)).collect();
+    parties.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(b.1)));
+    parties.truncate(PARTIES);
+    let pages = |one: &str, other: &str| snapshot.shared.get(&(one.to_owned(), other.to_owned())).map_or(0, |p| p.0);
+    let row = |one: &str| parties.iter().map(|(_, other)| pages(one, other) * page).collect();
+    let shared = parties.iter().map(|(_, one)| row(one)).collect();
+    (!parties.is_empty())
+        .then(|| Sharing { parties: parties.iter().map(|(_, label)| (*label).to_owned()).collect(), shared })
+}
+
+fn told(Said { at, whom, decision }: &Said) -> Decision {
+    Decision {
+        time_ms: at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis() as u64,
+        what: decision.what.word().to_owned(),
+        whom: whom.clone(),
+        reason: decision.reason.word().to_owned(),
+        why: decision.why.clone(),
+        predicted: decision.predicted.map(|bytes| bytes.0),
+        acted: decision.acted,
+    }
+}

@@ -1,0 +1,176 @@
+//! `[daemon]`: what `pagefold daemon` does and keeps to.
+
+use super::{Config, Members, Place};
+use crate::arguments::{bytes, duration, percent};
+use pagefold_drive::daemon::Settings;
+use pagefold_model::daemon::{Hours, Mode, Rules};
+use serde::Deserialize;
+use std::net::SocketAddr;
+use toml::Spanned;
+
+type Word = Option<Spanned<String>>;
+
+/// The section as it is written.
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Section {
+    mode: Option<ModeWord>,
+    keep_available: Word,
+    cpu: Word,
+    burst: Word,
+    price: Option<Spanned<f64>>,
+    max_metadata: Word,
+    max_regions: Option<u64>,
+    split_huge_pages: Option<bool>,
+    min_memory: Word,
+    min_profit: Word,
+    pressure: Word,
+    #[serde(default)]
+    quiet_hours: Vec<Spanned<String>>,
+    across_domains: Option<bool>,
+    force: Option<bool>,
+    only: Option<Spanned<Members>>,
+    http: Word,
+    #[serde(default)]
+    http_names: Vec<Spanned<String>>,
+}
+
+/// Where the daemon shows what it does.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Http {
+    /// The address; without one there is no server.
+    pub address: Option<SocketAddr>,
+    /// Names by which requests may call this host, beside its addresses and `localhost`.
+    pub names: Vec<String>,
+}
+
+/// What a daemon may do.
+#[derive(Clone, Copy, Debug, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum ModeWord {
+    /// Look and tell
+    Observe,
+    /// Take censuses and tell what would pay; change nothing
+    Advise,
+    /// Merge what pays
+    Act,
+}
+
+impl From<ModeWord> for Mode {
+    fn from(word: ModeWord) -> Self {
+        match word {
+            ModeWord::Observe => Self::Observe,
+            ModeWord::Advise => Self::Advise,
+            ModeWord::Act => Self::Act,
+        }
+    }
+}
+
+impl Section {
+    /// Where the daemon shows what it does. An error begins with its line.
+    pub(super) fn http(&mut self, place: &Place<'_>) -> Result<Http, String> {
+        let address = |text: String| text.parse().map_err(|_| "an address is needed such as 127.0.0.1:9750".to_owned());
+        let name =
+            |name: String| match name.bytes().all(|c| c.is_ascii_alphanumeric() || matches!(c, b'-' | b'.' | b'_')) {
+                true if !name.is_empty() => Ok(name),
+                _ => Err("the name of a host is needed, without a port".to_owned()),
+            };
+        let names = place.each(std::mem::take(&mut self.http_names), name)?;
+        Ok(Http { address: place.one(self.http.take(), address)?, names })
+    }
+
+    /// The settings it stands for, but for who trusts whom and who is left alone. An error begins with its line.
+    pub(super) fn settings(self, place: &Place<'_>) -> Result<Settings, String> {
+        let (defaults, rules) = (Settings::default(), Rules::default());
+        let amount = |word: Word| place.one(word, |text: String| bytes(&text));
+        let price = place.one(self.price, |price| {
+            if price > 0.0 { Ok(price) } else { Err("a price above 0 is needed, in CPU seconds for a MiB".to_owned()) }
+        })?;
+        let rules = Rules {
+            mode: self.mode.map_or(rules.mode, Into::into),
+            keep_available: amount(self.keep_available)?,
+            cpu: place.one(self.cpu, |text| percent(&text))?.unwrap_or(rules.cpu),
+            burst: place.one(self.burst, |text| duration(&text))?.unwrap_or(rules.burst),
+            price: price.unwrap_or(rules.price),
+            pressure: place.one(self.pressure, |text| percent(&text))?.map_or(rules.pressure, |share| share * 100.0),
+            quiet: place.each(self.quiet_hours, |hours| hours_of(&hours))?,
+            force: self.force.unwrap_or(rules.force),
+            ..rules
+        };
+        Ok(Settings {
+            rules,
+            across_domains: self.across_domains.unwrap_or(defaults.across_domains),
+            min_resident: amount(self.min_memory)?.unwrap_or(defaults.min_resident),
+            min_profit: amount(self.min_profit)?.unwrap_or(defaults.min_profit),
+            max_metadata: amount(self.max_metadata)?,
+            max_regions: self.max_regions,
+            only: place.one(self.only, |only| match only.group(place)? {
+                only if only.has_condition() => Ok(only),
+                _ => Err("it does not say who is managed".to_owned()),
+            })?,
+            split_huge_pages: self.split_huge_pages.unwrap_or(defaults.split_huge_pages),
+            ..defaults
+        })
+    }
+}
+
+impl Config {
+    /// What the daemon is to do.
+    pub fn daemon(&self) -> Settings {
+        Settings { domains: self.domains.clone(), exclusions: self.exclusions.clone(), ..self.daemon.clone() }
+    }
+}
+
+/// Hours such as `22:00-06:30`.
+fn hours_of(text: &str) -> Result<Hours, String> {
+    let second = |text: &str| {
+        let (hour, minute) = text.trim().split_once(':')?;
+        let (hour, minute) = (hour.parse::<u32>().ok()?, minute.parse::<u32>().ok()?);
+        (hour <= 24 && minute < 60 && hour * 60 + minute <= 24 * 60).then_some(hour * 3600 + minute * 60)
+    };
+    let both = || {
+        let (from, to) = text.split_once('-')?;
+        Some(Hours { from: second(from)?, to: second(to)? })
+    };
+    both().ok_or_else(|| "hours are needed such as 22:00-06:30, UTC".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_model::Bytes;
+    use std::time::Duration;
+
+    #[test]
+    fn what_is_said_is_in_force() {
+        let text = "[daemon]\nmode = \"act\"\nkeep_available = \"8GiB\"\ncpu = \"25%\"\nburst = \"1m\"\n\
+                    max_regions = 1000\nquiet_hours = [\"22:00-06:30\"]\nsplit_huge_pages = false\n";
+        let settings = Config::parse(text).unwrap().daemon();
+        assert_eq!(settings.rules.mode, Mode::Act);
+        assert_eq!(settings.rules.keep_available, Some(Bytes(8 << 30)));
+        assert_eq!((settings.rules.cpu, settings.rules.burst), (0.25, Duration::from_secs(60)));
+        assert_eq!((settings.max_regions, settings.split_huge_pages), (Some(1000), false));
+        assert_eq!(settings.rules.quiet, [Hours { from: 22 * 3600, to: 6 * 3600 + 1800 }]);
+        assert_eq!(settings.min_profit, Settings::default().min_profit);
+    }
+
+    #[test]
+    fn where_it_is_shown() {
+        let http = |text: &str| Config::parse(&format!("[daemon]\n{text}")).map(|config| config.http);
+        assert_eq!(http("").unwrap(), Http::default());
+        let names = vec!["node17".to_owned(), "node17.example".to_owned()];
+        let expect = Http { address: Some("[::1]:9750".parse().unwrap()), names };
+        assert_eq!(http("http = \"[::1]:9750\"\nhttp_names = [\"node17\", \"node17.example\"]\n").unwrap(), expect);
+        for wrong in ["http = \"9750\"", "http = \"localhost:9750\"", "http_names = [\"a:1\"]", "http_names = [\"\"]"] {
+            assert!(http(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn hours_are_of_a_day() {
+        assert!(hours_of("00:00-24:00").is_ok());
+        for wrong in ["", "22-6", "22:00", "25:00-01:00", "24:01-01:00", "1:60-2:00", "a:b-c:d"] {
+            assert!(hours_of(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,321 @@
+//! The daemon on the live kernel: who comes is merged, whoever has a say is heeded, and the host comes back.
+//!
+//! It is told to manage programs of one name alone, which only the test's have.
+
+use pagefold_labs::client;
+use pagefold_labs::ksm::Ksm;
+use serde_json::Value;
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+fn settings(ksm: &Ksm) -> [i64; 4] {
+    ["run", "pages_to_scan", "sleep_millisecs", "use_zero_pages"].map(|name| ksm.counter(name))
+}
+
+/// What [`ksm`] writes.
+const BEFORE: [i64; 4] = [0, 123, 77, 0];
+
+/// Wait for something that is bound to come.
+fn until(what: &str, mut there: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !there() {
+        assert!(started.elapsed() < Duration::from_secs(120), "{what} did not come within two minutes");
+        sleep(Duration::from_millis(50));
+    }
+}
+
+/// A directory with a configuration, the daemon's state, and the lab under a name that nobody else has.
+struct Place {
+    directory: TempDir,
+    name: String,
+}
+
+impl Place {
+    fn new(number: u32) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let name = format!("pfd{}-{number}", std::process::id());
+        // The kernel calls a program what it was started as.
+        std::os::unix::fs::symlink(client::binary().expect("the lab"), directory.path().join(&name)).unwrap();
+        Self { directory, name }
+    }
+
+    fn config(&self) -> PathBuf {
+        self.directory.path().join("pagefold.toml")
+    }
+
+    fn write(&self, section: &str) {
+        let text = format!("[daemon]\n{section}\n[daemon.only]\nnames = [\"{}\"]\n", self.name);
+        fs::write(self.config(), text).unwrap();
+    }
+
+    fn state(&self) -> PathBuf {
+        self.directory.path().join("state")
+    }
+
+    fn pagefold(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+        command.arg("--state").arg(self.state()).arg("--config").arg(self.config()).args(arguments);
+        command
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        self.pagefold(arguments).output().expect("the binary runs")
+    }
+
+    /// Start the daemon, and wait until it answers.
+    fn daemon(&self, arguments: &[&str]) -> Daemon<'_> {
+        let mut command = self.pagefold(&["daemon"]);
+        let child = command.args(arguments).stdin(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let daemon = Daemon { place: self, child };
+        until("an answer", || self.run(&["status", "--json"]).status.success());
+        daemon
+    }
+
+    /// A program that holds the same in part as every other one of these.
+    fn program(&self) -> Program {
+        let mut child = Command::new(self.directory.path().join(&self.name))
+            .args(["mixture", "--mib", "32", "--duplicate", "50%"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the lab runs");
+        let ready = BufReader::new(child.stdout.take().unwrap())
+            .lines()
+            .find(|line| line.as_ref().is_ok_and(|line| line.starts_with("READY")));
+        assert!(ready.is_some(), "the lab is ready");
+        Program(child)
+    }
+}
+
+struct Daemon<'a> {
+    place: &'a Place,
+    child: Child,
+}
+
+impl Daemon<'_> {
+    fn status(&self) -> Value {
+        let output = self.place.run(&["status", "--json"]);
+        assert!(output.status.success(), "{output:?}");
+        serde_json::from_slice(&output.stdout).expect("JSON")
+    }
+
+    fn tell(&self, arguments: &[&str]) {
+        let output = self.place.run(arguments);
+        assert!(output.status.success(), "{output:?}");
+    }
+
+    fn signal(&self, signal: nix::sys::signal::Signal) {
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.child.id() as i32), signal).unwrap();
+    }
+
+    /// Its exit code once it has ended, and what it said.
+    fn ended(mut self) -> (Option<i32>, String) {
+        let mut said = String::new();
+        self.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        (self.child.wait().unwrap().code(), said)
+    }
+
+    fn stop(self) -> (Option<i32>, String) {
+        self.signal(nix::sys::signal::Signal::SIGTERM);
+        self.ended()
+    }
+
+    fn said(&self, what: &str, reason: &str) -> bool {
+        let status = self.status();
+        let decisions = status["decisions"].as_array().unwrap();
+        decisions.iter().any(|decision| decision["what"] == what && decision["reason"] == reason)
+    }
+}
+
+impl Drop for Daemon<'_> {
+    fn drop(&mut self) {
+        // Where a test has failed: it puts the settings back.
+        if self.child.try_wait().is_ok_and(|ended| ended.is_none()) {
+            self.signal(nix::sys::signal::Signal::SIGTERM);
+            let _ = self.child.wait();
+        }
+    }
+}
+
+struct Program(Child);
+
+impl Program {
+    fn pid(&self) -> String {
+        self.0.id().to_string()
+    }
+
+    /// Pages that are merged of it now, by its page tables.
+    fn merged(&self) -> u64 {
+        let rollup = fs::read_to_string(format!("/proc/{}/smaps_rollup", self.0.id())).unwrap();
+        let kib = rollup.lines().find_map(|line| line.strip_prefix("KSM:")?.trim().strip_suffix(" kB")?.parse().ok());
+        kib.unwrap_or(0) / 4
+    }
+
+    fn is_enrolled(&self) -> bool {
+        let smaps = fs::read_to_string(format!("/proc/{}/smaps", self.0.id())).unwrap();
+        let mut flags = smaps.lines().filter_map(|line| line.strip_prefix("VmFlags:"));
+        flags.any(|flags| flags.split(' ').any(|flag| flag == "mg"))
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        drop(self.0.stdin.take());
+        let _ = self.0.wait();
+    }
+}
+
+/// Nine tenths of what two programs have in common, in pages of one of them.
+const MOST: u64 = 4096 * 9 / 10;
+
+#[test]
+fn who_comes_is_merged_and_whoever_has_a_say_is_heeded() {
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+    let place = Place::new(1);
+    place.write("mode = \"act\"");
+    let daemon = place.daemon(&[]);
+    let programs = [place.program(), place.program()];
+    until("the merge", || programs.iter().all(|program| program.merged() >= MOST));
+    until("the end of it", || daemon.status()["passes"]["merges"].as_u64() >= Some(1));
+
+    let status = daemon.status();
+    let schema = fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/schema/status.json")).unwrap();
+    let validator = jsonschema::validator_for(&serde_json::from_slice(&schema).unwrap()).unwrap();
+    let wrong: Vec<String> = validator.iter_errors(&status).map(|error| error.to_string()).collect();
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    let members = status["members"].as_array().unwrap();
+    assert_eq!(members.len(), 2, "nobody else is managed: {members:#?}");
+    assert!(members.iter().all(|member| member["state"] == "merged" && member["ranges"].as_u64() > Some(0)));
+    assert!(status["passes"]["reached"].as_i64() > Some(8 << 20), "{}", status["passes"]);
+    let text = place.run(&["status"]);
+    assert!(String::from_utf8_lossy(&text.stdout).contains("Latest decisions"), "{text:?}");
+
+    // While it has the host, nobody else changes it.
+    let second = place.run(&["daemon"]);
+    let why = String::from_utf8_lossy(&second.stderr).into_owned();
+    assert!(second.status.code() == Some(2) && why.contains("runs already"), "{why}");
+    let other = place.run(&["merge", "--pid", &programs[0].pid()]);
+    let why = String::from_utf8_lossy(&other.stderr).into_owned();
+    assert!(other.status.code() == Some(2) && why.contains("`pagefold pause`"), "{why}");
+
+    daemon.tell(&["pause"]);
+    until("the host", || settings(&ksm) == BEFORE && daemon.status()["state"] == "paused");
+    assert!(place.run(&["recover"]).status.success(), "it lets others change the host");
+    assert!(programs[0].merged() >= MOST, "merges stay");
+    daemon.tell(&["resume"]);
+
+    daemon.tell(&["withdraw", &programs[0].pid()]);
+    until("the withdrawal", || programs[0].merged() == 0 && !programs[0].is_enrolled());
+    assert!(daemon.said("withdraw", "operator"));
+    daemon.tell(&["enrol", &programs[0].pid()]);
+    let is_managed = |member: &Value| member["state"] != "withdrawn";
+    until("its turn", || daemon.status()["members"].as_array().unwrap().iter().all(is_managed));
+    let refused = place.run(&["enrol", "1"]);
+    assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+
+    let (code, said) = daemon.stop();
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(settings(&ksm), BEFORE);
+    assert!(!place.state().join("control").exists() && !place.state().join("journal.json").exists());
+}
+
+#[test]
+fn who_observes_or_advises_changes_nothing() {
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+    let place = Place::new(2);
+    place.write("mode = \"observe\"");
+    let programs = [place.program(), place.program()];
+    let daemon = place.daemon(&[]);
+    until("both", || daemon.status()["members"].as_array().map(Vec::len) == Some(2));
+    assert_eq!(daemon.status()["passes"]["passes"], 0);
+    // A file that says something wrong changes nothing; one that does not is in force.
+    fs::write(place.config(), "[daemon]\nmod = \"act\"\n").unwrap();
+    daemon.signal(nix::sys::signal::Signal::SIGHUP);
+    sleep(Duration::from_millis(500));
+    assert_eq!(daemon.status()["mode"], "observe");
+    place.write("mode = \"advise\"");
+    daemon.signal(nix::sys::signal::Signal::SIGHUP);
+    until("advice", || daemon.said("merge", "profitable"));
+    let status = daemon.status();
+    let merge = |decision: &&Value| decision["what"] == "merge";
+    let advice = status["decisions"].as_array().unwrap().iter().find(merge).unwrap();
+    assert!(advice["acted"] == false && advice["predicted"].as_u64() > Some(8 << 20), "{advice}");
+    assert_eq!(settings(&ksm), BEFORE);
+    assert!(programs.iter().all(|program| !program.is_enrolled()));
+    let (code, said) = daemon.stop();
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("the configuration stays as it was") && said.contains("did you mean mode?"), "{said}");
+    assert_eq!(settings(&ksm), BEFORE);
+}
+
+#[test]
+fn killed_or_contested_it_leaves_the_host_as_it_was() {
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+    let place = Place::new(3);
+    place.write("mode = \"act\"");
+    ksm.set("run", 1);
+    let daemon = place.daemon(&[]);
+    until("the host", || ksm.counter("run") == 0);
+    daemon.signal(nix::sys::signal::Signal::SIGKILL);
+    daemon.ended();
+    assert_eq!(ksm.counter("run"), 0);
+    let recovered = place.run(&["recover"]);
+    assert!(recovered.status.success(), "{recovered:?}");
+    assert_eq!(ksm.counter("run"), 1);
+
+    // Killed again, the next start finds it, and takes the socket that is left.
+    let daemon = place.daemon(&[]);
+    until("the host", || ksm.counter("run") == 0);
+    daemon.signal(nix::sys::signal::Signal::SIGKILL);
+    daemon.ended();
+    let daemon = place.daemon(&[]);
+    until("the host again", || ksm.counter("run") == 0 && daemon.status()["state"] != "yielding");
+    ksm.set("run", 1);
+    until("a yield", || daemon.said("yield", "other_writer"));
+    until("it let go", || daemon.said("restore", "other_writer"));
+    assert_eq!(ksm.counter("run"), 1, "what somebody wrote stays");
+    daemon.tell(&["resume"]);
+    until("the host once more", || ksm.counter("run") == 0);
+    let (code, said) = daemon.stop();
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(ksm.counter("run"), 1);
+    assert!(said.contains("put back: /sys/kernel/mm/ksm/run was 1"), "{said}");
+}
+
+#[test]
+fn it_ends_with_everything_withdrawn_where_that_is_asked_for() {
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+    let place = Place::new(4);
+    place.write("mode = \"act\"");
+    let programs = [place.program(), place.program()];
+    let daemon = place.daemon(&["--unmerge-on-exit"]);
+    until("the merge", || programs.iter().all(|program| program.merged() >= MOST));
+    until("the end of it", || daemon.status()["passes"]["merges"].as_u64() >= Some(1));
+    let (code, said) = daemon.stop();
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(settings(&ksm), BEFORE);
+    assert!(programs.iter().all(|program| program.merged() == 0 && !program.is_enrolled()), "{said}");
+}
+
+#[test]
+fn a_recorded_host_is_advised() {
+    let place = Place::new(5);
+    let text = "[daemon]\nmode = \"advise\"\nmin_memory = \"4KiB\"\nmin_profit = \"4KiB\"\nprice = 1000.0\n";
+    fs::write(place.config(), text).unwrap();
+    let recording = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/recordings/linux-6.18");
+    let host = format!("recording:{}", recording.display());
+    let refused = place.run(&["--host", &host, "daemon", "--mode", "act"]);
+    assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+    let daemon = place.daemon(&["--host", &host]);
+    until("a census", || daemon.status()["passes"]["passes"].as_u64() >= Some(1));
+    let status = daemon.status();
+    assert!(status["members"].as_array().unwrap().len() >= 4, "{}", status["members"]);
+    assert!(status["census"]["classes"]["resident"].as_u64() > Some(0));
+    let (code, said) = daemon.stop();
+    assert_eq!(code, Some(0), "{said}");
+}

@@ -1,0 +1,539 @@
+//! The daemon: the loop with a clock.
+//!
+//! One thread takes in what happens, hands it to [`pagefold_model::daemon::step`] and gives out what that decides; another
+//! carries it out, since a merge takes seconds in which somebody may ask or stop. Who runs is found out by polling.
+//! While it may act, the daemon has the host's one [`Session`](crate::Session) all the time and ksmd rests between merges;
+//! paused, or where somebody else drives KSM, it has not, and the settings are what they were.
+//!
+//! Limits: what merging does to the speed of programs is seen only where merged pages are written.
+
+mod roster;
+mod worker;
+
+use crate::ksmd::Ksmd;
+use crate::merge::own_cpu;
+use pagefold_census::tally::Party;
+use pagefold_host::{Host, observe};
+use pagefold_model::census::Matrix;
+use pagefold_model::daemon::{Action, Decision, Event, Readings, Reason, Rules, State, step};
+use pagefold_model::domain::{Domains, Group};
+use pagefold_model::exclusion::Exclusions;
+use pagefold_model::process::Process;
+use pagefold_model::{Absent, Bytes, Counts, NetBytes, Pages, ProcessId};
+use roster::Roster;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, Instant, SystemTime};
+use worker::{Order, Worker};
+
+/// Between two polls while somebody has just come or work is under way.
+const QUICK: Duration = Duration::from_millis(250);
+
+/// Between two polls otherwise.
+const CALM: Duration = Duration::from_secs(1);
+
+/// Decisions that are kept.
+const DECISIONS: usize = 100;
+
+/// Processes that a decision names at most.
+const NAMES: usize = 4;
+
+/// What what is used in a minute is measured over.
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// What is in force.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// What to do and to keep to.
+    pub rules: Rules,
+    /// Who trusts whom.
+    pub domains: Domains,
+    /// Who is left alone.
+    pub exclusions: Exclusions,
+    /// Who is managed; `None` for everybody.
+    pub only: Option<Group>,
+    /// Whether pages of different domains may be merged.
+    pub across_domains: bool,
+    /// Processes with less resident memory are not managed.
+    pub min_resident: Bytes,
+    /// Processes that would give back less, net, are left alone.
+    pub min_profit: Bytes,
+    /// ksmd's metadata at most.
+    pub max_metadata: Option<Bytes>,
+    /// Regions that enrolling may bring a process to.
+    pub max_regions: Option<u64>,
+    /// Whether huge pages may be split.
+    pub split_huge_pages: bool,
+    /// The pause between the two looks of a census.
+    pub settle: Duration,
+    /// For how long merged pages are watched at least at the end of a merge.
+    pub watch: Duration,
+    /// Threads of a census.
+    pub threads: usize,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            rules: Rules::default(),
+            domains: Domains::default(),
+            exclusions: Exclusions::default(),
+            only: None,
+            across_domains: false,
+            min_resident: Bytes(16 << 20),
+            min_profit: Bytes(1 << 20),
+            max_metadata: None,
+            max_regions: None,
+            split_huge_pages: true,
+            settle: Duration::from_millis(500),
+            watch: Duration::from_millis(500),
+            threads: 1,
+        }
+    }
+}
+
+/// What is said to the daemon.
+pub enum Message {
+    /// Something happened: to be taken in as it is.
+    Event(Event),
+    /// Other settings are in force.
+    Settings(Box<Settings>),
+    /// Somebody asks how it stands.
+    Ask(Sender<Box<Snapshot>>),
+    /// What the worker tells.
+    #[doc(hidden)]
+    Told(Told),
+}
+
+/// What came of a piece of work, for whoever asks.
+#[derive(Debug)]
+pub enum Told {
+    /// A census was taken.
+    Census {
+        /// What each process holds.
+        counts: BTreeMap<ProcessId, Counts>,
+        /// Processes that were chosen and not seen.
+        unseen: u64,
+        /// Who shares with whom.
+        matrix: Matrix,
+        /// Wall time.
+        seconds: f64,
+        /// CPU time.
+        cost: Duration,
+    },
+    /// A merge has ended.
+    Merge {
+        /// Ranges of the plan.
+        ranges: BTreeMap<ProcessId, u64>,
+        /// What should have come back.
+        predicted: Bytes,
+        /// What came back.
+        net: NetBytes,
+        /// Wall time.
+        seconds: Duration,
+        /// CPU time of ksmd and pagefold.
+        cost: Duration,
+    },
+    /// Something that a killed run had left was put back.
+    PutBack(String),
+    /// Something could not be put back or withdrawn.
+    Remains(String),
+}
+
+/// A pass: a census, and the merge where there was one.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Pass {
+    /// When it ended.
+    pub at: SystemTime,
+    /// Wall time.
+    pub seconds: f64,
+    /// CPU time of ksmd and pagefold.
+    pub cost: Duration,
+    /// Who was looked at.
+    pub processes: u64,
+    /// What its plan should give back.
+    pub predicted: Bytes,
+    /// What came back, if anything was merged.
+    pub net: Option<NetBytes>,
+}
+
+/// CPU time of somebody.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Used {
+    /// Since the daemon started.
+    pub all: Duration,
+    /// Its share of one CPU over the last minute.
+    pub share: f64,
+}
+
+/// A decision that was said.
+#[derive(Clone, Debug)]
+pub struct Said {
+    /// When.
+    pub at: SystemTime,
+    /// About whom: names, or `this host`.
+    pub whom: String,
+    /// What.
+    pub decision: Decision,
+}
+
+/// How the daemon stands.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    /// What was decided and is remembered.
+    pub state: State,
+    /// What is in force.
+    pub settings: Arc<Settings>,
+    /// When the daemon started.
+    pub started: SystemTime,
+    /// The latest decisions, the latest first.
+    pub decisions: VecDeque<Said>,
+    /// All decisions, by reason.
+    pub reasons: BTreeMap<Reason, u64>,
+    /// Who is known.
+    pub who: Vec<Process>,
+    /// What the last census of each found.
+    pub counts: BTreeMap<ProcessId, Counts>,
+    /// When the last census was taken, and who was not seen in it.
+    pub census: Option<(SystemTime, u64)>,
+    /// Pages of the first whose content the second has, by label, from the last census in which both were.
+    pub shared: BTreeMap<(String, String), Pages>,
+    /// Ranges that were enrolled of each.
+    pub ranges: BTreeMap<ProcessId, u64>,
+    /// Passes so far, and those that merged.
+    pub passes: (u64, u64),
+    /// What all merges should have given back, and did.
+    pub reached: (Bytes, NetBytes),
+    /// The last pass.
+    pub last: Option<Pass>,
+    /// CPU time of ksmd, where it can be read.
+    pub ksmd: Option<Used>,
+    /// CPU time of the daemon.
+    pub own: Used,
+    /// `thp_split_page` and `cow_ksm` when the daemon started.
+    pub before: (Option<u64>, Option<u64>),
+    /// What could not be put back or withdrawn.
+    pub remains: Vec<String>,
+}
+
+/// Why the daemon cannot run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// There is no key for fingerprints.
+    #[error(transparent)]
+    Census(#[from] pagefold_census::Error),
+    /// The processes cannot be listed.
+    #[error("cannot list the processes")]
+    Processes(#[source] Absent),
+}
+
+/// What a process is called in decisions and in the matrix.
+pub fn label(process: &Process) -> String {
+    Party::Process.name(process).unwrap_or_default()
+}
+
+/// Seconds since midnight, UTC.
+fn second_of_day() -> u32 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    (since.as_secs() % 86400) as u32
+}
+
+/// Readings of CPU time over the last minute.
+#[derive(Default)]
+struct Meter {
+    first: Option<Duration>,
+    last: VecDeque<(Duration, Duration)>,
+}
+
+impl Meter {
+    fn read(&mut self, now: Duration, used: Duration) {
+        self.first.get_or_insert(used);
+        if self.last.back().is_none_or(|(at, _)| now >= *at + CALM) {
+            self.last.push_back((now, used));
+        }
+        while self.last.front().is_some_and(|(at, _)| now > *at + MINUTE) {
+            self.last.pop_front();
+        }
+    }
+
+    fn used(&self) -> Option<Used> {
+        let (first, (from, before), (to, after)) = (self.first?, *self.last.front()?, *self.last.back()?);
+        let elapsed = (to - from).as_secs_f64();
+        let share = if elapsed > 0.0 { after.saturating_sub(before).as_secs_f64() / elapsed } else { 0.0 };
+        Some(Used { all: after.saturating_sub(first), share })
+    }
+}
+
+/// The loop, until it is told to stop and has put everything back.
+pub struct Daemon<'h, 'a> {
+    host: &'h dyn Host,
+    began: Instant,
+    state: Option<State>,
+    settings: Arc<Settings>,
+    roster: Roster,
+    tuner: Option<String>,
+    orders: Sender<Order>,
+    /// Ends the work under way soon.
+    halt: Arc<AtomicBool>,
+    ksmd_thread: Option<Ksmd<'h>>,
+    ksmd: Meter,
+    own: Meter,
+    snapshot: Snapshot,
+    ended: bool,
+    /// Gets each decision as it falls, and what could not be done.
+    log: &'a mut dyn FnMut(&str),
+}
+
+/// Run the daemon over a host. `messages` is what is said to it; `sender` is the other end of it. `alive` is called about
+/// once a second while all is well, `log` for what an operator should know.
+pub fn run(
+    host: &dyn Host,
+    directory: &Path,
+    settings: Settings,
+    seed: u64,
+    (sender, messages): (Sender<Message>, Receiver<Message>),
+    alive: &mut dyn FnMut(&State),
+    log: &mut dyn FnMut(&str),
+) -> Result<(), Error> {
+    let worker = Worker::new(host, directory.to_owned(), sender)?;
+    std::thread::scope(|scope| {
+        let (orders, work) = mpsc::channel();
+        let working = scope.spawn(move || worker.run(&work));
+        let mut daemon = Daemon::new(host, settings, seed, orders, log);
+        let done = daemon.run(&messages, alive, || working.is_finished());
+        drop(daemon);
+        done
+    })
+}
+
+impl<'h, 'a> Daemon<'h, 'a> {
+    fn new(
+        host: &'h dyn Host,
+        settings: Settings,
+        seed: u64,
+        orders: Sender<Order>,
+        log: &'a mut dyn FnMut(&str),
+    ) -> Self {
+        let began = Instant::now();
+        let ksmd = Ksmd::find(host).ok();
+        let spent = own_cpu() + ksmd.as_ref().and_then(|ksmd| ksmd.cpu().ok()).unwrap_or_default();
+        let state = State::new(settings.rules.clone(), seed, Duration::ZERO, spent);
+        let settings = Arc::new(settings);
+        let vmstat = observe::vmstat(host).unwrap_or_default();
+        let snapshot = Snapshot {
+            state: state.clone(),
+            settings: Arc::clone(&settings),
+            started: SystemTime::now(),
+            decisions: VecDeque::new(),
+            reasons: BTreeMap::new(),
+            who: Vec::new(),
+            counts: BTreeMap::new(),
+            census: None,
+            shared: BTreeMap::new(),
+            ranges: BTreeMap::new(),
+            passes: (0, 0),
+            reached: (Bytes::ZERO, NetBytes(0)),
+            last: None,
+            ksmd: None,
+            own: Used::default(),
+            before: (vmstat.get("thp_split_page").copied(), vmstat.get("cow_ksm").copied()),
+            remains: Vec::new(),
+        };
+        Self {
+            host,
+            began,
+            state: Some(state),
+            settings,
+            roster: Roster::new(),
+            tuner: None,
+            orders,
+            halt: Arc::default(),
+            ksmd_thread: ksmd,
+            ksmd: Meter::default(),
+            own: Meter::default(),
+            snapshot,
+            ended: false,
+            log,
+        }
+    }
+
+    fn run(
+        &mut self,
+        messages: &Receiver<Message>,
+        alive: &mut dyn FnMut(&State),
+        dead: impl Fn() -> bool,
+    ) -> Result<(), Error> {
+        let mut polled: Option<Instant> = None;
+        while !self.ended {
+            let pause = if self.is_quick() { QUICK } else { CALM };
+            let left = polled.map_or(Duration::ZERO, |at| pause.saturating_sub(at.elapsed()));
+            match messages.recv_timeout(left) {
+                Ok(message) => self.take(message),
+                Err(RecvTimeoutError::Timeout) => {
+                    self.tick()?;
+                    polled = Some(Instant::now());
+                    alive(self.state());
+                    if dead() {
+                        (self.log)("the thread that does the work has ended");
+                        return Ok(());
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            }
+        }
+        Ok(())
+    }
+
+    fn state(&self) -> &State {
+        self.state.as_ref().expect("it is put back after every step")
+    }
+
+    fn is_quick(&self) -> bool {
+        use pagefold_model::daemon::Standing;
+        self.roster.is_young()
+            || self.state().standing().0 == Standing::Working
+            || self.state().members().values().any(|member| member.is_new() && member.is_open())
+    }
+
+    fn take(&mut self, message: Message) {
+        match message {
+            Message::Event(event) => self.step(event),
+            Message::Settings(settings) => {
+                let rules = settings.rules.clone();
+                self.settings = Arc::from(settings);
+                self.roster.forget();
+                self.step(Event::Configured(rules));
+            }
+            Message::Ask(answer) => {
+                // Who asked may have gone.
+                let _ = answer.send(Box::new(self.snapshot()));
+            }
+            Message::Told(told) => self.told(told),
+        }
+    }
+
+    fn tick(&mut self) -> Result<(), Error> {
+        let now = self.began.elapsed();
+        let polled = self.roster.poll(self.host, now, &self.settings).map_err(Error::Processes)?;
+        for event in polled.events {
+            if let Event::Went(process) = &event {
+                self.snapshot.counts.remove(process);
+                self.snapshot.ranges.remove(process);
+            }
+            self.step(event);
+        }
+        let tuner = self.roster.tuner().map(|tuner| tuner.name().to_owned());
+        if tuner != self.tuner {
+            self.tuner.clone_from(&tuner);
+            self.step(Event::Tuner(tuner));
+        }
+        let own = own_cpu();
+        let ksmd = self.ksmd_thread.as_ref().and_then(|ksmd| ksmd.cpu().ok());
+        self.own.read(now, own);
+        if let Some(ksmd) = ksmd {
+            self.ksmd.read(now, ksmd);
+        }
+        self.step(Event::Tick(Readings {
+            spent: own + ksmd.unwrap_or_default(),
+            available: observe::memory(self.host).and_then(|memory| memory.available).ok(),
+            pressure: observe::pressure(self.host).ok().map(|pressure| pressure.some.avg10),
+            second: second_of_day(),
+            resident: polled.resident,
+        }));
+        Ok(())
+    }
+
+    fn step(&mut self, event: Event) {
+        let state = self.state.take().expect("it is put back after every step");
+        let (state, actions) = step(state, self.began.elapsed(), event);
+        self.state = Some(state);
+        for action in actions {
+            match action {
+                Action::Say(decision) => self.say(decision),
+                Action::Halt => self.halt.store(true, Ordering::Relaxed),
+                Action::End => self.ended = true,
+                action => {
+                    self.halt = Arc::default();
+                    let (settings, halt) = (Arc::clone(&self.settings), Arc::clone(&self.halt));
+                    let order = Order { action, settings, halt };
+                    // Where the worker has ended, the loop ends at its next tick.
+                    let _ = self.orders.send(order);
+                }
+            }
+        }
+    }
+
+    fn say(&mut self, decision: Decision) {
+        let mut names: Vec<String> = decision.whom.iter().take(NAMES).map(|process| self.label(*process)).collect();
+        if decision.whom.len() > NAMES {
+            names.push(format!("{} more", decision.whom.len() - NAMES));
+        }
+        let whom = if names.is_empty() { "this host".to_owned() } else { names.join(", ") };
+        (self.log)(&format!("{} {whom}: {}", decision.what.word(), decision.why));
+        *self.snapshot.reasons.entry(decision.reason).or_default() += 1;
+        self.snapshot.decisions.push_front(Said { at: SystemTime::now(), whom, decision });
+        self.snapshot.decisions.truncate(DECISIONS);
+    }
+
+    fn label(&self, process: ProcessId) -> String {
+        let who = self.roster.members().find(|who| who.id == process);
+        who.map_or_else(|| format!("process {}", process.pid), label)
+    }
+
+    fn told(&mut self, told: Told) {
+        let snapshot = &mut self.snapshot;
+        match told {
+            Told::Census { counts, unseen, matrix, seconds, cost } => {
+                snapshot.passes.0 += 1;
+                snapshot.census = Some((SystemTime::now(), unseen));
+                let processes = counts.len() as u64;
+                let (predicted, net) = (Bytes::ZERO, None);
+                snapshot.last = Some(Pass { at: SystemTime::now(), seconds, cost, processes, predicted, net });
+                snapshot.counts.extend(counts);
+                for (one, row) in matrix.parties.iter().zip(&matrix.shared) {
+                    for (other, pages) in matrix.parties.iter().zip(row) {
+                        snapshot.shared.insert((one.clone(), other.clone()), *pages);
+                    }
+                }
+            }
+            Told::Merge { ranges, predicted, net, seconds, cost } => {
+                snapshot.passes.1 += 1;
+                snapshot.reached.0 += predicted;
+                snapshot.reached.1.0 += net.0;
+                for (process, ranges) in ranges {
+                    *snapshot.ranges.entry(process).or_default() += ranges;
+                }
+                if let Some(last) = &mut snapshot.last {
+                    last.at = SystemTime::now();
+                    last.seconds += seconds.as_secs_f64();
+                    last.cost += cost;
+                    (last.predicted, last.net) = (predicted, Some(net));
+                }
+            }
+            Told::PutBack(was) => (self.log)(&format!("a pagefold was killed before; put back: {was}")),
+            Told::Remains(what) => {
+                (self.log)(&format!("not done: {what}"));
+                snapshot.remains.push(what);
+                let length = snapshot.remains.len();
+                snapshot.remains.drain(..length.saturating_sub(DECISIONS));
+            }
+        }
+    }
+
+    fn snapshot(&mut self) -> Snapshot {
+        let who: Vec<Process> = self.roster.members().cloned().collect();
+        let labels: BTreeSet<String> = who.iter().map(label).collect();
+        self.snapshot.shared.retain(|(one, other), _| labels.contains(one) && labels.contains(other));
+        Snapshot {
+            state: self.state().clone(),
+            settings: Arc::clone(&self.settings),
+            who,
+            ksmd: self.ksmd.used(),
+            own: self.own.used().unwrap_or_default(),
+            ..self.snapshot.clone()
+        }
+    }
+}

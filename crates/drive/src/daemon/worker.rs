@@ -1,0 +1,353 @@
+//! Carrying out what was decided, one piece of work after the other, on a thread of its own.
+//!
+//! The worker has what changes the host: the session while it is held, what is watched and what was withdrawn, the ages
+//! of contents, the plan of the last census. It answers each order with one event; what a piece of work cost is what the
+//! process and ksmd used meanwhile.
+
+use super::{Message, Settings, Told};
+use crate::merge::{self, After, Planned, carry_out, own_cpu};
+use crate::prepare::{Prepared, Request, prepare};
+use crate::session::{self, Session};
+use crate::trial::{Moment, Trial};
+use crate::unmerge;
+use pagefold_census::{Ages, Selection};
+use pagefold_host::{Host, observe};
+use pagefold_model::daemon::{Action, Censused, Event, Merged, Planned as Worth, Strikes};
+use pagefold_model::ksm::{RMAP_ITEM_BYTES, Setting, Settings as Values};
+use pagefold_model::outcome::{Change, End, Outcome};
+use pagefold_model::plan::{Plan, Target};
+use pagefold_model::process::Process;
+use pagefold_model::{Bytes, NetBytes, Pages, ProcessId};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, Instant};
+
+/// How often it is looked whether somebody else writes KSM's settings.
+const GUARD: Duration = Duration::from_secs(5);
+
+/// Rows of the sharing matrix.
+const PARTIES: usize = 20;
+
+/// A piece of work, with what is in force.
+pub(super) struct Order {
+    pub action: Action,
+    pub settings: Arc<Settings>,
+    /// Ends it soon.
+    pub halt: Arc<AtomicBool>,
+}
+
+pub(super) struct Worker<'h> {
+    host: &'h dyn Host,
+    directory: PathBuf,
+    /// Ends what is under way soon.
+    halt: Arc<AtomicBool>,
+    tell: Sender<Message>,
+    session: Option<Session<'h>>,
+    contested: bool,
+    trial: Trial<'h>,
+    ages: Ages,
+    strikes: Strikes,
+    began: Instant,
+    prepared: Option<Prepared>,
+}
+
+/// Why a piece of work could not be done.
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error(transparent)]
+    Session(#[from] session::Error),
+    #[error(transparent)]
+    Census(#[from] pagefold_census::Error),
+    #[error("the host is not held")]
+    NotHeld,
+}
+
+impl<'h> Worker<'h> {
+    pub fn new(host: &'h dyn Host, directory: PathBuf, tell: Sender<Message>) -> Result<Self, pagefold_census::Error> {
+        let ages = Ages::new(host.page_size())?;
+        let trial = Trial::new(host);
+        Ok(Self {
+            host,
+            directory,
+            halt: Arc::default(),
+            tell,
+            session: None,
+            contested: false,
+            trial,
+            ages,
+            strikes: Strikes::default(),
+            began: Instant::now(),
+            prepared: None,
+        })
+    }
+
+    /// Work until there are no more orders. What is held then is put back.
+    pub fn run(mut self, orders: &Receiver<Order>) {
+        loop {
+            match orders.recv_timeout(GUARD) {
+                Ok(order) => {
+                    let event = self.carry_out(order);
+                    self.tell(Message::Event(event));
+                }
+                Err(RecvTimeoutError::Timeout) => self.guard(),
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    fn tell(&self, message: Message) {
+        // Nobody listens once the daemon ends.
+        let _ = self.tell.send(message);
+    }
+
+    /// See whether somebody else has written a setting. Told once.
+    fn guard(&mut self) {
+        let Some(session) = self.session.as_ref().filter(|_| !self.contested) else { return };
+        if let Err(error @ session::Error::Contested { .. }) = session.uncontested() {
+            self.contested = true;
+            self.tell(Message::Event(Event::Contested(error.to_string())));
+        }
+    }
+
+    fn carry_out(&mut self, Order { action, settings, halt }: Order) -> Event {
+        self.halt = halt;
+        let done = match action {
+            Action::Hold => Ok(Event::Held(self.hold().map_err(|error| error.to_string()))),
+            Action::Census(processes) => self.census(&processes, &settings).map(Event::Censused),
+            Action::Merge { processes, share } => self.merge(&processes, share, &settings).map(Event::Merged),
+            Action::Look { withdraw } => self.look(withdraw).map(Event::Looked),
+            Action::Withdraw(processes) => self.withdraw(processes).map(Event::Withdrawn),
+            Action::Restore => self.restore().map(|()| Event::Restored),
+            Action::Halt | Action::Say(_) | Action::End => return Event::Failed("no work".to_owned()),
+        };
+        done.unwrap_or_else(|error| match error {
+            Error::Session(error @ session::Error::Contested { .. }) => {
+                self.contested = true;
+                self.tell(Message::Event(Event::Contested(error.to_string())));
+                Event::Failed(error.to_string())
+            }
+            error => Event::Failed(chain(&error)),
+        })
+    }
+
+    /// Take the right to change the host, put back what a killed run left, and stop ksmd with all merges kept.
+    fn hold(&mut self) -> Result<(), session::Error> {
+        let (mut session, undone, left) = Session::begin(self.host, &self.directory)?;
+        session.writable()?;
+        self.host.frame_flags(&[]).map_err(session::Error::Unknown)?;
+        for was in undone.iter().map(|undo| session::Was(undo).to_string()) {
+            self.tell(Message::Told(Told::PutBack(was)));
+        }
+        self.remain(left);
+        session.set(&Values::from([(Setting::Run, "0".to_owned())]))?;
+        (self.session, self.contested) = (Some(session), false);
+        Ok(())
+    }
+
+    fn restore(&mut self) -> Result<(), Error> {
+        let Some(mut session) = self.session.take() else { return Ok(()) };
+        let remains = session.finish()?;
+        self.remain(remains);
+        Ok(())
+    }
+
+    fn remain(&self, remains: Vec<session::Remains>) {
+        for remains in remains {
+            self.tell(Message::Told(Told::Remains(remains.to_string())));
+        }
+    }
+
+    fn census(&mut self, processes: &[ProcessId], settings: &Settings) -> Result<Censused, Error> {
+        self.prepared = None;
+        let before = own_cpu();
+        let chosen: BTreeSet<ProcessId> = processes.iter().copied().collect();
+        let pids = processes.iter().map(|process| process.pid).collect();
+        let request = Request {
+            selection: Selection { pids, ..Selection::default() },
+            domains: settings.domains.clone(),
+            across_domains: settings.across_domains,
+            settle: settings.settle,
+            threads: settings.threads,
+            whole: false,
+            min_profit: settings.min_profit,
+            share: 1.0,
+            max_regions: settings.max_regions,
+            parties: PARTIES,
+        };
+        let excluded = |process: &Process| settings.exclusions.reason(process);
+        let progress = pagefold_census::Progress::default();
+        let host = self.host;
+        self.ages.retain(|process| lives(host, process));
+        self.trial.retain(|process| lives(host, process));
+        self.strikes.retain(|process| lives(host, process));
+        for (process, range) in self.strikes.over(self.began.elapsed()) {
+            self.trial.pardon(process, range);
+        }
+        let mut prepared = prepare(self.host, &request, &excluded, Some(&mut self.ages), &progress, &self.halt)?;
+        for (&process, withdrawn) in self.trial.withdrawn() {
+            prepared.plan.leave_out(process, withdrawn.ranges());
+        }
+        let metadata = settings.max_metadata.map(|most| Bytes(most.0.saturating_sub(metadata(self.host).0)));
+        prepared.plan.keep_to(|process| chosen.contains(&process), !settings.split_huge_pages, metadata);
+        let census = &prepared.census;
+        let looked: u64 = census.subjects.iter().map(|subject| subject.counts.resident().0).sum();
+        let found = Censused {
+            cost: own_cpu().saturating_sub(before),
+            looked: Bytes(looked * self.host.page_size().bytes()),
+            planned: worth(&prepared.plan),
+            partial: census.partial,
+        };
+        let mut counts = BTreeMap::new();
+        for subject in census.subjects.iter().filter(|subject| !subject.witness) {
+            counts.insert(subject.process.id, subject.counts);
+        }
+        let unseen = census.unseen.len() as u64;
+        let matrix = census.matrix.clone();
+        self.tell(Message::Told(Told::Census { counts, unseen, matrix, seconds: census.seconds, cost: found.cost }));
+        prepared.census = pagefold_model::census::Census::default();
+        self.prepared = Some(prepared).filter(|_| !found.partial);
+        Ok(found)
+    }
+
+    fn merge(&mut self, processes: &[ProcessId], share: f64, settings: &Settings) -> Result<Merged, Error> {
+        let session = self.session.as_mut().ok_or(Error::NotHeld)?;
+        let Some(Prepared { mut plan, probes, .. }) = self.prepared.take() else { return Ok(Merged::default()) };
+        let chosen: BTreeSet<&ProcessId> = processes.iter().collect();
+        plan.keep_to(|process| chosen.contains(&process), !settings.split_huge_pages, None);
+        let page_size = self.host.page_size();
+        let predicted = Bytes(plan.predicted.reach.net(page_size).0.max(0).unsigned_abs());
+        let enrolled: Vec<ProcessId> = plan
+            .targets
+            .iter()
+            .filter(|target| !target.to_enrol(false).is_empty() || !target.to_enrol(true).is_empty())
+            .map(|target| target.process.id)
+            .collect();
+        let ranges = plan.targets.iter().map(|target| (target.process.id, target.ranges.len() as u64)).collect();
+        let pids: BTreeMap<_, _> =
+            plan.targets.iter().map(|target| (target.process.id.pid, target.process.id)).collect();
+        let how = merge::Options { share, deadline: None, watch: settings.watch, after: After::Resting };
+        let (before, started) = (own_cpu(), Instant::now());
+        let planned = Planned { plan, probes, started };
+        let progress = merge::Progress::default();
+        let outcome = carry_out(session, planned, &how, &mut self.trial, &progress, &self.halt)?;
+        if let End::Yielded(_) = outcome.end {
+            self.contested = true;
+        }
+        session.forget_ended()?;
+        self.count_strikes();
+        let cost = own_cpu().saturating_sub(before) + outcome.ksmd.clone().unwrap_or_default();
+        let remains = outcome.remains.clone();
+        for remains in remains {
+            self.tell(Message::Told(Told::Remains(remains)));
+        }
+        let net = outcome.net(page_size);
+        self.tell(Message::Told(Told::Merge { ranges, predicted, net, seconds: started.elapsed(), cost }));
+        Ok(Merged {
+            enrolled,
+            predicted,
+            net,
+            cost,
+            withdrawn: page_size.of(outcome.watched.withdrawn),
+            refused: refused(&outcome, &pids),
+            yielded: match outcome.end {
+                End::Yielded(why) => Some(why),
+                _ => None,
+            },
+        })
+    }
+
+    /// Count what was withdrawn because it was written too soon.
+    fn count_strikes(&mut self) {
+        let now = self.began.elapsed();
+        for (&process, withdrawn) in self.trial.withdrawn() {
+            withdrawn.ranges().into_iter().for_each(|range| self.strikes.broke(process, range, now));
+        }
+    }
+
+    /// Look at what is merged, and withdraw what does not last.
+    fn look(&mut self, withdraw: bool) -> Result<Bytes, Error> {
+        let session = self.session.as_mut().ok_or(Error::NotHeld)?;
+        if !self.trial.look(false) || !withdraw {
+            return Ok(Bytes::ZERO);
+        }
+        let gone = self.trial.withdraw(session, Moment::Between)?;
+        self.count_strikes();
+        Ok(self.host.page_size().of(gone))
+    }
+
+    /// Withdraw all of some processes, as far as there is memory for it. Tells who has nothing merged any more.
+    fn withdraw(&mut self, processes: Vec<ProcessId>) -> Result<Vec<ProcessId>, Error> {
+        let session = self.session.as_mut().ok_or(Error::NotHeld)?;
+        let there: Vec<_> = processes.iter().filter(|process| lives(self.host, **process)).collect();
+        let mut gone = processes.clone();
+        if there.is_empty() {
+            return Ok(gone);
+        }
+        let selection = Selection { pids: there.iter().map(|process| process.pid).collect(), ..Selection::default() };
+        let plan = unmerge::plan(self.host, &selection, &|_, _| None)?;
+        let limits = unmerge::Limits { staged: true, force: false, wait: Duration::ZERO, collapse: false };
+        let done = unmerge::carry_out(session, &plan, limits, &self.halt)?;
+        for (target, done) in plan.targets.iter().zip(&done.targets) {
+            if !done.is_whole() && !done.ended {
+                gone.retain(|process| *process != target.process.id);
+                let why = done.error.clone().unwrap_or_else(|| "there is not the memory for it".to_owned());
+                let told = format!("process {} is not withdrawn: {why}", target.process.id.pid);
+                self.tell(Message::Told(Told::Remains(told)));
+            }
+        }
+        Ok(gone)
+    }
+}
+
+/// What a plan would do for each of its targets.
+fn worth(plan: &Plan) -> Vec<Worth> {
+    let pages = |target: &Target| -> Pages { target.ranges.iter().map(|range| range.pages).sum() };
+    let all = plan.targets.iter().map(pages).sum::<Pages>().0.max(1) as f64;
+    let of = |target: &Target| {
+        let freed: u64 = target.ranges.iter().map(|range| range.freed.0).sum();
+        let metadata = pages(target).0 * RMAP_ITEM_BYTES;
+        Worth {
+            process: target.process.id,
+            net: NetBytes(freed.cast_signed() - metadata.cast_signed()),
+            ksmd: plan.predicted.ksmd.mul_f64(pages(target).0 as f64 / all),
+        }
+    };
+    plan.targets.iter().map(of).collect()
+}
+
+/// Who did not take part at all, with the first reason of each.
+fn refused(outcome: &Outcome, pids: &BTreeMap<pagefold_model::Pid, ProcessId>) -> Vec<(ProcessId, String)> {
+    let mut refused = BTreeMap::new();
+    for missed in outcome.missed.iter().filter(|missed| missed.change == Change::Enrol && missed.range.is_none()) {
+        if let Some(&process) = pids.get(&missed.pid) {
+            refused.entry(process).or_insert_with(|| missed.why.clone());
+        }
+    }
+    refused.into_iter().collect()
+}
+
+/// Bytes of metadata that KSM keeps: what its profit falls short of what is saved by. Nothing where it does not tell.
+fn metadata(host: &dyn Host) -> Bytes {
+    let Ok(ksm) = observe::ksm(host) else { return Bytes::ZERO };
+    let zeros = ksm.ksm_zero_pages.unwrap_or(0).max(0).unsigned_abs();
+    let saved = (ksm.pages_sharing.unwrap_or(0) + zeros) * host.page_size().bytes();
+    Bytes(ksm.general_profit.map_or(0, |profit| (saved.cast_signed() - profit).max(0).unsigned_abs()))
+}
+
+fn lives(host: &dyn Host, process: ProcessId) -> bool {
+    host.open(process.pid).is_ok_and(|handle| handle.id() == process)
+}
+
+/// An error with what caused it.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        text.push_str(&format!(": {cause}"));
+        next = cause.source();
+    }
+    text
+}

@@ -1,0 +1,219 @@
+//! What happens, what is done about it, and what is said of it.
+
+use super::{Arrival, Cause, Rules};
+use crate::units::{Bytes, NetBytes, ProcessId};
+use std::time::Duration;
+
+/// Something that happened.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// Time has passed.
+    Tick(Readings),
+    /// A process has come that is worth managing, or is known and has become another program.
+    Came(Arrival),
+    /// A process has ended.
+    Went(ProcessId),
+    /// Answers [`Action::Hold`]: whether the host can be changed, or why not.
+    Held(Result<(), String>),
+    /// Answers [`Action::Census`].
+    Censused(Censused),
+    /// Answers [`Action::Merge`].
+    Merged(Merged),
+    /// Answers [`Action::Look`]: what was withdrawn because it did not last.
+    Looked(Bytes),
+    /// Answers [`Action::Withdraw`]: what these processes have no longer merged.
+    Withdrawn(Vec<ProcessId>),
+    /// Answers [`Action::Restore`].
+    Restored,
+    /// Answers anything: it could not be done.
+    Failed(String),
+    /// Somebody else wrote KSM's settings.
+    Contested(String),
+    /// A program that writes KSM's settings again and again runs, or no longer.
+    Tuner(Option<String>),
+    /// The configuration has changed.
+    Configured(Rules),
+    /// An operator wants nothing to be done.
+    Pause,
+    /// An operator wants work to go on, also where somebody else wrote.
+    Resume,
+    /// An operator wants a process to be looked at now.
+    Enrol(ProcessId),
+    /// An operator wants a process to be left alone, and what is merged of it withdrawn.
+    Withdraw(ProcessId),
+    /// The daemon ends; whether what it enrolled is withdrawn first.
+    Stop {
+        /// Withdraw it.
+        unmerge: bool,
+    },
+}
+
+/// What is read at every tick.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Readings {
+    /// CPU time of ksmd and pagefold together so far.
+    pub spent: Duration,
+    /// `MemAvailable`.
+    pub available: Option<Bytes>,
+    /// Percent of the last ten seconds in which some task waited for memory.
+    pub pressure: Option<f64>,
+    /// Seconds since midnight.
+    pub second: u32,
+    /// Resident memory of those of which it was read.
+    pub resident: Vec<(ProcessId, Bytes)>,
+}
+
+/// What a census found.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Censused {
+    /// CPU time that it took.
+    pub cost: Duration,
+    /// Memory of those who were looked at.
+    pub looked: Bytes,
+    /// Who has something to merge that pays.
+    pub planned: Vec<Planned>,
+    /// Whether it was halted.
+    pub partial: bool,
+}
+
+/// What merging would do for somebody.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Planned {
+    /// Who.
+    pub process: ProcessId,
+    /// What it would give back.
+    pub net: NetBytes,
+    /// CPU time of ksmd.
+    pub ksmd: Duration,
+}
+
+/// What a merge came to.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Merged {
+    /// In whom something was enrolled.
+    pub enrolled: Vec<ProcessId>,
+    /// What should have come back.
+    pub predicted: Bytes,
+    /// What came back.
+    pub net: NetBytes,
+    /// CPU time of ksmd and pagefold.
+    pub cost: Duration,
+    /// What was withdrawn because it did not last.
+    pub withdrawn: Bytes,
+    /// Who refused, and why.
+    pub refused: Vec<(ProcessId, String)>,
+    /// What somebody else wrote, if that ended it.
+    pub yielded: Option<String>,
+}
+
+/// Something to be done.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action {
+    /// Take the right to change the host, and stop ksmd with all merges kept.
+    Hold,
+    /// Take a census of these, and keep the plan.
+    Census(Vec<ProcessId>),
+    /// Carry out the plan for these, and stop ksmd again.
+    Merge {
+        /// Whom.
+        processes: Vec<ProcessId>,
+        /// ksmd's share of one CPU.
+        share: f64,
+    },
+    /// Look at what is merged.
+    Look {
+        /// Whether to withdraw what does not last.
+        withdraw: bool,
+    },
+    /// Withdraw all of these, as far as there is memory for it.
+    Withdraw(Vec<ProcessId>),
+    /// Put KSM's settings back, with all merges kept, and let others change the host.
+    Restore,
+    /// End the census or merge under way soon.
+    Halt,
+    /// Tell what was decided.
+    Say(Decision),
+    /// Nothing more is to be done.
+    End,
+}
+
+/// Something that was decided.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Decision {
+    /// What.
+    pub what: What,
+    /// About whom; nobody: the host.
+    pub whom: Vec<ProcessId>,
+    /// The word of the reason.
+    pub reason: Reason,
+    /// The reason in words.
+    pub why: String,
+    /// What it should save.
+    pub predicted: Option<Bytes>,
+    /// Whether it is carried out.
+    pub acted: bool,
+}
+
+macro_rules! words {
+    ($(#[$doc:meta])* $name:ident { $($variant:ident = $word:literal,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+        #[allow(missing_docs, reason = "each is its word")]
+        pub enum $name { $($variant,)* }
+
+        impl $name {
+            /// The word for it.
+            pub fn word(self) -> &'static str {
+                match self { $(Self::$variant => $word,)* }
+            }
+        }
+    };
+}
+
+words! {
+    /// What is decided.
+    What {
+        Census = "census",
+        Merge = "merge",
+        Withdraw = "withdraw",
+        Leave = "leave",
+        Rest = "rest",
+        Yield = "yield",
+        Refuse = "refuse",
+        Restore = "restore",
+    }
+}
+
+words! {
+    /// Why.
+    Reason {
+        Arrived = "arrived",
+        Filled = "filled",
+        Due = "due",
+        Profitable = "profitable",
+        Unprofitable = "unprofitable",
+        Broken = "broken",
+        Loses = "loses",
+        Budget = "budget",
+        Goal = "goal",
+        QuietHours = "quiet_hours",
+        Pressure = "pressure",
+        Excluded = "excluded",
+        Refused = "refused",
+        Operator = "operator",
+        OtherWriter = "other_writer",
+        Busy = "busy",
+        Failed = "failed",
+        Stopped = "stopped",
+    }
+}
+
+impl From<Cause> for Reason {
+    fn from(cause: Cause) -> Self {
+        match cause {
+            Cause::Arrived => Self::Arrived,
+            Cause::Filled => Self::Filled,
+            Cause::Due => Self::Due,
+        }
+    }
+}

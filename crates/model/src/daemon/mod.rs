@@ -1,0 +1,243 @@
+//! The daemon's decisions: from what happens on a host to what is done about it.
+//!
+//! [`step`] takes the state, a time and an event, and gives the state after it with the actions to carry out. There is no
+//! clock and no host in it, so a recorded day is gone through in no time, and the same seed and events give the same
+//! actions.
+//!
+//! At most one piece of work is under way: every action but [`Action::Say`], [`Action::Halt`] and [`Action::End`] is
+//! answered by one event before the next one is asked for.
+//!
+//! # Who is looked at when
+//! Who has come is looked at after a short debounce, which only takes note of what there is; again once that is old enough
+//! to be merged, and whenever it has grown. Everybody else waits longer and longer as long as nothing is found ([`member`]). With those whose turn it is a
+//! few of their domain are looked at that are known already: a guest that equals its siblings is found out by two of them,
+//! since what all have merged lies in each.
+//!
+//! # What it may cost
+//! CPU time of ksmd and pagefold comes out of one [`budget`]. Nothing is begun that does not fit, what takes longer than
+//! expected is halted, and what is merged for more CPU time than [`Rules::price`] allows is left alone for long.
+//!
+//! # When nothing is done
+//! Above the goal, in quiet hours, while paused, while somebody else writes KSM's settings. Nothing is withdrawn while
+//! memory is short: unmerging takes memory.
+
+pub mod budget;
+mod choose;
+mod event;
+pub mod member;
+mod rules;
+mod strikes;
+mod take;
+#[cfg(test)]
+mod tests;
+
+pub use budget::Budget;
+pub use event::{Action, Censused, Decision, Event, Merged, Planned, Readings, Reason, What};
+pub use member::{Arrival, Cause, Member};
+pub use rules::{Hours, Mode, Rules};
+pub use strikes::Strikes;
+
+use crate::units::{Bytes, ProcessId};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// CPU seconds for a MiB of a census, before any was measured: two looks at 4 GiB a second.
+const CENSUS_SECONDS: f64 = 0.5 / 1024.0;
+
+/// What the daemon does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// Nobody was looked at yet.
+    Starting,
+    /// A census or a merge is under way.
+    Working,
+    /// Nothing is to be done, or not now.
+    Resting,
+    /// An operator paused it.
+    Paused,
+    /// Somebody else drives KSM.
+    Yielding,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Work {
+    Hold,
+    /// Whose turn it was, and everybody who is looked at.
+    Census(Vec<ProcessId>, Vec<ProcessId>),
+    Merge(Vec<ProcessId>),
+    Look,
+    Withdraw(Vec<ProcessId>),
+    Restore,
+}
+
+/// All that is remembered from event to event.
+#[derive(Clone, Debug, PartialEq)]
+pub struct State {
+    rules: Rules,
+    seed: u64,
+    now: Duration,
+    budget: Budget,
+    available: Option<Bytes>,
+    pressure: Option<f64>,
+    second: u32,
+    members: BTreeMap<ProcessId, Member>,
+    work: Option<Work>,
+    halted: bool,
+    held: bool,
+    hold_after: Duration,
+    busy: Option<String>,
+    paused: bool,
+    contested: Option<String>,
+    tuner: Option<String>,
+    /// Whether what is enrolled is withdrawn first.
+    stopping: Option<bool>,
+    ended: bool,
+    /// Who is to be withdrawn, and why.
+    leaving: BTreeMap<ProcessId, Reason>,
+    watch: (Duration, Duration),
+    census_seconds: f64,
+    looks: u64,
+    told: Option<Reason>,
+}
+
+/// The state after an event, and what is to be done.
+pub fn step(mut state: State, at: Duration, event: Event) -> (State, Vec<Action>) {
+    let mut actions = Vec::new();
+    if !state.ended {
+        state.now = state.now.max(at);
+        state.take(event, &mut actions);
+        state.halt(&mut actions);
+        state.begin(&mut actions);
+    }
+    (state, actions)
+}
+
+impl State {
+    /// At the beginning, with the CPU time that ksmd and pagefold have used so far.
+    pub fn new(rules: Rules, seed: u64, at: Duration, spent: Duration) -> Self {
+        Self {
+            budget: Budget::new(rules.cpu, rules.burst, at, spent),
+            watch: (Duration::MAX, rules.ripens),
+            rules,
+            seed,
+            now: at,
+            available: None,
+            pressure: None,
+            second: 0,
+            members: BTreeMap::new(),
+            work: None,
+            halted: false,
+            held: false,
+            hold_after: Duration::ZERO,
+            busy: None,
+            paused: false,
+            contested: None,
+            tuner: None,
+            stopping: None,
+            ended: false,
+            leaving: BTreeMap::new(),
+            census_seconds: CENSUS_SECONDS,
+            looks: 0,
+            told: None,
+        }
+    }
+
+    /// What it keeps to.
+    pub fn rules(&self) -> &Rules {
+        &self.rules
+    }
+
+    /// Who is known.
+    pub fn members(&self) -> &BTreeMap<ProcessId, Member> {
+        &self.members
+    }
+
+    /// The CPU time that may be spent.
+    pub fn budget(&self) -> &Budget {
+        &self.budget
+    }
+
+    /// What it does, and why.
+    pub fn standing(&self) -> (Standing, String) {
+        let of = |processes: &[ProcessId]| match processes.len() {
+            1 => "one process".to_owned(),
+            many => format!("{many} processes"),
+        };
+        if let Some(why) = self.yields() {
+            return (Standing::Yielding, why);
+        }
+        match &self.work {
+            _ if self.paused => (Standing::Paused, "an operator paused it".to_owned()),
+            Some(Work::Census(_, processes)) => (Standing::Working, format!("a census of {}", of(processes))),
+            Some(Work::Merge(processes)) => (Standing::Working, format!("merging {}", of(processes))),
+            Some(Work::Withdraw(processes)) => (Standing::Working, format!("withdrawing {}", of(processes))),
+            _ if self.rules.mode == Mode::Observe => (Standing::Resting, "it only observes".to_owned()),
+            _ if self.looks == 0 => (Standing::Starting, "nobody was looked at yet".to_owned()),
+            _ => match self.told {
+                Some(Reason::Budget) => (Standing::Resting, "its CPU time is used up for now".to_owned()),
+                Some(Reason::Goal) => (Standing::Resting, "there is as much memory as it is to keep".to_owned()),
+                Some(Reason::QuietHours) => (Standing::Resting, "these are quiet hours".to_owned()),
+                _ => (Standing::Resting, "nobody's turn has come".to_owned()),
+            },
+        }
+    }
+
+    /// Why others are left to drive KSM.
+    fn yields(&self) -> Option<String> {
+        let tuner = self.tuner.as_ref().filter(|_| !self.rules.force);
+        let tuner = tuner.map(|name| format!("{name} tunes KSM, and each would undo the other"));
+        let acts = |_: &String| self.rules.mode == Mode::Act;
+        self.contested.clone().or(tuner).or_else(|| self.busy.clone()).filter(acts)
+    }
+
+    /// Whether memory is short.
+    fn is_pressed(&self) -> bool {
+        self.pressure.is_some_and(|percent| percent >= self.rules.pressure)
+    }
+
+    fn may_act(&self) -> bool {
+        let yields = self.contested.is_some() || self.tuner.is_some() && !self.rules.force;
+        self.rules.mode == Mode::Act && !self.paused && !yields
+    }
+
+    /// Between 0 and 1, by the seed, a process and how much was done so far.
+    fn spread(&self, process: ProcessId) -> f64 {
+        // splitmix64 (G. Steele et al., OOPSLA 2014).
+        let mut z = self.seed ^ u64::from(process.pid.0) << 32 ^ process.start_time ^ self.looks << 48;
+        z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ z >> 31) as f64 / u64::MAX as f64
+    }
+
+    fn say(&mut self, what: What, whom: &[ProcessId], reason: Reason, why: impl Into<String>) -> Action {
+        let acted = !matches!(what, What::Leave | What::Refuse | What::Rest | What::Yield);
+        Action::Say(Decision { what, whom: whom.to_vec(), reason, why: why.into(), predicted: None, acted })
+    }
+
+    fn back_off(&mut self, processes: &[ProcessId]) {
+        for process in processes {
+            if let Some(member) = self.members.get_mut(process) {
+                member.back_off(self.now, &self.rules);
+            }
+        }
+    }
+
+    /// End what is under way where it costs too much, or is no longer wanted.
+    fn halt(&mut self, actions: &mut Vec<Action>) {
+        let wanted = match &self.work {
+            Some(Work::Census(..)) => self.rules.mode != Mode::Observe && !self.paused && self.stopping.is_none(),
+            Some(Work::Merge(_)) => self.may_act() && self.stopping.is_none(),
+            _ => return,
+        };
+        if (!wanted || self.budget.left() <= 0.0) && !self.halted {
+            self.halted = true;
+            actions.push(Action::Halt);
+        }
+    }
+
+    fn start(&mut self, work: Work, action: Action, actions: &mut Vec<Action>) {
+        (self.work, self.halted) = (Some(work), false);
+        actions.push(action);
+    }
+}

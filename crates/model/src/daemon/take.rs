@@ -1,0 +1,229 @@
+//! Taking note of an event.
+
+use super::{Action, Arrival};
+use super::{Censused, Decision, Event, Member, Merged, Planned, Readings, Reason, State, What, Work};
+use crate::units::{Bytes, NetBytes, ProcessId};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// How much of a new measurement of what a census costs is believed at once.
+const WEIGHT: f64 = 0.3;
+
+/// The longest pause between two looks at what is merged.
+const WATCH: Duration = Duration::from_secs(60);
+
+/// When the right to change the host is asked for again after somebody else had it.
+const AGAIN: Duration = Duration::from_secs(10);
+
+impl State {
+    pub(super) fn take(&mut self, event: Event, actions: &mut Vec<Action>) {
+        match event {
+            Event::Tick(readings) => self.read(readings),
+            Event::Came(arrival) => self.came(arrival, actions),
+            Event::Went(process) => {
+                self.members.remove(&process);
+                self.leaving.remove(&process);
+            }
+            Event::Held(Ok(())) => {
+                self.work = None;
+                (self.held, self.busy) = (true, None);
+            }
+            Event::Held(Err(why)) => {
+                self.work = None;
+                self.hold_after = self.now + AGAIN;
+                if self.busy.as_ref() != Some(&why) {
+                    actions.push(self.say(What::Yield, &[], Reason::Busy, why.clone()));
+                }
+                self.busy = Some(why);
+            }
+            Event::Censused(found) => self.censused(found, actions),
+            Event::Merged(merged) => self.merged(merged, actions),
+            Event::Looked(withdrawn) => {
+                self.work = None;
+                let found = withdrawn > Bytes::ZERO;
+                if found {
+                    let why = format!("{withdrawn} were written before they paid");
+                    actions.push(self.say(What::Withdraw, &[], Reason::Broken, why));
+                }
+                let pause = if found { self.rules.ripens } else { (self.watch.1 * 2).min(WATCH) };
+                self.watch = (self.now + pause, pause);
+            }
+            Event::Withdrawn(processes) => {
+                self.work = None;
+                for process in processes {
+                    if let Some(member) = self.members.get_mut(&process) {
+                        member.enrolled = false;
+                    }
+                }
+            }
+            Event::Restored => (self.work, self.held) = (None, false),
+            Event::Failed(why) => self.failed(why, actions),
+            Event::Contested(why) => self.contest(why, actions),
+            Event::Tuner(tuner) => {
+                if let Some(name) = tuner.as_ref().filter(|_| self.tuner.is_none() && !self.rules.force) {
+                    let why = format!("{name} tunes KSM");
+                    actions.push(self.say(What::Yield, &[], Reason::OtherWriter, why));
+                }
+                self.tuner = tuner;
+            }
+            Event::Configured(rules) => {
+                self.budget.rebound(rules.cpu, rules.burst);
+                (self.rules, self.contested, self.told) = (rules, None, None);
+            }
+            Event::Pause => self.paused = true,
+            Event::Resume => (self.paused, self.contested, self.hold_after) = (false, None, self.now),
+            Event::Enrol(process) => {
+                if let Some(member) = self.members.get_mut(&process) {
+                    member.withdrawn = false;
+                    member.call(self.now, &self.rules);
+                    self.leaving.remove(&process);
+                }
+            }
+            Event::Withdraw(process) => {
+                if let Some(member) = self.members.get_mut(&process) {
+                    member.withdrawn = true;
+                    self.leaving.insert(process, Reason::Operator);
+                }
+            }
+            Event::Stop { unmerge } => self.stopping = Some(unmerge),
+        }
+    }
+
+    fn read(&mut self, readings: Readings) {
+        self.budget.read(self.now, readings.spent);
+        (self.available, self.pressure, self.second) = (readings.available, readings.pressure, readings.second);
+        for (process, resident) in readings.resident {
+            if let Some(member) = self.members.get_mut(&process) {
+                member.grew_to(resident, self.now, &self.rules);
+            }
+        }
+    }
+
+    fn came(&mut self, arrival: Arrival, actions: &mut Vec<Action>) {
+        let (process, excluded) = (arrival.process, arrival.excluded.clone());
+        let before = self.members.get(&process).map(|member| member.excluded.clone());
+        match self.members.get_mut(&process) {
+            Some(member) => {
+                (member.domain, member.likeness) = (arrival.domain, arrival.likeness);
+                member.excluded = arrival.excluded;
+                // What it had merged before it must not any more is withdrawn.
+                if member.excluded.is_some() && member.enrolled {
+                    self.leaving.insert(process, Reason::Excluded);
+                }
+            }
+            None => {
+                self.members.insert(process, Member::new(arrival, self.now, &self.rules));
+            }
+        }
+        if let Some(why) = excluded.filter(|why| before != Some(Some(why.clone()))) {
+            actions.push(self.say(What::Leave, &[process], Reason::Excluded, why));
+        }
+    }
+
+    fn censused(&mut self, found: Censused, actions: &mut Vec<Action>) {
+        let Some(Work::Census(turns, _)) = self.work.take() else { return };
+        let mib = found.looked.0 as f64 / 1048576.0;
+        if mib >= 1.0 && !found.partial {
+            let measured = found.cost.as_secs_f64() / mib;
+            self.census_seconds += WEIGHT * (measured - self.census_seconds);
+        }
+        if found.partial {
+            return;
+        }
+        self.looks += 1;
+        let planned: BTreeMap<ProcessId, Planned> = found.planned.iter().map(|plan| (plan.process, *plan)).collect();
+        let is_new = |process: &ProcessId| self.members.get(process).is_some_and(Member::is_new);
+        // What has just come has not been there for long enough, whoever enrolled it.
+        let young = turns.iter().any(is_new);
+        let mut worth: Vec<Planned> = planned.into_values().collect();
+        worth.retain(|plan| self.members.get(&plan.process).is_some_and(Member::is_open));
+        let processes: Vec<ProcessId> = worth.iter().map(|plan| plan.process).collect();
+        let net = NetBytes(worth.iter().map(|plan| plan.net.0).sum());
+        let cost: f64 = worth.iter().map(|plan| plan.ksmd.as_secs_f64()).sum();
+        let pays = net.0 > 0 && cost <= self.rules.price * net.0 as f64 / 1048576.0;
+        for &process in &turns {
+            let spread = self.spread(process);
+            if let Some(member) = self.members.get_mut(&process) {
+                member.looked(self.now, pays && processes.contains(&process), spread, &self.rules);
+            }
+        }
+        if young || worth.is_empty() {
+            return;
+        }
+        if !pays {
+            let why = format!("{net} would cost {cost:.2} CPU s of ksmd, more than it is worth");
+            return actions.push(self.say(What::Leave, &processes, Reason::Unprofitable, why));
+        }
+        let net = Bytes(net.0.unsigned_abs());
+        let acts = self.may_act() && self.held && self.stopping.is_none();
+        let why = format!("it should give back {net} for {cost:.2} CPU s of ksmd");
+        let decision = Decision {
+            what: What::Merge,
+            whom: processes.clone(),
+            reason: Reason::Profitable,
+            why,
+            predicted: Some(net),
+            acted: acts,
+        };
+        actions.push(Action::Say(decision));
+        if acts {
+            // At the pace at which the budget fills up again there is no end to it.
+            let share = if cost * 1.5 <= self.budget.left() { 1.0 } else { (self.rules.cpu / 2.0).clamp(0.001, 1.0) };
+            self.start(Work::Merge(processes.clone()), Action::Merge { processes, share }, actions);
+        }
+    }
+
+    fn merged(&mut self, merged: Merged, actions: &mut Vec<Action>) {
+        self.work = None;
+        for process in &merged.enrolled {
+            if let Some(member) = self.members.get_mut(process) {
+                member.enrolled = true;
+            }
+        }
+        for (process, why) in &merged.refused {
+            actions.push(self.say(What::Refuse, &[*process], Reason::Refused, why.clone()));
+            self.back_off(&[*process]);
+        }
+        if merged.withdrawn > Bytes::ZERO {
+            let why = format!("{} were written before they paid", merged.withdrawn);
+            actions.push(self.say(What::Withdraw, &merged.enrolled, Reason::Broken, why));
+        }
+        self.watch = (self.now + self.rules.ripens, self.rules.ripens);
+        if let Some(why) = merged.yielded {
+            return self.contest(why, actions);
+        }
+        let mib = merged.net.0 as f64 / 1048576.0;
+        if merged.net.0 < 0 {
+            self.leaving.extend(merged.enrolled.iter().map(|process| (*process, Reason::Loses)));
+            self.back_off(&merged.enrolled);
+        } else if merged.cost.as_secs_f64() > self.rules.price * mib && !self.halted {
+            for process in &merged.enrolled {
+                if let Some(member) = self.members.get_mut(process) {
+                    member.wait_longer(&self.rules);
+                }
+            }
+        }
+    }
+
+    fn failed(&mut self, why: String, actions: &mut Vec<Action>) {
+        match self.work.take() {
+            Some(Work::Hold) => {
+                self.hold_after = self.now + AGAIN;
+                self.busy = Some(why.clone());
+            }
+            Some(Work::Restore) => self.held = false,
+            Some(Work::Census(processes, _) | Work::Merge(processes) | Work::Withdraw(processes)) => {
+                self.back_off(&processes);
+            }
+            Some(Work::Look) | None => self.watch = (self.now + WATCH, WATCH),
+        }
+        actions.push(self.say(What::Refuse, &[], Reason::Failed, why));
+    }
+
+    fn contest(&mut self, why: String, actions: &mut Vec<Action>) {
+        if self.contested.is_none() {
+            actions.push(self.say(What::Yield, &[], Reason::OtherWriter, why.clone()));
+        }
+        self.contested = Some(why);
+    }
+}

@@ -1,0 +1,490 @@
+use super::*;
+use crate::domain::Domain;
+use crate::units::{NetBytes, Pid};
+use proptest::prelude::*;
+use std::collections::BTreeSet;
+
+const MIB: u64 = 1 << 20;
+
+fn id(pid: u32) -> ProcessId {
+    ProcessId { pid: Pid(pid), start_time: u64::from(pid) }
+}
+
+fn arrival(pid: u32) -> Event {
+    let domain = Domain::User(pid % 2);
+    Event::Came(Arrival { process: id(pid), domain, likeness: "a".into(), excluded: None, resident: Bytes(64 * MIB) })
+}
+
+fn rules(mode: Mode) -> Rules {
+    Rules { mode, ..Rules::default() }
+}
+
+/// A host that does what it is told: each piece of work takes some ticks, and CPU time.
+struct Host {
+    state: State,
+    now: Duration,
+    spent: Duration,
+    available: Bytes,
+    pressure: f64,
+    second: u32,
+    /// What the work under way will answer, and when.
+    answer: Option<(Duration, Event)>,
+    enrolled: BTreeSet<ProcessId>,
+    holds: bool,
+    /// What merging gives back to each, net.
+    gain: i64,
+    /// CPU seconds for each second of work.
+    cores: f64,
+    /// Seconds that a census takes.
+    long: f64,
+    trace: Vec<(Duration, Action)>,
+    readings: Vec<(f64, f64)>,
+}
+
+impl Host {
+    fn new(rules: Rules) -> Self {
+        Self {
+            state: State::new(rules, 7, Duration::ZERO, Duration::ZERO),
+            now: Duration::ZERO,
+            spent: Duration::ZERO,
+            available: Bytes(1 << 34),
+            pressure: 0.0,
+            second: 0,
+            answer: None,
+            enrolled: BTreeSet::new(),
+            holds: false,
+            gain: 16 * MIB as i64,
+            cores: 1.0,
+            long: 0.2,
+            trace: Vec::new(),
+            readings: vec![(0.0, 0.0)],
+        }
+    }
+
+    fn happen(&mut self, event: Event) {
+        let (state, actions) = step(self.state.clone(), self.now, event);
+        self.state = state;
+        for action in actions {
+            self.trace.push((self.now, action.clone()));
+            self.carry_out(action);
+        }
+    }
+
+    fn answer(&mut self, seconds: f64, event: Event) {
+        assert!(self.answer.is_none(), "one piece of work at a time");
+        self.answer = Some((self.now + Duration::from_secs_f64(seconds), event));
+    }
+
+    fn carry_out(&mut self, action: Action) {
+        match action {
+            Action::Say(_) | Action::End => {}
+            Action::Halt => {
+                if let Some((at, event)) = &mut self.answer {
+                    *at = self.now;
+                    if let Event::Censused(found) = event {
+                        found.partial = true;
+                    }
+                }
+            }
+            Action::Hold => {
+                assert!(!self.holds);
+                self.holds = true;
+                self.answer(0.0, Event::Held(Ok(())));
+            }
+            Action::Restore => {
+                assert!(self.holds);
+                self.holds = false;
+                self.answer(0.0, Event::Restored);
+            }
+            Action::Census(processes) => {
+                let plan = |&process: &ProcessId| Planned {
+                    process,
+                    net: NetBytes(self.gain.abs()),
+                    ksmd: Duration::from_millis(50),
+                };
+                let fresh: Vec<_> = processes.iter().filter(|process| !self.enrolled.contains(process)).collect();
+                let planned = fresh.into_iter().map(plan).collect();
+                let cost = Duration::from_secs_f64(self.long * self.cores);
+                let looked = Bytes(64 * MIB * processes.len() as u64);
+                self.answer(self.long, Event::Censused(Censused { cost, looked, planned, partial: false }));
+            }
+            Action::Merge { processes, share } => {
+                assert!(self.holds && share > 0.0 && share <= 1.0);
+                self.enrolled.extend(processes.iter().copied());
+                let merged = Merged {
+                    enrolled: processes.clone(),
+                    net: NetBytes(self.gain * processes.len() as i64),
+                    cost: Duration::from_millis(100),
+                    ..Merged::default()
+                };
+                self.answer(0.5, Event::Merged(merged));
+            }
+            Action::Look { .. } => {
+                assert!(self.holds);
+                self.answer(0.0, Event::Looked(Bytes::ZERO));
+            }
+            Action::Withdraw(processes) => {
+                assert!(self.holds);
+                for process in &processes {
+                    self.enrolled.remove(process);
+                }
+                self.answer(0.1, Event::Withdrawn(processes));
+            }
+        }
+    }
+
+    fn tick(&mut self) {
+        self.now += Duration::from_millis(250);
+        if self.answer.is_some() {
+            self.spent += Duration::from_secs_f64(0.25 * self.cores);
+        }
+        self.readings.push((self.now.as_secs_f64(), self.spent.as_secs_f64()));
+        let readings = Readings {
+            spent: self.spent,
+            available: Some(self.available),
+            pressure: Some(self.pressure),
+            second: self.second,
+            resident: Vec::new(),
+        };
+        self.happen(Event::Tick(readings));
+        while let Some((_, event)) = self.answer.take_if(|(at, _)| *at <= self.now) {
+            self.happen(event);
+        }
+    }
+
+    fn run(&mut self, seconds: u64) {
+        (0..seconds * 4).for_each(|_| self.tick());
+    }
+
+    fn did(&self, wanted: impl Fn(&Action) -> bool) -> usize {
+        self.trace.iter().filter(|(_, action)| wanted(action)).count()
+    }
+
+    fn said(&self, what: What, reason: Reason) -> usize {
+        self.did(|action| matches!(action, Action::Say(said) if (said.what, said.reason) == (what, reason)))
+    }
+}
+
+fn is_census(action: &Action) -> bool {
+    matches!(action, Action::Census(_))
+}
+
+#[test]
+fn who_comes_is_merged_within_seconds() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.run(2);
+    host.happen(arrival(1));
+    host.run(3);
+    assert!(host.did(is_census) == 1 && host.enrolled.is_empty(), "it is only taken note of");
+    host.run(6);
+    assert!(host.enrolled.contains(&id(1)), "{:?}", host.trace);
+    host.happen(arrival(3));
+    host.run(9);
+    assert!(host.enrolled.contains(&id(3)));
+    let last = host.trace.iter().rev().find_map(|(_, action)| match action {
+        Action::Census(processes) => Some(processes.clone()),
+        _ => None,
+    });
+    assert_eq!(last, Some(vec![id(1), id(3)]), "with a known member of its domain");
+}
+
+#[test]
+fn what_does_not_change_is_looked_at_less_and_less() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.happen(arrival(1));
+    host.run(600);
+    let first = host.did(is_census);
+    host.run(600);
+    assert!(first <= 9 && host.did(is_census) <= first + 2, "{first}, {}", host.did(is_census));
+    let grown = Readings { resident: vec![(id(1), Bytes(200 * MIB))], spent: host.spent, ..Readings::default() };
+    let before = host.did(is_census);
+    host.happen(Event::Tick(grown));
+    assert_eq!(host.did(is_census), before + 1, "it has filled");
+    assert_eq!(host.said(What::Census, Reason::Filled), 1);
+}
+
+#[test]
+fn nothing_is_done_by_who_observes_and_nothing_changed_by_who_advises() {
+    for (mode, censuses) in [(Mode::Observe, false), (Mode::Advise, true)] {
+        let mut host = Host::new(rules(mode));
+        host.happen(arrival(1));
+        host.run(100);
+        host.happen(Event::Stop { unmerge: true });
+        assert_eq!(host.did(is_census) > 0, censuses);
+        let changes = |action: &Action| {
+            !matches!(action, Action::Census(_) | Action::Say(_) | Action::Halt | Action::End)
+                || matches!(action, Action::Say(said) if said.what == What::Merge && said.acted)
+        };
+        assert_eq!(host.did(changes), 0, "{:?}", host.trace);
+        assert_eq!(host.said(What::Merge, Reason::Profitable) > 0, censuses);
+        assert_eq!(host.trace.last().map(|(_, action)| action), Some(&Action::End));
+    }
+}
+
+#[test]
+fn whoever_pauses_it_gets_the_host_back() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.happen(arrival(1));
+    host.run(1);
+    host.happen(Event::Pause);
+    host.run(1);
+    assert!(!host.holds && host.state.standing().0 == Standing::Paused);
+    let before = host.did(is_census);
+    host.run(100);
+    assert_eq!(host.did(is_census), before);
+    host.happen(Event::Resume);
+    host.run(10);
+    assert!(host.holds && host.enrolled.contains(&id(1)));
+}
+
+#[test]
+fn it_yields_to_other_writers() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.happen(arrival(1));
+    host.run(1);
+    host.happen(Event::Contested("run was 1, it is 0".into()));
+    host.run(100);
+    assert!(!host.holds && host.state.standing().0 == Standing::Yielding);
+    assert_eq!(host.said(What::Yield, Reason::OtherWriter), 1);
+    host.happen(Event::Resume);
+    host.run(1);
+    assert!(host.holds);
+    host.happen(Event::Tuner(Some("ksmtuned".into())));
+    host.run(1);
+    assert!(!host.holds);
+    host.happen(Event::Tuner(None));
+    host.run(1);
+    assert!(host.holds);
+    host.happen(Event::Configured(Rules { force: true, ..rules(Mode::Act) }));
+    host.happen(Event::Tuner(Some("ksmtuned".into())));
+    host.run(1);
+    assert!(host.holds, "it was told to");
+}
+
+#[test]
+fn an_enrolment_that_loses_is_taken_back_once_memory_is_there() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.gain = -16 * (MIB as i64);
+    host.pressure = 50.0;
+    host.happen(arrival(1));
+    host.run(10);
+    assert!(host.enrolled.contains(&id(1)), "nothing is withdrawn while memory is short");
+    host.pressure = 0.0;
+    host.run(1);
+    assert!(host.enrolled.is_empty());
+    assert_eq!(host.said(What::Withdraw, Reason::Loses), 1);
+}
+
+#[test]
+fn an_operator_has_the_last_word() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.happen(arrival(1));
+    host.run(10);
+    host.happen(Event::Withdraw(id(1)));
+    host.run(100);
+    assert!(host.enrolled.is_empty());
+    host.happen(Event::Enrol(id(1)));
+    host.run(3);
+    assert!(host.enrolled.contains(&id(1)));
+}
+
+#[test]
+fn it_rests_above_the_goal_and_in_quiet_hours() {
+    let mut host = Host::new(Rules { keep_available: Some(Bytes(1 << 30)), ..rules(Mode::Act) });
+    host.happen(arrival(1));
+    host.run(20);
+    assert_eq!((host.did(is_census), host.said(What::Rest, Reason::Goal)), (0, 1));
+    host.available = Bytes(1 << 29);
+    host.run(2);
+    assert!(host.did(is_census) > 0);
+    let mut host = Host::new(Rules { quiet: vec![Hours { from: 0, to: 10 }], ..rules(Mode::Act) });
+    host.happen(arrival(1));
+    host.run(20);
+    assert_eq!((host.did(is_census), host.said(What::Rest, Reason::QuietHours)), (0, 1));
+    host.second = 10;
+    host.run(2);
+    assert!(host.did(is_census) > 0);
+}
+
+#[test]
+fn it_stops_with_settings_back_and_merges_kept_or_withdrawn() {
+    for unmerge in [false, true] {
+        let mut host = Host::new(rules(Mode::Act));
+        host.happen(arrival(1));
+        host.run(10);
+        host.happen(Event::Stop { unmerge });
+        host.run(2);
+        assert_eq!((host.holds, host.enrolled.is_empty()), (false, unmerge));
+        assert_eq!(host.trace.last().map(|(_, action)| action), Some(&Action::End));
+        let length = host.trace.len();
+        host.happen(arrival(2));
+        host.run(10);
+        assert_eq!(host.trace.len(), length, "nothing comes after the end");
+    }
+}
+
+#[test]
+fn a_census_that_never_fits_is_refused() {
+    let mut host = Host::new(Rules { burst: Duration::from_millis(10), ..rules(Mode::Act) });
+    host.happen(arrival(1));
+    host.run(100);
+    assert_eq!(host.did(is_census), 0);
+    assert!((1..5).contains(&host.said(What::Refuse, Reason::Budget)));
+}
+
+#[test]
+fn what_must_not_be_merged_any_more_is_withdrawn() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.happen(arrival(1));
+    host.run(10);
+    let Event::Came(known) = arrival(1) else { unreachable!() };
+    host.happen(Event::Came(Arrival { excluded: Some("it holds keys".into()), ..known }));
+    host.run(2);
+    assert!(host.enrolled.is_empty());
+    assert_eq!(host.said(What::Leave, Reason::Excluded), 1);
+}
+
+#[derive(Clone, Debug)]
+enum Stroke {
+    Come(u32),
+    Go(u32),
+    Withdraw(u32),
+    Enrol(u32),
+    Pause,
+    Resume,
+    Contest,
+    Press(bool),
+    Gain(i64),
+    Mode(Mode),
+    Run(u64),
+}
+
+fn stroke() -> impl Strategy<Value = Stroke> {
+    prop_oneof![
+        4 => (0u32..8).prop_map(Stroke::Come),
+        1 => (0u32..8).prop_map(Stroke::Go),
+        1 => (0u32..8).prop_map(Stroke::Withdraw),
+        1 => (0u32..8).prop_map(Stroke::Enrol),
+        1 => Just(Stroke::Pause),
+        2 => Just(Stroke::Resume),
+        1 => Just(Stroke::Contest),
+        1 => any::<bool>().prop_map(Stroke::Press),
+        1 => (-4i64..20).prop_map(|mib| Stroke::Gain(mib * MIB as i64)),
+        1 => prop::sample::select(vec![Mode::Observe, Mode::Advise, Mode::Act, Mode::Act]).prop_map(Stroke::Mode),
+        6 => (1u64..60).prop_map(Stroke::Run),
+    ]
+}
+
+fn played(strokes: &[Stroke], base: &Rules, cores: f64, long: f64) -> Host {
+    let mut host = Host::new(base.clone());
+    (host.cores, host.long) = (cores, long);
+    host.play(strokes, base);
+    host
+}
+
+impl Host {
+    fn play(&mut self, strokes: &[Stroke], base: &Rules) {
+        let host = self;
+        for stroke in strokes {
+            match stroke {
+                Stroke::Come(pid) => host.happen(arrival(*pid)),
+                Stroke::Go(pid) => {
+                    host.enrolled.remove(&id(*pid));
+                    host.happen(Event::Went(id(*pid)));
+                }
+                Stroke::Withdraw(pid) => host.happen(Event::Withdraw(id(*pid))),
+                Stroke::Enrol(pid) => host.happen(Event::Enrol(id(*pid))),
+                Stroke::Pause => host.happen(Event::Pause),
+                Stroke::Resume => host.happen(Event::Resume),
+                Stroke::Contest => host.happen(Event::Contested("somebody".into())),
+                Stroke::Press(high) => host.pressure = if *high { 90.0 } else { 0.0 },
+                Stroke::Gain(gain) => host.gain = *gain,
+                Stroke::Mode(mode) => host.happen(Event::Configured(Rules { mode: *mode, ..base.clone() })),
+                Stroke::Run(seconds) => host.run(*seconds),
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64.min(ProptestConfig::default().cases)))]
+
+    /// Over any time, the CPU time is within the bound, but for one tick in which nobody could have told it to stop.
+    #[test]
+    fn the_budget_is_kept_to(
+        strokes in prop::collection::vec(stroke(), 1..40),
+        cpu in 0.01f64..0.5,
+        burst in 1u64..10,
+        cores in 0.1f64..2.0,
+        long in 0.1f64..20.0,
+    ) {
+        let base = Rules { cpu, burst: Duration::from_secs(burst), ..rules(Mode::Act) };
+        let host = played(&strokes, &base, cores, long);
+        // Merging at the average pace, looking and withdrawing are not halted: what they take is short here.
+        let slack = 3.0 * 0.25 * cores;
+        for (i, (from, before)) in host.readings.iter().enumerate() {
+            for (to, after) in &host.readings[i..] {
+                let bound = cpu * (to - from) + burst as f64 + slack;
+                prop_assert!(after - before <= bound, "{} > {bound} from {from} to {to}", after - before);
+            }
+        }
+    }
+
+    /// In the end nobody is enrolled whom an end with unmerging would not withdraw, and nothing is held.
+    #[test]
+    fn every_enrolment_has_an_inverse(strokes in prop::collection::vec(stroke(), 1..40)) {
+        let mut host = played(&strokes, &rules(Mode::Act), 0.5, 0.3);
+        host.pressure = 0.0;
+        host.happen(Event::Configured(rules(Mode::Act)));
+        host.happen(Event::Tuner(None));
+        host.happen(Event::Resume);
+        host.run(2);
+        prop_assert!(host.holds);
+        host.happen(Event::Stop { unmerge: true });
+        host.run(2);
+        prop_assert!(host.enrolled.is_empty() && !host.holds, "{:?}", host.enrolled);
+    }
+
+    /// While it may not act nothing is changed, while memory is short nothing is withdrawn, and whom an operator
+    /// withdrew nobody looks at.
+    #[test]
+    fn what_must_not_be_done_is_not(strokes in prop::collection::vec(stroke(), 1..40)) {
+        let mut mode = Mode::Act;
+        let mut host = Host::new(rules(Mode::Act));
+        let mut withdrawn = BTreeSet::new();
+        for stroke in &strokes {
+            let from = host.trace.len();
+            let playing = std::slice::from_ref(stroke);
+            match stroke {
+                Stroke::Mode(new) => mode = *new,
+                Stroke::Withdraw(pid) if host.state.members().contains_key(&id(*pid)) => {
+                    withdrawn.insert(id(*pid));
+                }
+                Stroke::Enrol(pid) | Stroke::Go(pid) => {
+                    withdrawn.remove(&id(*pid));
+                }
+                _ => {}
+            }
+            let base = Rules { mode, ..rules(Mode::Act) };
+            host.play(playing, &base);
+            for (_, action) in &host.trace[from..] {
+                match action {
+                    Action::Hold | Action::Merge { .. } => prop_assert_eq!(mode, Mode::Act),
+                    Action::Census(processes) => {
+                        prop_assert!(mode != Mode::Observe);
+                        prop_assert!(processes.iter().all(|process| !withdrawn.contains(process)));
+                    }
+                    Action::Look { withdraw } => prop_assert!(!withdraw || host.pressure < 10.0),
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    /// The same seed and events give the same trace.
+    #[test]
+    fn it_can_be_replayed(strokes in prop::collection::vec(stroke(), 1..30)) {
+        let [first, again] = [0, 1].map(|_| played(&strokes, &rules(Mode::Act), 0.5, 0.3).trace);
+        prop_assert_eq!(first, again);
+    }
+}

@@ -1,0 +1,186 @@
+//! The board: where the daemon publishes its status, and where everybody who watches finds it.
+//!
+//! A status is written as JSON once, however many look at it. Points of the past are kept to a fixed number: whenever
+//! that is reached, every second point goes, and from then on only every second of those that would have been kept is.
+//! So the whole life of a daemon fits, the finer the younger it is.
+
+use pagefold_report::daemon::Status;
+use pagefold_report::history::{History, Point};
+use pagefold_report::wire;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The most points of the past that are kept.
+pub const POINTS: usize = 1440;
+
+/// The latest status, and the past in points.
+#[derive(Debug, Default)]
+pub struct Board {
+    state: Mutex<State>,
+    news: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    latest: Option<Sheet>,
+    past: Past,
+    /// How many wait for the next status.
+    waiting: usize,
+    closed: bool,
+}
+
+/// A published status.
+#[derive(Clone, Debug)]
+pub struct Sheet {
+    /// Its number, from 1.
+    pub number: u64,
+    /// The status.
+    pub status: Arc<Status>,
+    /// The same as JSON in one line.
+    pub json: Arc<str>,
+}
+
+impl Board {
+    /// Publish a status, and wake those who wait for it.
+    pub fn publish(&self, status: Status) {
+        let json = wire::line(&status).into();
+        let point = Point::of(&status);
+        let mut state = self.state();
+        let number = state.latest.as_ref().map_or(0, |sheet| sheet.number) + 1;
+        state.latest = Some(Sheet { number, status: Arc::new(status), json });
+        state.past.add(point);
+        drop(state);
+        self.news.notify_all();
+    }
+
+    /// The latest status, if there is one yet.
+    pub fn latest(&self) -> Option<Sheet> {
+        self.state().latest.clone()
+    }
+
+    /// The latest status, once it is younger than the one with this number: `None` if that takes longer than this, or
+    /// the board is closed.
+    pub fn newer(&self, than: u64, patience: Duration) -> Option<Sheet> {
+        let mut state = self.state();
+        state.waiting += 1;
+        if state.waiting == 1 {
+            // Whoever publishes does so more often now.
+            self.news.notify_all();
+        }
+        let old = |state: &mut State| !state.closed && state.latest.as_ref().is_none_or(|sheet| sheet.number <= than);
+        let waited = self.news.wait_timeout_while(state, patience, old);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        state.waiting -= 1;
+        state.latest.clone().filter(|sheet| sheet.number > than && !state.closed)
+    }
+
+    /// Wait until it is time for the next status: so long while somebody waits for it, otherwise longer, and no more once
+    /// the board is closed.
+    pub fn pause(&self, watched: Duration, otherwise: Duration) {
+        let since = Instant::now();
+        let mut state = self.state();
+        loop {
+            let whole = if state.waiting > 0 { watched } else { otherwise };
+            let left = whole.saturating_sub(since.elapsed());
+            if left.is_zero() || state.closed {
+                return;
+            }
+            (state, _) = self.news.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// The points of the past after a moment (seconds since 1970).
+    pub fn history(&self, since: f64) -> History {
+        History::new(self.state().past.points.iter().filter(|point| point.time > since).cloned().collect())
+    }
+
+    /// Tell those who wait that nothing comes any more.
+    pub fn close(&self) {
+        self.state().closed = true;
+        self.news.notify_all();
+    }
+
+    /// Whether it was closed.
+    pub fn is_closed(&self) -> bool {
+        self.state().closed
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Nothing here can panic halfway through a change.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Points at even distances, at most [`POINTS`] of them.
+#[derive(Debug)]
+struct Past {
+    points: Vec<Point>,
+    /// How many were seen, kept or not.
+    seen: u64,
+    /// Every so-manieth is kept.
+    stride: u64,
+}
+
+impl Default for Past {
+    fn default() -> Self {
+        Self { points: Vec::new(), seen: 0, stride: 1 }
+    }
+}
+
+impl Past {
+    fn add(&mut self, point: Point) {
+        if self.seen.is_multiple_of(self.stride) {
+            self.points.push(point);
+        }
+        self.seen += 1;
+        if self.points.len() == POINTS {
+            let mut at = 0_usize;
+            self.points.retain(|_| {
+                at += 1;
+                at % 2 == 1
+            });
+            self.stride *= 2;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn point(time: f64) -> Point {
+        let (saved_gross, saved_net, available, keep_available) = (None, None, None, None);
+        let (ksmd_percent, pagefold_percent, bound_percent) = (None, None, 10.0);
+        Point { time, saved_gross, saved_net, available, keep_available, ksmd_percent, pagefold_percent, bound_percent }
+    }
+
+    /// Longer than any test may take.
+    const LONG: Duration = Duration::from_secs(3600);
+
+    #[test]
+    fn it_is_published_sooner_for_those_who_wait() {
+        let board = Board::default();
+        std::thread::scope(|scope| {
+            scope.spawn(|| assert!(board.newer(0, LONG).is_none()));
+            board.pause(Duration::from_millis(1), LONG);
+            board.close();
+            board.pause(LONG, LONG);
+        });
+    }
+
+    #[test]
+    fn the_past_is_bounded_and_even() {
+        let mut past = Past::default();
+        for second in 0..20_000_u32 {
+            past.add(point(f64::from(second)));
+            assert!(past.points.len() < POINTS);
+        }
+        // It reaches from the first point to the last stride.
+        assert!(past.points.len() >= POINTS / 2);
+        let times: Vec<f64> = past.points.iter().map(|point| point.time).collect();
+        assert_eq!(times[0].to_bits(), 0_f64.to_bits());
+        let stride = past.stride as f64;
+        assert!(times.windows(2).all(|pair| (pair[1] - pair[0] - stride).abs() < 1e-9), "{stride}");
+        assert!(20_000.0 - times[times.len() - 1] <= stride);
+    }
+}

@@ -1,0 +1,15 @@
+//! What people and monitoring systems see of a running daemon: its state as metrics, as a web page and in a terminal.
+//!
+//! All of it is drawn from one document, [`pagefold_report::daemon::Status`]: [`http`] shows the one that the daemon
+//! publishes on a [`Board`], [`top`] the one that it is given.
+//! Nothing here looks at the host or changes it.
+
+#![forbid(unsafe_code)]
+
+pub mod board;
+pub mod http;
+pub mod metrics;
+mod page;
+pub mod top;
+
+pub use board::Board;

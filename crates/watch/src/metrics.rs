@@ -1,0 +1,173 @@
+//! A status as metrics, for Prometheus and what reads its format.
+//!
+//! Two formats that differ in a few words: OpenMetrics 1.0 tells units and ends with `# EOF`, and its metadata names a
+//! counter without `_total`; the older text format of Prometheus (0.0.4) is what tools without content negotiation, such
+//! as `promtool check metrics`, understand. Names are `pagefold_`, what is counted, and the base unit.
+//!
+//! How many series there can be is bounded whatever the host holds: [`NAMED`] of each kind, the biggest, are named and the
+//! rest is summed up as `others`. Members of the same kind, name and domain are one series. A figure that is absent from
+//! the status has no sample, so that 0 always means 0.
+
+mod families;
+
+use pagefold_report::daemon::Status;
+use std::fmt::{self, Write as _};
+
+/// Members, cgroups, trust domains and reasons that have series of their own, of each at most.
+pub const NAMED: usize = 50;
+
+/// The format of the text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// OpenMetrics 1.0.
+    OpenMetrics,
+    /// The text format 0.0.4 of Prometheus.
+    Prometheus,
+}
+
+impl Format {
+    /// What a Content-Type field calls it.
+    pub fn media_type(self) -> &'static str {
+        match self {
+            Self::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
+            Self::Prometheus => "text/plain; version=0.0.4; charset=utf-8",
+        }
+    }
+}
+
+/// All that a status tells, as metrics.
+pub fn text(status: &Status, format: Format) -> String {
+    let mut exposition = Exposition { format, text: String::new() };
+    families::write(status, &mut exposition);
+    if format == Format::OpenMetrics {
+        exposition.text.push_str("# EOF\n");
+    }
+    exposition.text
+}
+
+/// What a family of metrics counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// What goes up and down.
+    Gauge,
+    /// What only goes up.
+    Counter,
+}
+
+/// A family of metrics: samples that differ in labels.
+struct Family<'a> {
+    kind: Kind,
+    /// Without `_total`.
+    name: &'static str,
+    help: &'static str,
+    samples: Vec<Sample<'a>>,
+}
+
+/// Names and values.
+type Labels<'a> = Vec<(&'static str, &'a str)>;
+
+/// A value with its labels.
+type Sample<'a> = (Labels<'a>, f64);
+
+/// The base units, by which names end.
+const UNITS: [&str; 4] = ["bytes", "seconds", "ratio", "pages"];
+
+/// A text in the making.
+struct Exposition {
+    format: Format,
+    text: String,
+}
+
+impl Exposition {
+    /// A value without labels, if there is one.
+    fn gauge(&mut self, name: &'static str, help: &'static str, value: Option<impl Number>) {
+        self.one(Kind::Gauge, name, help, value);
+    }
+
+    /// The same of a counter.
+    fn counter(&mut self, name: &'static str, help: &'static str, value: Option<impl Number>) {
+        self.one(Kind::Counter, name, help, value);
+    }
+
+    fn one(&mut self, kind: Kind, name: &'static str, help: &'static str, value: Option<impl Number>) {
+        let samples = value.map(|value| (Vec::new(), value.value())).into_iter().collect();
+        self.family(&Family { kind, name, help, samples });
+    }
+
+    /// A family; nothing if it has no sample.
+    fn family(&mut self, family: &Family) {
+        self.write(family).expect("a string takes all that is written");
+    }
+
+    fn write(&mut self, family: &Family) -> fmt::Result {
+        let Family { kind, name, help, samples } = family;
+        if samples.is_empty() {
+            return Ok(());
+        }
+        let (kind, suffix) = match kind {
+            Kind::Gauge => ("gauge", ""),
+            Kind::Counter => ("counter", "_total"),
+        };
+        let title = match self.format {
+            Format::OpenMetrics => "",
+            Format::Prometheus => suffix,
+        };
+        let text = &mut self.text;
+        writeln!(text, "# HELP {name}{title} {help}")?;
+        writeln!(text, "# TYPE {name}{title} {kind}")?;
+        let unit = UNITS.iter().find(|unit| name.ends_with(**unit));
+        if let (Some(unit), Format::OpenMetrics) = (unit, self.format) {
+            writeln!(text, "# UNIT {name} {unit}")?;
+        }
+        for (labels, value) in samples {
+            write!(text, "{name}{suffix}")?;
+            for (i, (label, value)) in labels.iter().enumerate() {
+                let before = if i == 0 { '{' } else { ',' };
+                write!(text, "{before}{label}=\"{}\"", Escaped(value))?;
+            }
+            writeln!(text, "{} {value}", if labels.is_empty() { "" } else { "}" })?;
+        }
+        Ok(())
+    }
+}
+
+/// A figure of a status as a value.
+trait Number {
+    /// The value, exact below 2^53.
+    fn value(self) -> f64;
+}
+
+impl Number for u64 {
+    fn value(self) -> f64 {
+        self as f64
+    }
+}
+
+impl Number for i64 {
+    fn value(self) -> f64 {
+        self as f64
+    }
+}
+
+impl Number for f64 {
+    fn value(self) -> f64 {
+        self
+    }
+}
+
+/// The value of a label.
+struct Escaped<'a>(&'a str);
+
+impl fmt::Display for Escaped<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for c in self.0.chars() {
+            match c {
+                '\\' => f.write_str("\\\\")?,
+                '"' => f.write_str("\\\"")?,
+                '\n' => f.write_str("\\n")?,
+                other => f.write_char(other)?,
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,264 @@
+//! Which figures of a status become which metrics.
+
+use super::{Exposition, Family, Kind, Labels, NAMED, Number, Sample};
+use pagefold_report::daemon::{
+    Census, CpuUse, DomainShare, Kind as MemberKind, Ksm, Member, MemberState, Mode, State, Status,
+};
+use pagefold_report::doctor::VerdictName;
+
+pub fn write(status: &Status, to: &mut Exposition) {
+    daemon(status, to);
+    host(status, to);
+    if let Some(ksm) = &status.ksm {
+        kernel(ksm, to);
+    }
+    worth(status, to);
+    if let Some(census) = &status.census {
+        classes(census, to);
+    }
+    domains(status, to);
+    members(status, to);
+}
+
+fn daemon(status: &Status, to: &mut Exposition) {
+    let samples = vec![(vec![("version", status.version.as_str())], 1.0)];
+    to.family(&Family { kind: Kind::Gauge, name: "pagefold_build_info", help: "The version that runs.", samples });
+    let start = Some(status.time - status.uptime_seconds);
+    to.gauge("pagefold_start_time_seconds", "When the daemon started, since 1970.", start);
+    to.gauge("pagefold_status_timestamp_seconds", "When these figures were read, since 1970.", Some(status.time));
+
+    let modes = [("observe", Mode::Observe), ("advise", Mode::Advise), ("act", Mode::Act)];
+    one_of(to, "pagefold_mode", "1 for what the daemon may do, 0 for the others.", "mode", &modes, status.mode);
+    let states = [
+        ("starting", State::Starting),
+        ("working", State::Working),
+        ("resting", State::Resting),
+        ("paused", State::Paused),
+        ("yielding", State::Yielding),
+    ];
+    one_of(to, "pagefold_state", "1 for what the daemon does, 0 for the others.", "state", &states, status.state);
+
+    to.gauge("pagefold_resident_bytes", "Resident memory of the daemon.", status.resident);
+    let uses = [("ksmd", status.cpu.ksmd), ("pagefold", status.cpu.pagefold)];
+    let of = |figure: fn(CpuUse) -> f64| {
+        uses.iter().filter_map(|(who, cpu)| Some((vec![("of", *who)], figure((*cpu)?)))).collect::<Vec<_>>()
+    };
+    let help = "CPU time since the daemon started.";
+    to.family(&Family { kind: Kind::Counter, name: "pagefold_cpu_seconds", help, samples: of(|cpu| cpu.seconds) });
+    let help = "CPU time over the last minute, 1 for one CPU.";
+    to.family(&Family { kind: Kind::Gauge, name: "pagefold_cpu_ratio", help, samples: of(|cpu| cpu.percent / 100.0) });
+
+    let bounds = &status.bounds;
+    let help = "CPU time that ksmd and the daemon may use together on average, 1 for one CPU.";
+    to.gauge("pagefold_bound_cpu_ratio", help, Some(bounds.cpu_percent / 100.0));
+    let help = "CPU time that is left for a burst, negative while one is made up for.";
+    to.gauge("pagefold_burst_left_seconds", help, Some(bounds.burst_left_seconds));
+    to.gauge("pagefold_bound_metadata_bytes", "Metadata of ksmd at most.", bounds.metadata);
+
+    let samples = series(status.decisions_by_reason.iter().map(|(word, n)| (vec![("reason", &**word)], Some(*n))));
+    to.family(&Family { kind: Kind::Counter, name: "pagefold_decisions", help: "Decisions by reason.", samples });
+    let verdicts = [
+        ("fail", VerdictName::Fail),
+        ("warn", VerdictName::Warn),
+        ("unknown", VerdictName::Unknown),
+        ("ok", VerdictName::Ok),
+        ("not_applicable", VerdictName::NotApplicable),
+    ];
+    let count = |verdict| status.findings.iter().filter(|finding| finding.verdict == verdict).count() as u64;
+    let samples = verdicts.map(|(name, verdict)| (vec![("verdict", name)], count(verdict).value())).into();
+    let help = "Findings of the doctor by verdict.";
+    to.family(&Family { kind: Kind::Gauge, name: "pagefold_findings", help, samples });
+}
+
+fn host(status: &Status, to: &mut Exposition) {
+    let memory = &status.memory;
+    to.gauge("pagefold_memory_size_bytes", "Memory of the host (MemTotal).", memory.total);
+    to.gauge("pagefold_memory_available_bytes", "Memory that programs can still get (MemAvailable).", memory.available);
+    to.gauge("pagefold_memory_free_bytes", "Memory that nobody uses (MemFree).", memory.free);
+    let help = "MemAvailable to keep; without it, all that pays is merged.";
+    to.gauge("pagefold_goal_available_bytes", help, status.goal.keep_available);
+    let help = "Part of the last ten seconds in which some task waited for memory (PSI).";
+    to.gauge("pagefold_memory_pressure_ratio", help, memory.pressure_percent.map(|percent| percent / 100.0));
+    let help = "Huge pages that the kernel split since the daemon started, for any reason.";
+    to.counter("pagefold_huge_pages_split", help, status.huge_pages_split);
+}
+
+fn kernel(ksm: &Ksm, to: &mut Exposition) {
+    to.gauge("pagefold_ksm_run", "ksmd: 0 stopped, 1 running, 2 unmerging everything.", ksm.run);
+    to.gauge(
+        "pagefold_ksm_batch_pages",
+        "Pages that ksmd looks at between two sleeps (pages_to_scan).",
+        ksm.pages_to_scan,
+    );
+    let sleep = ksm.sleep_millisecs.map(|millis| millis as f64 / 1e3);
+    to.gauge("pagefold_ksm_sleep_seconds", "How long ksmd sleeps between two batches (sleep_millisecs).", sleep);
+    to.gauge("pagefold_ksm_shared_pages", "Frames that are shared (pages_shared).", ksm.pages_shared);
+    to.gauge("pagefold_ksm_sharing_pages", "Further mappings of them (pages_sharing).", ksm.pages_sharing);
+    to.gauge("pagefold_ksm_unshared_pages", "Pages without a copy (pages_unshared).", ksm.pages_unshared);
+    to.gauge("pagefold_ksm_volatile_pages", "Pages that change too fast (pages_volatile).", ksm.pages_volatile);
+    to.gauge("pagefold_ksm_zero_pages", "Pages mapped to the page of zeros (ksm_zero_pages).", ksm.ksm_zero_pages);
+    to.counter(
+        "pagefold_ksm_scanned_pages",
+        "Pages that ksmd looked at since boot (pages_scanned).",
+        ksm.pages_scanned,
+    );
+    to.counter(
+        "pagefold_ksm_skipped_pages",
+        "Pages that ksmd passed over since boot (pages_skipped).",
+        ksm.pages_skipped,
+    );
+    to.counter("pagefold_ksm_full_scans", "Complete scans since boot (full_scans).", ksm.full_scans);
+    to.counter("pagefold_ksm_cow_pages", "Merged pages written and copied since boot (cow_ksm).", ksm.cow_ksm);
+    to.gauge(
+        "pagefold_ksm_general_profit_bytes",
+        "Saved less metadata by the kernel (general_profit).",
+        ksm.general_profit,
+    );
+}
+
+fn worth(status: &Status, to: &mut Exposition) {
+    to.gauge("pagefold_saved_gross_bytes", "What merging saves on this host, before metadata.", status.saved.gross);
+    to.gauge("pagefold_saved_metadata_bytes", "Metadata that the kernel keeps for it.", status.saved.metadata);
+    to.gauge("pagefold_saved_net_bytes", "What is left of it, negative where merging costs more.", status.saved.net);
+    let passes = &status.passes;
+    to.counter("pagefold_passes", "Censuses, each with its merge where anything pays.", Some(passes.passes));
+    to.counter("pagefold_merges", "Passes that merged anything.", Some(passes.merges));
+    let help = "What the plans that were carried out should have saved since the daemon started.";
+    to.gauge("pagefold_predicted_bytes", help, Some(passes.predicted));
+    to.gauge("pagefold_reached_bytes", "What they saved.", Some(passes.reached));
+    if let Some(last) = &passes.last {
+        to.gauge("pagefold_last_pass_timestamp_seconds", "When the last pass ended, since 1970.", Some(last.time));
+        to.gauge("pagefold_last_pass_duration_seconds", "How long the last pass took.", Some(last.seconds));
+        to.gauge(
+            "pagefold_last_pass_cpu_seconds",
+            "CPU time of the last pass, ksmd's included.",
+            Some(last.cpu_seconds),
+        );
+    }
+    to.counter("pagefold_cow_pages", "Merged pages written and copied since the daemon started.", status.cow_breaks);
+}
+
+fn classes(census: &Census, to: &mut Exposition) {
+    let classes = &census.classes;
+    to.gauge("pagefold_census_timestamp_seconds", "When the last census of everybody was taken.", Some(census.time));
+    to.gauge("pagefold_census_processes", "Processes that it looked at.", Some(census.processes));
+    to.gauge("pagefold_census_not_seen_processes", "Processes that it could not look at.", Some(census.not_seen));
+    let by_class = [
+        ("zero", classes.zero),
+        ("duplicate", classes.duplicate),
+        ("unique", classes.unique),
+        ("merged", classes.merged),
+        ("volatile", classes.volatile),
+    ];
+    let samples = by_class.map(|(class, bytes)| (vec![("class", class)], bytes.value())).into();
+    let help = "Resident private anonymous memory by what merging could do with it.";
+    to.family(&Family { kind: Kind::Gauge, name: "pagefold_census_bytes", help, samples });
+    let by_partner = [
+        ("process", classes.duplicate_within_process),
+        ("domain", classes.duplicate_within_domain),
+        ("other_domain", classes.duplicate_across_domains),
+    ];
+    let samples = by_partner.map(|(nearest, bytes)| (vec![("nearest", nearest)], bytes.value())).into();
+    let help = "The class of duplicates by where the nearest copy is.";
+    to.family(&Family { kind: Kind::Gauge, name: "pagefold_census_duplicate_bytes", help, samples });
+    let help = "Duplicates beyond one copy of each content.";
+    to.gauge("pagefold_census_redundant_bytes", help, Some(classes.redundant));
+}
+
+fn domains(status: &Status, to: &mut Exposition) {
+    let figures: [Figure<DomainShare>; 3] = [
+        ("pagefold_domain_saved_bytes", "What merging saves in a trust domain.", |domain| domain.saved),
+        ("pagefold_domain_resident_bytes", "Resident memory of a trust domain, blind to merging.", |domain| {
+            domain.resident
+        }),
+        ("pagefold_domain_members", "Members of a trust domain.", |domain| Some(domain.members)),
+    ];
+    write_each(to, &figures, &status.domains, |domain| Some(vec![("domain", &*domain.name)]));
+}
+
+fn members(status: &Status, to: &mut Exposition) {
+    let states = [
+        ("arriving", MemberState::Arriving),
+        ("followed", MemberState::Followed),
+        ("merged", MemberState::Merged),
+        ("backed_off", MemberState::BackedOff),
+        ("excluded", MemberState::Excluded),
+        ("withdrawn", MemberState::Withdrawn),
+    ];
+    let count = |state| status.members.iter().filter(|member| member.state == state).count() as u64;
+    let samples = states.map(|(name, state)| (vec![("state", name)], count(state).value())).into();
+    let help = "Members that the status names, by what is done with them.";
+    to.family(&Family { kind: Kind::Gauge, name: "pagefold_members", help, samples });
+    let help = "Members that the status does not name: they are in no other series of members or cgroups.";
+    to.gauge("pagefold_members_left_out", help, Some(status.members_left_out));
+
+    let figures: [Figure<Member>; 4] = [
+        ("pagefold_member_footprint_bytes", "What a member takes, each page divided by those who map it.", |m| {
+            m.footprint
+        }),
+        ("pagefold_member_resident_bytes", "Resident memory of a member, blind to merging.", |m| m.resident),
+        ("pagefold_member_merged_bytes", "Merged memory of a member, kept copies included.", |m| m.merged),
+        ("pagefold_member_saved_bytes", "What merging saves for a member, by its share.", |m| m.saved),
+    ];
+    write_each(to, &figures, &status.members, |member| {
+        let kind = match member.kind {
+            MemberKind::Vm => "vm",
+            MemberKind::Container => "container",
+            MemberKind::Job => "job",
+            MemberKind::Process => "process",
+        };
+        Some(vec![("kind", kind), ("member", &*member.label), ("domain", &*member.domain)])
+    });
+
+    let figures: [Figure<Member>; 2] = [
+        ("pagefold_cgroup_footprint_bytes", "What the members in a cgroup take.", |member| member.footprint),
+        ("pagefold_cgroup_saved_bytes", "What merging saves for the members in a cgroup.", |member| member.saved),
+    ];
+    write_each(to, &figures, &status.members, |member| Some(vec![("cgroup", member.cgroup.as_deref()?)]));
+}
+
+/// A figure of what there is several of: the name of its metric, its meaning, and where it is found.
+type Figure<T> = (&'static str, &'static str, fn(&T) -> Option<u64>);
+
+/// Write a family for each figure. Things with equal labels are one series; the first [`NAMED`] are named, and the others
+/// summed up.
+fn write_each<'a, T>(
+    to: &mut Exposition,
+    figures: &[Figure<T>],
+    things: &'a [T],
+    labels: impl Fn(&'a T) -> Option<Labels<'a>>,
+) {
+    for (name, help, figure) in figures {
+        let samples = series(things.iter().filter_map(|thing| Some((labels(thing)?, figure(thing)))));
+        to.family(&Family { kind: Kind::Gauge, name, help, samples });
+    }
+}
+
+/// Samples for the first [`NAMED`] different labels, the rest summed up as `others`. Who is named does not depend on which
+/// values are absent.
+fn series<'a>(rows: impl Iterator<Item = (Labels<'a>, Option<u64>)>) -> Vec<Sample<'a>> {
+    let mut sums: Vec<(Labels, Option<u64>)> = Vec::new();
+    for (mut labels, value) in rows {
+        if sums.len() >= NAMED && sums[..NAMED].iter().all(|(known, _)| *known != labels) {
+            labels.iter_mut().for_each(|(_, value)| *value = "others");
+        }
+        match sums.iter_mut().find(|(known, _)| *known == labels) {
+            Some((_, sum)) => *sum = sum.map_or(value, |sum| Some(sum + value.unwrap_or(0))),
+            None => sums.push((labels, value)),
+        }
+    }
+    sums.into_iter().filter_map(|(labels, sum)| Some((labels, sum?.value()))).collect()
+}
+
+/// A metric that is 1 for one of some words and 0 for the others.
+fn one_of<T: Copy + PartialEq>(
+    to: &mut Exposition,
+    name: &'static str,
+    help: &'static str,
+    label: &'static str,
+    words: &[(&'static str, T)],
+    current: T,
+) {
+    let samples = words.iter().map(|(word, value)| (vec![(label, *word)], f64::from(u8::from(*value == current))));
+    to.family(&Family { kind: Kind::Gauge, name, help, samples: samples.collect() });
+}

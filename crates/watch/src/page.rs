@@ -1,0 +1,60 @@
+//! The page: one document with its style and script in it, which fetches nothing but the daemon's own figures.
+
+/// The page.
+pub const HTML: &str = concat!(
+    "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n",
+    "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<title>Pagefold</title>\n",
+    "<link rel=\"icon\" href=\"data:,\">\n<style>",
+    include_str!("page/page.css"),
+    "</style>\n</head>\n",
+    include_str!("page/page.html"),
+    "<script>",
+    include_str!("page/page.js"),
+    "</script>\n</body>\n</html>\n"
+);
+
+/// What a browser may do for a document of ours (Content Security Policy): run this script, apply this style, and ask this
+/// server. The hashes are SHA-256 of what stands between the tags.
+pub const POLICY: &str = "default-src 'none'; connect-src 'self'; img-src data:; \
+     script-src 'sha256-IlkdW9qL2rjHDt5hGrGmiG/Hy2XKHkXeSiF98vIws9k='; \
+     style-src 'sha256-K5cNmtRX/BKIkuT7IAvj3sLJtn/29jh3kqUxtw9FCSc='; \
+     base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sha2::{Digest, Sha256};
+
+    #[test]
+    fn the_policy_names_the_script_and_the_style() {
+        for (what, text) in [("script", include_str!("page/page.js")), ("style", include_str!("page/page.css"))] {
+            let source = format!("{what}-src 'sha256-{}'", base64(&Sha256::digest(text)));
+            assert!(POLICY.contains(&source), "POLICY wants: {source}");
+        }
+    }
+
+    #[test]
+    fn the_page_stands_alone() {
+        for elsewhere in ["http://", "https://", " src=", "@import", "url("] {
+            // The namespace of SVG is a name, and nothing that is fetched.
+            let page = HTML.replace("http://www.w3.org/2000/svg", "");
+            assert!(!page.contains(elsewhere), "the page mentions {elsewhere}");
+        }
+        for markup in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write"] {
+            assert!(!HTML.contains(markup), "the script makes markup of text by {markup}");
+        }
+    }
+
+    fn base64(bytes: &[u8]) -> String {
+        const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+        let mut text = String::new();
+        for three in bytes.chunks(3) {
+            let bits = three.iter().fold(0, |bits, byte| bits << 8 | u32::from(*byte)) << (8 * (3 - three.len()));
+            for digit in 0..4 {
+                let at = (bits >> (18 - 6 * digit)) & 63;
+                text.push(if digit <= three.len() { char::from(DIGITS[at as usize]) } else { '=' });
+            }
+        }
+        text
+    }
+}

@@ -1,0 +1,152 @@
+//! A headless Chromium, driven by its DevTools protocol over two pipes (`--remote-debugging-pipe`: it reads from descriptor
+//! 3 and writes to 4, JSON with a zero byte behind each message). A shell moves them there, from where a child has pipes.
+
+use super::common;
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+/// How long the browser may take for anything: far more than it does.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A browser with one page.
+pub struct Chromium {
+    child: Child,
+    input: ChildStdin,
+    messages: Receiver<Value>,
+    profile: PathBuf,
+    session: Option<String>,
+    last: u64,
+    /// What the page wrote to the console as errors, and exceptions.
+    pub errors: Vec<String>,
+}
+
+impl Chromium {
+    /// Start one; `None` where there is none.
+    pub fn start(name: &str) -> Option<Self> {
+        let Some(program) = ["chromium-headless-shell", "chromium"].iter().find_map(|name| common::program(name))
+        else {
+            println!("skipped: Chromium is not installed (labs/setup-watch.sh)");
+            return None;
+        };
+        let profile = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("chromium-{name}"));
+        let _ = std::fs::remove_dir_all(&profile);
+        let mut child = Command::new("sh")
+            .args(["-c", "exec \"$0\" \"$@\" 3<&0 4>&1 < /dev/null > /dev/null"])
+            .arg(program)
+            .args(["--headless", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"])
+            .args(["--no-first-run", "--disable-background-networking", "--hide-scrollbars"])
+            .arg(format!("--user-data-dir={}", profile.display()))
+            .arg("about:blank")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("a shell starts");
+        let (sender, messages) = channel();
+        let mut output = BufReader::new(child.stdout.take().unwrap());
+        std::thread::spawn(move || {
+            let mut message = Vec::new();
+            while output.read_until(0, &mut message).is_ok_and(|length| length > 0) {
+                message.pop();
+                let read = serde_json::from_slice(&message).expect("the browser writes JSON");
+                if sender.send(read).is_err() {
+                    return;
+                }
+                message.clear();
+            }
+        });
+        let input = child.stdin.take().unwrap();
+        let (session, errors) = (None, Vec::new());
+        let mut browser = Self { child, input, messages, profile, session, last: 0, errors };
+        let target = browser.call("Target.createTarget", json!({ "url": "about:blank" }))["targetId"].clone();
+        let attached = browser.call("Target.attachToTarget", json!({ "targetId": target, "flatten": true }));
+        browser.session = attached["sessionId"].as_str().map(ToOwned::to_owned);
+        for domain in ["Page", "Runtime", "Log", "Network"] {
+            browser.call(&format!("{domain}.enable"), json!({}));
+        }
+        Some(browser)
+    }
+
+    /// Call a method and wait for its result.
+    pub fn call(&mut self, method: &str, parameters: Value) -> Value {
+        self.last += 1;
+        let mut message = json!({ "id": self.last, "method": method, "params": parameters });
+        if let Some(session) = &self.session {
+            message["sessionId"] = json!(session);
+        }
+        self.input.write_all(format!("{message}\0").as_bytes()).expect("the browser reads");
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let message = self.messages.recv_timeout(left).unwrap_or_else(|error| panic!("{method}: {error}"));
+            if message["id"] == self.last {
+                assert!(message["error"].is_null(), "{method}: {message}");
+                return message["result"].clone();
+            }
+            self.note(&message);
+        }
+    }
+
+    /// Keep what went wrong in the page.
+    fn note(&mut self, message: &Value) {
+        let parameters = &message["params"];
+        let error = match message["method"].as_str() {
+            Some("Runtime.exceptionThrown") => &parameters["exceptionDetails"],
+            Some("Runtime.consoleAPICalled") if parameters["type"] == "error" => &parameters["args"],
+            Some("Log.entryAdded") if parameters["entry"]["level"] == "error" => &parameters["entry"],
+            _ => return,
+        };
+        self.errors.push(error.to_string());
+    }
+
+    /// Go to an address.
+    pub fn open(&mut self, address: &str) {
+        let result = self.call("Page.navigate", json!({ "url": address }));
+        assert!(result["errorText"].is_null(), "{result}");
+    }
+
+    /// The value of an expression in the page.
+    pub fn value(&mut self, expression: &str) -> Value {
+        let parameters = json!({ "expression": expression, "returnByValue": true, "awaitPromise": true });
+        let result = self.call("Runtime.evaluate", parameters);
+        assert!(result["exceptionDetails"].is_null(), "{expression}: {result}");
+        result["result"]["value"].clone()
+    }
+
+    /// Wait until an expression is true.
+    pub fn until(&mut self, expression: &str) {
+        let end = Instant::now() + PATIENCE;
+        while self.value(expression) != true {
+            assert!(Instant::now() < end, "never true: {expression}; errors: {:?}", self.errors);
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    /// Press a key.
+    pub fn press(&mut self, key: &str) {
+        for kind in ["keyDown", "keyUp"] {
+            self.call("Input.dispatchKeyEvent", json!({ "type": kind, "key": key, "code": key }));
+        }
+    }
+
+    /// Set the size of the window and the scheme of colours.
+    pub fn look(&mut self, width: u32, height: u32, scheme: &str) {
+        let size = json!({ "width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600 });
+        self.call("Emulation.setDeviceMetricsOverride", size);
+        let scheme = json!({ "features": [{ "name": "prefers-color-scheme", "value": scheme }] });
+        self.call("Emulation.setEmulatedMedia", scheme);
+    }
+}
+
+impl Drop for Chromium {
+    fn drop(&mut self) {
+        // The shell has become the browser, and its other processes end with it.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = std::fs::remove_dir_all(&self.profile);
+    }
+}

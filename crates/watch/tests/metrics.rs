@@ -1,0 +1,224 @@
+//! The metrics of the fixture, against a golden file and Prometheus' own tools; and that alert rules and dashboard ask for
+//! metrics that exist.
+
+mod common;
+
+use common::{bare, program, repository, status};
+use pagefold_report::daemon::{Member, Status};
+use pagefold_watch::metrics::{Format, NAMED, text};
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+/// The names of the samples.
+fn names(text: &str) -> BTreeSet<&str> {
+    let samples = text.lines().filter(|line| !line.starts_with('#'));
+    samples.map(|line| line.split(['{', ' ']).next().unwrap_or_default()).collect()
+}
+
+/// The values of samples that begin so.
+fn values(text: &str, sample: &str) -> Vec<f64> {
+    let found = text.lines().filter(|line| line.starts_with(sample));
+    found.map(|line| line.rsplit_once(' ').expect("a sample").1.parse().expect("a number")).collect()
+}
+
+/// A status with more of everything than anybody wants series of.
+fn crowded() -> Status {
+    let mut status = status();
+    let member = status.members[0].clone();
+    status.members = (0..1000)
+        .map(|n| Member {
+            label: format!("vm-{n}"),
+            cgroup: Some(format!("/machine/{n}")),
+            footprint: Some(1000 - n),
+            ..member.clone()
+        })
+        .collect();
+    status.decisions_by_reason = (0..500).map(|n| (format!("reason-{n}"), 1)).collect();
+    status
+}
+
+#[test]
+fn the_fixture_as_metrics() {
+    for (file, format) in [("metrics.txt", Format::Prometheus), ("openmetrics.txt", Format::OpenMetrics)] {
+        let path = repository("crates/watch/tests/expected").join(file);
+        let found = text(&status(), format);
+        if std::env::var_os("UPDATE_GOLDEN").is_some() {
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(&path, &found).unwrap();
+        }
+        let expected = fs::read_to_string(&path).expect("UPDATE_GOLDEN=1 writes it");
+        for (line, (found, expected)) in found.lines().zip(expected.lines()).enumerate() {
+            assert_eq!(found, expected, "{file}, line {}", line + 1);
+        }
+        assert_eq!(found, expected, "{file}");
+    }
+}
+
+#[test]
+fn what_is_absent_has_no_sample() {
+    let text = text(&bare(), Format::Prometheus);
+    for absent in [
+        "pagefold_saved_",
+        "pagefold_ksm_",
+        "pagefold_memory_",
+        "pagefold_cpu_",
+        "pagefold_census_",
+        "pagefold_member_",
+    ] {
+        assert!(!text.contains(absent), "{absent}");
+    }
+    assert_eq!(values(&text, "pagefold_mode{mode=\"act\"}"), [1.0]);
+}
+
+#[test]
+fn the_number_of_series_is_bounded_and_nothing_is_lost() {
+    let status = crowded();
+    let text = text(&status, Format::Prometheus);
+    for (family, sum) in [
+        ("pagefold_member_footprint_bytes{", 500_500.0),
+        ("pagefold_cgroup_footprint_bytes{", 500_500.0),
+        ("pagefold_decisions_total{", 500.0),
+    ] {
+        let values = values(&text, family);
+        assert_eq!(values.len(), NAMED + 1, "{family}");
+        assert!((values.iter().sum::<f64>() - sum).abs() < 0.5, "{family}");
+    }
+    assert_eq!(values(&text, "pagefold_member_footprint_bytes{kind=\"others\",member=\"others\"").len(), 1);
+}
+
+#[test]
+fn names_cannot_break_out_of_labels_nor_double_a_series() {
+    let mut status = status();
+    let mut twin = status.members[0].clone();
+    twin.pid += 1;
+    twin.label = "evil\"} 1\npagefold_saved_net_bytes 1e18\\".to_owned();
+    status.members = vec![twin.clone(), twin];
+    let text = text(&status, Format::Prometheus);
+    assert_eq!(values(&text, "pagefold_saved_net_bytes").len(), 1);
+    let label = "member=\"evil\\\"} 1\\npagefold_saved_net_bytes 1e18\\\\\"";
+    assert_eq!(
+        text.lines().filter(|line| line.starts_with("pagefold_member_saved") && line.contains(label)).count(),
+        1
+    );
+    let series: Vec<&str> = text.lines().filter_map(|line| Some(line.rsplit_once(' ')?.0)).collect();
+    let different: BTreeSet<&str> = series.iter().filter(|line| !line.starts_with('#')).copied().collect();
+    assert_eq!(different.len(), series.iter().filter(|line| !line.starts_with('#')).count());
+    promtool_takes(&text);
+}
+
+fn promtool(arguments: &[&str], input: &str) -> Option<Output> {
+    let Some(promtool) = program("promtool") else {
+        println!("skipped: promtool is not installed (labs/setup-watch.sh)");
+        return None;
+    };
+    let mut child = Command::new(promtool)
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("promtool starts");
+    child.stdin.take().unwrap().write_all(input.as_bytes()).expect("promtool reads");
+    Some(child.wait_with_output().expect("promtool ends"))
+}
+
+fn promtool_takes(text: &str) {
+    if let Some(output) = promtool(&["check", "metrics"], text) {
+        let said = String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && said.trim().is_empty(), "{said}");
+    }
+}
+
+#[test]
+fn promtool_finds_nothing_to_complain_of() {
+    for status in [status(), bare(), crowded()] {
+        promtool_takes(&text(&status, Format::Prometheus));
+    }
+    let complaint = promtool(&["check", "metrics"], "# TYPE a counter\na 1\n");
+    assert!(complaint.is_none_or(|output| !output.status.success()), "promtool lets everything pass");
+}
+
+/// Prometheus' parser of OpenMetrics is reached by its import of old samples, which want a time each.
+#[test]
+fn prometheus_reads_the_openmetrics() {
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("openmetrics");
+    let read = |text: &str| {
+        let _ = fs::remove_dir_all(&folder);
+        fs::create_dir_all(&folder).unwrap();
+        let timed = text.lines().map(|line| match line.starts_with('#') {
+            true => format!("{line}\n"),
+            false => format!("{line} {}\n", status().time),
+        });
+        let file = folder.join("metrics.txt");
+        fs::write(&file, timed.collect::<String>()).unwrap();
+        let blocks = folder.join("blocks");
+        promtool(&["tsdb", "create-blocks-from", "openmetrics", path(&file), path(&blocks)], "")
+    };
+    for status in [status(), bare(), crowded()] {
+        let Some(output) = read(&text(&status, Format::OpenMetrics)) else { return };
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    let output = read("# TYPE a counter\n# UNIT a seconds\na_total 1\n# EOF\n").expect("promtool is there");
+    assert!(!output.status.success(), "it lets everything pass");
+}
+
+fn path(path: &Path) -> &str {
+    path.to_str().expect("a path in UTF-8")
+}
+
+#[test]
+fn the_alert_rules_are_right() {
+    for (verb, file) in [("check", "pagefold.rules.yml"), ("test", "pagefold.rules.test.yml")] {
+        let file = repository("deploy/prometheus").join(file);
+        if let Some(output) = promtool(&[verb, "rules", path(&file)], "") {
+            let said = [output.stdout, output.stderr].concat();
+            assert!(output.status.success(), "{verb}: {}", String::from_utf8_lossy(&said));
+        }
+    }
+}
+
+/// The metrics that a text asks for.
+fn asked(text: &str) -> BTreeSet<String> {
+    let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    words.filter(|word| word.starts_with("pagefold_")).map(ToOwned::to_owned).collect()
+}
+
+fn expressions(document: &Value, found: &mut Vec<String>) {
+    match document {
+        Value::Object(fields) => {
+            for (name, value) in fields {
+                match value {
+                    Value::String(text) if name == "expr" || text.starts_with("label_values(") => {
+                        found.push(text.clone())
+                    }
+                    value => expressions(value, found),
+                }
+            }
+        }
+        Value::Array(values) => values.iter().for_each(|value| expressions(value, found)),
+        _ => {}
+    }
+}
+
+#[test]
+fn rules_and_dashboard_ask_for_metrics_that_exist() {
+    let text = text(&status(), Format::Prometheus);
+    let names = names(&text);
+    let dashboard = fs::read_to_string(repository("deploy/grafana/pagefold.json")).expect("the dashboard");
+    let mut found = Vec::new();
+    expressions(&serde_json::from_str(&dashboard).expect("JSON"), &mut found);
+    assert!(found.len() >= 10, "{found:?}");
+    let rules = fs::read_to_string(repository("deploy/prometheus/pagefold.rules.yml")).expect("the rules");
+    found.extend(rules.lines().filter(|line| line.trim_start().starts_with("expr:")).map(ToOwned::to_owned));
+    for expression in found {
+        let asked = asked(&expression);
+        assert!(!asked.is_empty() || expression.contains("up{"), "{expression} asks for nothing of ours");
+        for metric in asked {
+            assert!(names.contains(metric.as_str()), "{expression}: there is no {metric}");
+        }
+    }
+}
