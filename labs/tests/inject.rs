@@ -202,6 +202,8 @@ const STATES: &[&str] = &[
     "ppoll",
     "threads",
     "coroutine",
+    "coroutine_above_zeros",
+    "coroutine_on_main_stack",
     "vfork",
     "filtered",
     "filtered_throughout",
@@ -234,6 +236,21 @@ fn a_target_in_any_state_is_enrolled_and_withdrawn_and_goes_on() {
         let stat = fs::read_to_string(format!("/proc/{}/ksm_stat", victim.pid())).expect("ksm_stat");
         assert!(stat.contains("ksm_merge_any: yes"), "{state}: {stat}");
         done(victim.pid(), &["unwhole"]);
+        victim.finish();
+    }
+}
+
+#[test]
+fn a_program_is_visited_at_the_same_place_each_time() {
+    if !possible() {
+        return;
+    }
+    for state in ["spin", "threads", "coroutine", "coroutine_above_zeros", "coroutine_on_main_stack"] {
+        let victim = Victim::start(state);
+        done(victim.pid(), &["mergeable"]);
+        let stack = victim.status("VmStk");
+        done(victim.pid(), &["mergeable", "--cycles", "20"]);
+        assert_eq!(victim.status("VmStk"), stack, "{state}");
         victim.finish();
     }
 }
@@ -341,7 +358,10 @@ mod killed {
         )*};
     }
 
-    killed_in! { spin recurse sleep futex pipe epoll_again ppoll threads coroutine vfork sandboxed signals storm }
+    killed_in! {
+        spin recurse sleep futex pipe epoll_again ppoll threads coroutine coroutine_above_zeros coroutine_on_main_stack vfork
+        sandboxed signals storm
+    }
 
     #[test]
     fn as_often_as_there_is_room_and_more() {

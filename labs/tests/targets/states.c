@@ -424,10 +424,11 @@ static void on_small_stack(void)
 	swapcontext(&(ucontext_t){0}, &back);
 }
 
+enum { SMALL = 16384, AROUND = 65536 };
+static unsigned char *small_stack;
 static void coroutine(void)
 {
-	enum { SMALL = 16384, AROUND = 65536 };
-	unsigned char *memory = malloc(SMALL + 2 * AROUND);
+	unsigned char *memory = small_stack ? small_stack : malloc(SMALL + 2 * AROUND);
 	memset(memory, 0xa5, SMALL + 2 * AROUND);
 	ucontext_t there;
 	getcontext(&there);
@@ -445,7 +446,38 @@ static void coroutine(void)
 	check(used > SMALL / 4, "the small stack was written far down");
 }
 
-/* The same without any other thread: the signal to finish is its own. */
+/* Zeros at the end of the main stack that its frames come back to, looked at all the while by another thread. */
+enum { ZEROS = 512 * 1024 };
+static void *look_at_zeros(void *argument)
+{
+	const volatile uint64_t *zeros = argument;
+	while (!finish)
+		for (int i = 0; i < 2 * 65536 / 8; i++)
+			check(zeros[i] == 0, "an array of zeros on the main stack");
+	return NULL;
+}
+
+static void coroutine_above_zeros(void)
+{
+	unsigned char zeros[ZEROS];
+	pthread_t thread;
+	memset(zeros, 0, sizeof zeros);
+	pthread_create(&thread, NULL, look_at_zeros, zeros);
+	coroutine();
+	pthread_join(thread, NULL);
+	for (int i = 0; i < ZEROS; i++)
+		check(zeros[i] == 0, "an array of zeros on the main stack, afterwards");
+}
+
+/* The same, and the small stack is an array on the main one. */
+static void coroutine_on_main_stack(void)
+{
+	unsigned char memory[SMALL + 2 * AROUND];
+	small_stack = memory;
+	coroutine_above_zeros();
+}
+
+/* A coroutine without any other thread: the signal to finish is its own. */
 static void coroutine_alone(void)
 {
 	struct sigaction action = {.sa_handler = on_finish, .sa_flags = SA_RESTART};
@@ -698,6 +730,7 @@ static const struct {
 	{"epoll", wait_epoll}, {"epoll_again", wait_epoll_again},
 	{"epoll_beside", wait_epoll_beside},
 	{"ticks", ticks}, {"array", array}, {"regions", regions}, {"ppoll", wait_ppoll}, {"threads", many_threads}, {"coroutine", coroutine}, {"coroutine_alone", coroutine_alone},
+	{"coroutine_above_zeros", coroutine_above_zeros}, {"coroutine_on_main_stack", coroutine_on_main_stack},
 	{"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered}, {"filtered_throughout", filtered_throughout}, {"sandboxed", sandboxed}, {"strict", strict},
 	{"forbidden", forbidden}, {"filtered_by_another", filtered_by_another},
 	{"signals", signals}, {"storm", storm}, {"execs", execs},

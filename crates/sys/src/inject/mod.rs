@@ -16,8 +16,9 @@
 //!
 //! At the end the thread is made to trap before it returns to user mode. That is the place in the kernel (`get_signal`)
 //! at which it was found, so that its registers, among them the number of an interrupted call, can be put back as they
-//! were: the kernel restarts the call as if nothing had happened, on x86-64 a sleep with the time that is left. The bytes
-//! on the stack are put back as well. A tracer that died takes that last finesse with it: the call then begins anew.
+//! were: the kernel restarts the call as if nothing had happened, on x86-64 a sleep with the time that is left. A tracer
+//! that died takes that last finesse with it: the call then begins anew. What is left is a mark in a few KiB of stack that
+//! nobody had ever used, by which they are known the next time.
 //!
 //! Mirrors kernel/ptrace.c, kernel/signal.c, kernel/entry/common.c, kernel/rseq.c (6.18); what depends on the processor
 //! is in one module each. Limits: a thread with a seccomp filter needs it suspended (CAP_SYS_ADMIN), which is so only
@@ -267,8 +268,8 @@ struct Parked<'a> {
     inside: Inside<'a>,
     state: arch::State,
     mask: u64,
-    /// What was on the stack at `base`.
-    before: Vec<u8>,
+    /// What is to be on the stack at `base` afterwards.
+    after: Vec<u8>,
 }
 
 fn park<'a>(
@@ -303,7 +304,7 @@ fn park<'a>(
         state.set_ip(abort);
     }
     let bytes = state.frame_bytes().next_multiple_of(64) + ROOM;
-    let (base, before) = target.room_on_stack(tid, &state, bytes)?;
+    let stack::Room { base, before, after } = target.room_on_stack(tid, &state, bytes)?;
     let frame = state.frame(base, mask, home);
     // The memory that is held outlives an exec if a process that shares it does. It must still be this thread's.
     let is_own = |at: u64, bytes: &[u8]| thread.peek(at).is_ok_and(|word| bytes.starts_with(&word.to_ne_bytes()));
@@ -322,7 +323,7 @@ fn park<'a>(
     thread.set_signal_mask(ALL_SIGNALS).map_err(failed("blocking its signals"))?;
     fault::point("signals blocked");
     let room = base + frame.len().next_multiple_of(64) as u64;
-    Ok(Parked { inside: Inside { target, thread, home, parked, base, room, stopped }, state, mask, before })
+    Ok(Parked { inside: Inside { target, thread, home, parked, base, room, stopped }, state, mask, after })
 }
 
 impl Parked<'_> {
@@ -339,9 +340,8 @@ impl Parked<'_> {
         fault::point("signal mask restored");
         self.state.restore(thread).map_err(failed("restoring its registers"))?;
         fault::point("registers restored");
-        // From here the frame is of no use to it. Not putting the bytes back would harm nobody either: they lie below
-        // what is in use.
-        target.memory.write_all_at(&self.before, base).map_err(failed("restoring its stack"))?;
+        // From here the frame is of no use to it. Leaving it there would harm nobody either: it lies where nobody is.
+        target.memory.write_all_at(&self.after, base).map_err(failed("restoring its stack"))?;
         fault::point("stack restored");
         thread.detach().map_err(failed("letting it go"))?;
         fault::point("let go");

@@ -2,15 +2,18 @@
 //!
 //! Programs that run elsewhere (Go, coroutines) have a main stack, too, and their own small stacks are never touched.
 //! While one thread is stopped the others run, so the room has to be where none of them can come, nor the kernel on
-//! behalf of one that waits in a call: below what the main thread uses, and where the main thread is not the one that is
-//! stopped, far below.
+//! behalf of one that waits in a call. And nobody can tell from a stack pointer what a program will come back to: a
+//! coroutine may have left an array of zeros there. So the room is in pages that nobody has ever touched, and what is left
+//! in them says whose they have become, for the next time.
 //!
 //! Mirrors `do_procmap_query` and `task_current_syscall` (fs/proc/task_mmu.c, lib/syscall.c, 6.18). Limits: a main thread
-//! that returns from its call and within that stop goes down by more than [`MARGIN`] meets the frame. Where a killed
-//! tracer left its frame, that place is used again in processes of one thread; in others, and with arguments left beside
-//! it, it stays in the way. There is room for a dozen such and more.
+//! that returns from its call and within that stop goes down by more than [`MARGIN`] meets the frame; and where a stack
+//! may not grow any more, the place is right below the stack pointer of whoever runs there. Where a killed tracer left its
+//! frame, that place is used again in processes of one thread; in others, and with arguments left beside it, it stays in
+//! the way, and the next is taken.
 
 use std::fs::File;
+use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
@@ -18,11 +21,16 @@ use nix::errno::Errno;
 
 use super::target::{Target, mapping, number, text};
 use super::{Error, arch, failed};
+use crate::mapping::page_size;
+use crate::pagemap;
 
 /// How far below a main thread that is not stopped.
 const MARGIN: u64 = 64 << 10;
 /// How far up from the end of the stack to look.
 const REACH: u64 = 64 << 10;
+
+/// What pages are filled with that nobody had touched, so that they are known again.
+const MARK: &[u8; 64] = b"Pagefold made system calls on this page, which was never used.\n\0";
 
 /// `struct procmap_query` (include/uapi/linux/fs.h).
 #[repr(C)]
@@ -89,6 +97,20 @@ fn ending_at(maps: &File, end: u64) -> Result<Option<Stack>, Errno> {
     Ok(usable.then_some(Stack { start: query.start, end: query.end }))
 }
 
+/// Room on a stack.
+pub(super) struct Room {
+    /// Where it begins, 64-byte aligned.
+    pub base: u64,
+    /// What is there.
+    pub before: Vec<u8>,
+    /// What is to be there afterwards.
+    pub after: Vec<u8>,
+}
+
+fn mark(bytes: usize) -> Vec<u8> {
+    MARK.iter().copied().cycle().take(bytes).collect()
+}
+
 impl Target {
     fn stack(&self) -> Result<Stack, Error> {
         let none = || Error::Unsupported("it has no main stack".to_owned());
@@ -101,13 +123,12 @@ impl Target {
         }
     }
 
-    /// Where on the main stack so many bytes can be written without anybody noticing while `tid` is stopped, 64-byte
-    /// aligned, and what is there.
+    /// Where on the main stack so many bytes can be written without anybody noticing while `tid` is stopped.
     ///
-    /// That is where nobody has been yet: the lowest part that holds zeros only. Where the stack has been in use down to
-    /// its end, it is below the stack pointer of a thread that runs there, where the kernel would put a signal's frame.
-    /// It grows for this as for that.
-    pub(super) fn room_on_stack(&self, tid: i32, state: &arch::State, bytes: usize) -> Result<(u64, Vec<u8>), Error> {
+    /// That is in pages that were never touched: neither resident nor swapped out, or so when we first came, and holding
+    /// our mark since. Where there are none the stack grows. Where it may not, it is below the stack pointer of a thread
+    /// that runs there, where the kernel would put a signal's frame.
+    pub(super) fn room_on_stack(&self, tid: i32, state: &arch::State, bytes: usize) -> Result<Room, Error> {
         let stack_pointer = state.stack_pointer();
         let stack = self.stack()?;
         let on_stack = stack.contains(stack_pointer);
@@ -116,28 +137,53 @@ impl Target {
             false if tid == self.pid => stack.end,
             false => self.far_below_main(stack)?,
         };
+        if let Some(room) = self.room_never_touched(stack, top, state, bytes.next_multiple_of(page_size()))? {
+            return Ok(room);
+        }
+        if !on_stack {
+            return Err(Error::Unsupported("its main stack is full".to_owned()));
+        }
+        let base = top.saturating_sub(bytes as u64) & !63;
+        let found = self.read(base, bytes).map_err(|_| Error::Unsupported("its main stack is full".to_owned()))?;
+        Ok(Room { base, before: found.clone(), after: found })
+    }
+
+    /// So many bytes, which are whole pages, in the lowest pages of the stack that were never touched, below `top`.
+    fn room_never_touched(
+        &self,
+        stack: Stack,
+        top: u64,
+        state: &arch::State,
+        bytes: usize,
+    ) -> Result<Option<Room>, Error> {
         let len = bytes as u64;
-        let mut before = vec![0; bytes];
-        let mut read = |base: u64| self.memory.read_exact_at(&mut before, base).map(|()| before.clone());
+        let room = |base, before| Ok(Some(Room { base, before, after: mark(bytes) }));
+        let reach = stack.start..stack.end.min(stack.start + REACH);
+        let mut touched = Vec::new();
+        pagemap::mapped(&self.pagemap, reach.clone(), |range| touched.push(range.start..range.end))
+            .map_err(failed("reading which pages of its stack are in use"))?;
         // With as much again below it, if possible: there the kernel puts the frame of a signal that comes when the tracer is
         // gone, and the stack need not grow for it.
         for lowest in [stack.start + len, stack.start] {
-            let mut base = lowest.next_multiple_of(64);
-            while base + len <= top.min(stack.start + REACH) {
-                let found = read(base).map_err(failed("reading its stack"))?;
-                match found.iter().rposition(|&byte| byte != 0) {
-                    None => return Ok((base, found)),
-                    Some(_) if self.is_left_over(&found, state) => return Ok((base, found)),
-                    Some(used) => base = (base + used as u64 + 1).next_multiple_of(64),
+            for base in (lowest..).step_by(page_size()).take_while(|base| base + len <= top.min(reach.end)) {
+                if !touched.iter().any(|range| range.start < base + len && base < range.end) {
+                    return room(base, vec![0; bytes]);
+                }
+                let found = self.read(base, bytes).map_err(failed("reading its stack"))?;
+                if found == mark(bytes) || self.is_left_over(&found, state) {
+                    return room(base, found);
                 }
             }
         }
-        if !on_stack {
-            return Err(Error::Busy("its main stack is in use down to its end".to_owned()));
-        }
-        let below = top.saturating_sub(len) & !63;
-        let found = read(below).map_err(|_| Error::Unsupported("its main stack is full".to_owned()))?;
-        Ok((below, found))
+        // Reading below a stack makes it grow (mm/memory.c, `__access_remote_vm`), as far as its limit allows.
+        let base = stack.start.saturating_sub(len);
+        let grown = self.read(base.saturating_sub(len), bytes).and_then(|_| self.read(base, bytes));
+        grown.map_or(Ok(None), |zeros| room(base, zeros))
+    }
+
+    fn read(&self, base: u64, bytes: usize) -> io::Result<Vec<u8>> {
+        let mut found = vec![0; bytes];
+        self.memory.read_exact_at(&mut found, base).map(|()| found)
     }
 
     /// Whether that is the frame of a tracer that was killed, and nobody needs it any more: the only thread is here and

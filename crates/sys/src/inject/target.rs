@@ -37,6 +37,7 @@ pub struct Target {
     pub(super) pid: i32,
     pub(super) memory: File,
     pub(super) maps: File,
+    pub(super) pagemap: File,
     /// Where the main stack ends.
     pub(super) stack_end: Option<u64>,
     pub(super) home: Home,
@@ -122,9 +123,12 @@ impl Target {
         })?;
         let listing = text(&directory, "maps")?;
         let home = find_home(&memory, &listing)?;
-        let maps = openat(&directory, "maps", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map(File::from);
-        let maps = maps.map_err(|_| Error::Gone)?;
-        Ok(Self { directory, pid, memory, maps, stack_end: stack::end(&listing), home })
+        let held = |name: &str| {
+            let file = openat(&directory, name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+            file.map(File::from).map_err(|_| Error::Gone)
+        };
+        let (maps, pagemap) = (held("maps")?, held("pagemap")?);
+        Ok(Self { directory, pid, memory, maps, pagemap, stack_end: stack::end(&listing), home })
     }
 
     /// Held while a thread of it is visited, so that no two of ours share its stack.
