@@ -52,7 +52,7 @@ impl Comparison {
     pub fn make(workload: Workload, rounds: usize, conditions: &Conditions) -> Result<Self> {
         let mut trials = Vec::new();
         // The last rounds are the probe's, which would slow the others.
-        let probes = match (workload.probed, conditions.quick) {
+        let probes = match (workload.all_policies, conditions.quick) {
             (false, _) => 0,
             (true, true) => 1,
             (true, false) => PROBE_ROUNDS,
@@ -313,15 +313,10 @@ impl Comparison {
                  had saved after as many scanned pages, with a page taking ksmd as long as it did in that time and \
                  batches lying as far apart; the advisor goes on from what the kernel made of it, as if ksmd had used no \
                  CPU before. CPU of these is that of flat-out merging after as many pages, and more by what they took \
-                 more in that time.",
+                 more in that time. \"Probe slower\": a program of one thread beside it, in rounds of their own, over the \
+                 time that merging took: the median and its range, or once and over 10 s at most for the slow policies.",
                 self.windows()
             ));
-        }
-        if self.workload.probed {
-            text.push_str(
-                " \"Probe slower\": a program of one thread beside it, in rounds of their own, over the time that merging \
-                 took: the median and its range, or once and over 10 s at most for the slow policies.",
-            );
         }
         text
     }

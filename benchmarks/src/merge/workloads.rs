@@ -19,10 +19,9 @@ pub struct Workload {
     pub title: String,
     /// What it consists of.
     pub kind: Kind,
-    /// Whether every policy is measured, or only those the bars compare.
+    /// Whether every policy is measured, and in further rounds what each does to the probe beside it; or only those the
+    /// bars compare.
     pub all_policies: bool,
-    /// Whether there are further rounds with the probe beside.
-    pub probed: bool,
 }
 
 /// Where a look while merging goes on finds what is saved.
@@ -88,7 +87,6 @@ impl Workload {
             title: format!("Memory of known content, 4 x {mib} MiB: {what}"),
             kind: Kind::Mixture { processes: 4, mib, duplicate, stray, run, huge },
             all_policies: name == "tenth",
-            probed: name == "tenth",
         };
         vec![
             one("tenth", "10 % duplicates in runs of 256 KiB", 10, 0, 64, false),
@@ -104,7 +102,7 @@ impl Workload {
     pub fn fleet(quick: bool) -> Vec<Self> {
         let guests = if quick { 2 } else { 8 };
         let title = format!("{guests} QEMU guests of 128 MiB: 16 MiB of the same and 16 MiB of own data in each");
-        vec![Self { name: "fleet", title, kind: Kind::Fleet { guests, mib: 128 }, all_policies: true, probed: false }]
+        vec![Self { name: "fleet", title, kind: Kind::Fleet { guests, mib: 128 }, all_policies: true }]
     }
 
     /// That of the section `program`.
@@ -112,13 +110,7 @@ impl Workload {
         let rows = if quick { 100_000 } else { 600_000 };
         let processes = if quick { 2 } else { 6 };
         let title = format!("{processes} SQLite shells in memory: a common database of {rows} rows and own tables");
-        vec![Self {
-            name: "program",
-            title,
-            kind: Kind::Databases { processes, rows },
-            all_policies: true,
-            probed: false,
-        }]
+        vec![Self { name: "program", title, kind: Kind::Databases { processes, rows }, all_policies: true }]
     }
 
     /// Whether what can be saved is known, because it was laid out; otherwise it is counted.

@@ -119,6 +119,8 @@ fn explained(merged: &Value) {
         ("ksmd_seconds", &plan["ksmd_seconds"], of(&outcome["ksmd_seconds"])),
         ("huge_pages_split", &plan["savings"]["huge_pages_split"], huge),
         ("regions_added", &plan["regions_added"], of(&outcome["regions_added"])),
+        ("wall_seconds", &plan["wall_seconds"], of(&outcome["seconds_to_99"]) - of(&outcome["census_seconds"])),
+        ("available", &plan["savings"]["net"], of(&outcome["available_after"]) - of(&outcome["available_before"])),
     ] {
         let differences = outcome["differences"].as_array().unwrap().iter();
         let told: f64 = differences.filter(|of| of["of"] == figure).map(|difference| of(&difference["by"])).sum();

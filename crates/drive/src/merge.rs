@@ -20,7 +20,7 @@ use pagefold_census::Probes;
 use pagefold_host::act::{self, Action, Advice};
 use pagefold_host::observe;
 use pagefold_model::ksm::{Setting, Settings};
-use pagefold_model::outcome::{Change, End, Fate, Missed, Outcome, Sample, Watched};
+use pagefold_model::outcome::{Change, End, Fate, Missed, Outcome, Resident, Sample, Watched};
 use pagefold_model::pace::{Pace, Settle};
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::policy::{DEFAULT_PAGES_TO_SCAN, GUIDED_SLEEP_MILLISECS};
@@ -138,6 +138,7 @@ pub fn carry_out<'h>(
     let host = session.host();
     let unknown = session::Error::Unknown;
     let available = observe::memory(host).and_then(|memory| memory.available);
+    let resident = verify::resident(host, &plan);
     let huge: Bytes = plan.targets.iter().map(|target| target.huge).sum();
     // Whoever cannot see frames could not tell in the end what was reached.
     host.frame_flags(&[]).map_err(unknown)?;
@@ -234,6 +235,10 @@ pub fn carry_out<'h>(
         fates,
         own: own_cpu(),
         available: (available, observe::memory(host).and_then(|memory| memory.available)),
+        resident: resident.and_then(|before| {
+            let after = verify::resident(host, &plan)?;
+            Ok(Resident { targets: (before.0, after.0), own: (before.1, after.1) })
+        }),
         huge: (huge, if huge.0 > 0 { verify::huge(host, &plan) } else { Ok(huge) }),
         stops: session.stops().to_vec(),
         watched,

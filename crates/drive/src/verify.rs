@@ -6,7 +6,7 @@
 use pagefold_host::{Host, Process, observe, parse};
 use pagefold_model::outcome::Found;
 use pagefold_model::plan::{Plan, Target};
-use pagefold_model::{Absent, AddressRange, Bytes, Pages, Pfn, ProcessId, Reading};
+use pagefold_model::{Absent, AddressRange, Bytes, Pages, Pfn, Pid, ProcessId, Reading};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Pages looked at at once.
@@ -134,6 +134,21 @@ pub fn huge(host: &dyn Host, plan: &Plan) -> Reading<Bytes> {
         }
     }
     Ok(sum)
+}
+
+/// Anonymous memory of the targets that live, and of this process.
+pub fn resident(host: &dyn Host, plan: &Plan) -> Reading<(Bytes, Bytes)> {
+    let of = |handle: &dyn Process| parse::status(&handle.read("status")?).anonymous;
+    let mut sum = Bytes::ZERO;
+    for target in &plan.targets {
+        match open(host, target.process.id).and_then(|handle| of(&*handle)) {
+            Ok(bytes) => sum += bytes,
+            // Ended, or a zombie.
+            Err(Absent::Vanished | Absent::NotOnThisKernel) => {}
+            Err(why) => return Err(why),
+        }
+    }
+    Ok((sum, of(&*host.open(Pid(std::process::id()))?)?))
 }
 
 /// How many regions each target has that lives on.

@@ -1,7 +1,7 @@
 //! Why what a merge reached is not what was predicted, figure by figure.
 
 use crate::ksm::RMAP_ITEM_BYTES;
-use crate::outcome::{Change, End, Fate, Missed, Outcome};
+use crate::outcome::{Change, End, Fate, Missed, NEARLY_ALL, Outcome};
 use crate::plan::PlannedRange;
 use crate::units::{AddressRange, Bytes, PageSize};
 use std::time::Duration;
@@ -19,6 +19,10 @@ pub enum Figure {
     HugePages,
     /// Regions added to the processes.
     Regions,
+    /// Seconds from the first enrolment until nearly all is merged.
+    Wall,
+    /// Bytes of `MemAvailable`: what is saved, net, should be more of it.
+    Available,
 }
 
 /// A part of the difference between what was reached and what was predicted.
@@ -83,6 +87,8 @@ impl Outcome {
         all.extend(self.of_ksmd());
         all.extend(self.of_huge_pages(huge_page));
         all.extend(self.of_regions());
+        all.extend(self.of_wall());
+        all.extend(self.of_available(page_size));
         all
     }
 
@@ -183,6 +189,43 @@ impl Outcome {
         )
     }
 
+    /// It takes what ksmd's CPU time takes at its share of a CPU.
+    fn of_wall(&self) -> Vec<Difference> {
+        let predicted = self.plan.predicted;
+        let (Some(reached), Some(last)) = (self.wall(), self.reached(NEARLY_ALL)) else { return Vec::new() };
+        let mut wall = Reasons::new(Figure::Wall, reached.as_secs_f64(), predicted.wall.as_secs_f64());
+        if !predicted.ksmd.is_zero() && self.ksmd.is_ok() {
+            let stretch = predicted.wall.as_secs_f64() / predicted.ksmd.as_secs_f64();
+            let more = (last.ksmd.as_secs_f64() - predicted.ksmd.as_secs_f64()) * stretch;
+            wall.exactly(
+                more,
+                if more < 0.0 { "ksmd had used less CPU by then" } else { "ksmd had used more CPU by then" },
+            );
+        }
+        wall.rest(
+            "ksmd had more than its share for a while",
+            "enrolling, and ksmd had less than its share: it slept, or others had the CPU",
+        )
+    }
+
+    fn of_available(&self, page_size: PageSize) -> Vec<Difference> {
+        let bytes = |bytes: Bytes| bytes.0 as f64;
+        let (Ok(before), Ok(after)) = self.available else { return Vec::new() };
+        let (net, predicted) = (self.net(page_size).0 as f64, self.plan.predicted.reach.net(page_size).0 as f64);
+        let mut available = Reasons::new(Figure::Available, bytes(after) - bytes(before), predicted);
+        available.exactly(net - predicted, "what is saved, net, came to that: see above");
+        if let Ok(resident) = &self.resident {
+            // Pages of zeros that were merged are saved already.
+            let zeros = bytes(page_size.of(self.after.zero.saturating_sub(self.before.zero)));
+            let came = bytes(resident.targets.1) + zeros - bytes(resident.targets.0);
+            available.exactly(-came, if came > 0.0 { "the targets took" } else { "the targets gave back, or ended" });
+            let own = bytes(resident.own.1) - bytes(resident.own.0);
+            available.exactly(-own, if own > 0.0 { "pagefold itself holds" } else { "pagefold itself gave back" });
+        }
+        let (others_took, others_gave) = ("others took, page tables and the kernel among them", "others gave back");
+        available.rest(others_took, others_gave)
+    }
+
     /// What the targets that ended stand for.
     fn ended(&self, of: impl Fn(&PlannedRange) -> u64) -> f64 {
         self.ended.iter().map(|&target| self.stands_for(target, None, &of)).sum()
@@ -221,7 +264,7 @@ impl Outcome {
 mod tests {
     use super::*;
     use crate::outcome::tests::{outcome, page_size};
-    use crate::outcome::{Fate, Fates, Found};
+    use crate::outcome::{Fate, Fates, Found, Resident};
     use crate::units::Pages;
 
     const HUGE: Bytes = Bytes(2 << 20);
@@ -248,6 +291,8 @@ mod tests {
         outcome.ksmd = Ok(Duration::from_millis(4));
         outcome.looks = Ok(Pages(400));
         outcome.plan.predicted.ksmd = Duration::from_millis(4);
+        outcome.plan.predicted.wall = Duration::from_millis(40);
+        outcome.timeline[3].ksmd = Duration::from_millis(4);
         outcome.plan.predicted.regions_added = 3;
         outcome.regions = (10, 13);
         assert!(outcome.differences(page_size(), HUGE).is_empty(), "{:?}", outcome.differences(page_size(), HUGE));
@@ -336,6 +381,40 @@ mod tests {
         assert!((each.0 - 0.005).abs() < 1e-9 && each.1 == "a look took longer than reckoned");
         outcome.looks = Err(crate::reading::Absent::NotOnThisKernel);
         assert_eq!(reasons(&outcome, Figure::KsmdCpu).len(), 1);
+    }
+
+    #[test]
+    fn the_time_is_told_by_what_ksmd_used_and_what_it_had() {
+        let mut outcome = outcome(End::Settled, 100);
+        // Half of a CPU: 20 ms for 10 ms. It took from 5 to 40 ms, with 12 ms by then.
+        outcome.plan.predicted.ksmd = Duration::from_millis(10);
+        outcome.plan.predicted.wall = Duration::from_millis(20);
+        (outcome.census, outcome.ksmd) = (Duration::from_millis(5), Ok(Duration::from_millis(13)));
+        outcome.timeline[3].ksmd = Duration::from_millis(12);
+        let [used, had] = reasons(&outcome, Figure::Wall)[..] else { panic!("two reasons") };
+        assert!((used.0 - 0.004).abs() < 1e-9 && used.1 == "ksmd had used more CPU by then");
+        assert!((had.0 - 0.011).abs() < 1e-9);
+        outcome.timeline.clear();
+        assert!(reasons(&outcome, Figure::Wall).is_empty(), "nothing was merged");
+    }
+
+    #[test]
+    fn available_memory_is_told_by_who_took_it() {
+        let mut outcome = outcome(End::Settled, 100);
+        let net = outcome.net(page_size()).0 as u64;
+        outcome.plan.predicted.reach.scanned = Pages(100);
+        outcome.available = (Ok(Bytes(1 << 30)), Ok(Bytes((1 << 30) + net - 70 * 4096)));
+        outcome.after.zero = Pages(10);
+        outcome.resident =
+            Ok(Resident { targets: (Bytes(500 * 4096), Bytes(530 * 4096)), own: (Bytes(0), Bytes(20 * 4096)) });
+        let zeros = 10.0 * 4096.0;
+        let expected = [
+            (zeros - 100.0 * 64.0, "what is saved, net, came to that: see above"),
+            (-40.0 * 4096.0, "the targets took"),
+            (-20.0 * 4096.0, "pagefold itself holds"),
+            (-20.0 * 4096.0, "others took, page tables and the kernel among them"),
+        ];
+        assert_eq!(reasons(&outcome, Figure::Available), expected);
     }
 
     #[test]

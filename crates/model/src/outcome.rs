@@ -8,6 +8,9 @@ use crate::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, Pid};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+/// The share of what is merged in the end at which a merge counts as done. The last pages may take a scan more.
+pub const NEARLY_ALL: f64 = 0.99;
+
 /// The result of a merge.
 #[derive(Clone, Debug)]
 pub struct Outcome {
@@ -35,6 +38,8 @@ pub struct Outcome {
     pub own: Duration,
     /// `MemAvailable` before and after; others use and free memory too.
     pub available: (Reading<Bytes>, Reading<Bytes>),
+    /// Memory of the targets and of this process, each before and after.
+    pub resident: Reading<Resident>,
     /// Huge pages of the targets before and after, in bytes.
     pub huge: (Bytes, Reading<Bytes>),
     /// For how long a thread of a target was stopped, each time.
@@ -51,6 +56,15 @@ pub struct Outcome {
     pub remains: Vec<String>,
     /// Processes outside the plan that were enrolled meanwhile: KSM's one tree may have merged theirs with the targets'.
     pub bystanders: Reading<u64>,
+}
+
+/// Anonymous memory before and after, in which merged pages count once for each mapping, and pages of zeros do not.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Resident {
+    /// Of the targets: of those that ended, none after.
+    pub targets: (Bytes, Bytes),
+    /// Of this process.
+    pub own: (Bytes, Bytes),
 }
 
 /// How a merge ended.
@@ -218,11 +232,18 @@ impl Outcome {
 
     /// When a share of what is merged in the end was reached, by the timeline; `None` if nothing was merged.
     pub fn time_to(&self, share: f64) -> Option<Duration> {
+        self.reached(share).map(|sample| sample.at)
+    }
+
+    /// From the first enrolment until nearly all is merged ([`NEARLY_ALL`]); `None` if nothing was merged.
+    pub fn wall(&self) -> Option<Duration> {
+        Some(self.time_to(NEARLY_ALL)?.saturating_sub(self.census))
+    }
+
+    /// The first sample at which a share of what is merged in the end was.
+    pub(crate) fn reached(&self, share: f64) -> Option<&Sample> {
         let last = self.timeline.last()?.merged.0 as f64;
-        if last == 0.0 {
-            return None;
-        }
-        self.timeline.iter().find(|sample| sample.merged.0 as f64 >= last * share).map(|sample| sample.at)
+        self.timeline.iter().find(|sample| last > 0.0 && sample.merged.0 as f64 >= last * share)
     }
 
     /// What was saved at a time, as far as it can be told: each merged page stands for what one does in the end.
@@ -295,6 +316,7 @@ pub(crate) mod tests {
             fates: Fates::default(),
             own: Duration::ZERO,
             available: (Err(Absent::Denied), Err(Absent::Denied)),
+            resident: Err(Absent::Denied),
             huge: (Bytes::ZERO, Ok(Bytes::ZERO)),
             stops: Vec::new(),
             watched: Watched::default(),

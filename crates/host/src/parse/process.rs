@@ -69,6 +69,9 @@ pub struct Status {
     pub pinned: Reading<Bytes>,
     /// `Threads:`.
     pub threads: Reading<u64>,
+    /// `RssAnon:`: anonymous memory, in which merged pages count and those of zeros do not. A process without memory does
+    /// not have the line.
+    pub anonymous: Reading<Bytes>,
 }
 
 /// `/proc/PID/status`.
@@ -82,6 +85,7 @@ pub fn status(bytes: &[u8]) -> Status {
         seccomp: field(bytes, "Seccomp").and_then(number),
         pinned: field(bytes, "VmPin").and_then(kib),
         threads: field(bytes, "Threads").and_then(number),
+        anonymous: field(bytes, "RssAnon").and_then(kib),
     }
 }
 

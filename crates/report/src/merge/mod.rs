@@ -195,7 +195,9 @@ pub struct OutcomeReport {
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct DifferenceReport {
     /// The figure: `saved`, `metadata` (bytes), `ksmd_seconds` (CPU seconds: looks at pages times what one takes; looks
-    /// at pages of others are among them), `huge_pages_split`, `regions_added`.
+    /// at pages of others are among them), `huge_pages_split`, `regions_added`, `wall_seconds` (from the first enrolment
+    /// until 99 % is merged, where anything is), `available` (bytes of `MemAvailable`, which what is saved, net, should add
+    /// to; absent if it could not be read).
     pub of: &'static str,
     /// By how much it is more than predicted, less if negative.
     pub by: f64,
@@ -348,6 +350,8 @@ fn figure(figure: Figure) -> &'static str {
         Figure::KsmdCpu => "ksmd_seconds",
         Figure::HugePages => "huge_pages_split",
         Figure::Regions => "regions_added",
+        Figure::Wall => "wall_seconds",
+        Figure::Available => "available",
     }
 }
 

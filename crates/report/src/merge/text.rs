@@ -104,6 +104,14 @@ fn comparison(report: &MergeReport, outcome: &OutcomeReport, style: Style) -> St
         format!("{}{}", if outcome.regions_added < 0 { "-" } else { "" }, number(outcome.regions_added.unsigned_abs())),
         String::new(),
     ]);
+    if let Some(reached) = outcome.seconds_to_99 {
+        let reached = seconds(reached - outcome.census_seconds);
+        table.add_row(["time to 99 %".to_owned(), seconds(plan.wall_seconds), reached, String::new()]);
+    }
+    if let (Some(before), Some(after)) = (outcome.available_before, outcome.available_after) {
+        let more = net(after as i64 - before as i64);
+        table.add_row(["MemAvailable".to_owned(), net(plan.savings.net), more, String::new()]);
+    }
     let mut text = style.render(&table);
     text.push_str(&differences(outcome, style));
     text
@@ -120,6 +128,8 @@ fn differences(outcome: &OutcomeReport, style: Style) -> String {
             "metadata" => ("metadata", Bytes(whole).to_string()),
             "ksmd_seconds" => ("CPU of ksmd", seconds(difference.by.abs())),
             "huge_pages_split" => ("huge pages split", number(whole)),
+            "wall_seconds" => ("time to 99 %", seconds(difference.by.abs())),
+            "available" => ("MemAvailable", Bytes(whole).to_string()),
             _ => ("regions added", number(whole)),
         };
         if by.bytes().any(|digit| (b'1'..=b'9').contains(&digit)) {
@@ -151,12 +161,7 @@ fn account(outcome: &OutcomeReport, page_size: u64, style: Style) -> String {
         cpu.filter(|_| gib > 0.0).map(|cpu| format!("; {} for each GiB saved", seconds(cpu / gib))).unwrap_or_default(),
     ));
     if let (Some(before), Some(after)) = (outcome.available_before, outcome.available_after) {
-        line(format!(
-            "MemAvailable: {} before, {} after ({}).",
-            Bytes(before),
-            Bytes(after),
-            net(after as i64 - before as i64)
-        ));
+        line(format!("MemAvailable: {} before, {} after.", Bytes(before), Bytes(after)));
     }
     if let (Some(median), Some(longest)) = (outcome.stop_median_us, outcome.stop_max_us) {
         line(format!(
