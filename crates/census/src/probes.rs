@@ -156,11 +156,11 @@ impl Probes {
         for pages in pages.chunk_by(|a, b| a.process == b.process) {
             let given_up = given_up(pages[0].process);
             for page in pages {
-                let reason = given_up.iter().find(|(range, _)| range.contains(page.address));
-                fates[page.content].push(match (page.fate, reason) {
-                    (Some(Fate::Merged), _) => Fate::Merged,
-                    (_, Some(&(_, reason))) => reason,
-                    (fate, None) => fate.unwrap_or(Fate::Written),
+                let reason = given_up.iter().find(|(range, _)| range.contains(page.address)).map(|&(_, reason)| reason);
+                fates[page.content].push(match (page.fate.unwrap_or(Fate::Written), reason) {
+                    (Fate::Merged, _) => Fate::Merged,
+                    (fate, Some(Fate::Idle)) if fate != Fate::Alone => fate,
+                    (fate, reason) => reason.unwrap_or(fate),
                 });
             }
         }

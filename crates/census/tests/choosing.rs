@@ -382,6 +382,9 @@ fn afterwards_it_is_known_what_was_written_and_what_lost_its_partner() {
     assert_eq!(look(&first, &second, &[]), [(Fate::Written, 4.0), (Fate::Alone, 2.0)]);
     let four = AddressRange { start: BASE, end: BASE + 4 * PAGE };
     assert_eq!(look(&first, &second, &[(four, Fate::Missed)]), [(Fate::Missed, 4.0), (Fate::Alone, 2.0)]);
+    // Where nothing was merged in the end, that tells no more of what was written.
+    let six = AddressRange { start: BASE, end: BASE + 6 * PAGE };
+    assert_eq!(look(&first, &second, &[(six, Fate::Idle)]), [(Fate::Written, 4.0), (Fate::Idle, 2.0)]);
     assert_eq!(look(&contents, &merged, &[]), [(Fate::Alone, 20.0)]);
     let other = [&[Merged(99)], &merged[1..]].concat();
     assert_eq!(look(&other, &merged, &[]), [(Fate::Written, 1.0)], "it merged with something else");

@@ -166,20 +166,34 @@ fn whole_processes_are_enrolled_on_request() {
 #[test]
 fn what_is_written_all_the_time_is_withdrawn() {
     let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+    // Where the machine is so busy that the lab wrote nothing while it was watched, some of it stays enrolled.
+    assert!((0..8).any(|_| is_withdrawn_as_it_is_told(&ksm)), "it was never written while it was watched");
+}
+
+/// Merge what is written all the time, and tell whether all of it was withdrawn. As much as was is told.
+fn is_withdrawn_as_it_is_told(ksm: &Ksm) -> bool {
     let state = tempfile::tempdir().unwrap();
     let lab = Lab::layout(&["zero=4000", "hot-zero=4000", "--interval", "20"]).unwrap();
-    let merged = report(&merge(state.path(), &[&lab], &["--json", "--cpu", "100", "--watch", "2s"]), 1);
-    let watched = &merged["outcome"]["watched"];
-    assert!(watched["withdrawn_pages"].as_u64() >= Some(4000), "{watched}");
-    assert_eq!(enrolled(&lab, lab.region("hot-zero")), 0);
-    assert_eq!(enrolled(&lab, lab.region("zero")), 4000);
-    let differences = merged["outcome"]["differences"].as_array().unwrap().iter();
-    let withdrawn = differences.filter(|of| of["of"] == "saved" && of["why"] == "did not stay merged, and withdrawn");
-    let bytes: f64 = withdrawn.map(|of| -of["by"].as_f64().unwrap()).sum();
+    let output = merge(state.path(), &[&lab], &["--json", "--cpu", "100", "--watch", "2s"]);
+    let merged = report(&output, output.status.code().expect("an end of its own"));
+    assert_eq!(merged["outcome"]["end"], "settled", "{merged}");
+    assert_eq!(enrolled(&lab, lab.region("zero")), 4000, "{merged}");
+    let gone = 4000 - enrolled(&lab, lab.region("hot-zero"));
     // The rest is the lab's own.
-    assert!((4000.0..4400.0).contains(&(bytes / 4096.0)), "{merged}");
+    let told = gone..gone + 400;
+    let withdrawn = merged["outcome"]["watched"]["withdrawn_pages"].as_u64();
+    assert!(withdrawn.is_none_or(|pages| told.contains(&pages)), "{gone}: {merged}");
+    let differences = merged["outcome"]["differences"].as_array().unwrap().iter();
+    let why = ["did not stay merged, and withdrawn", "not merged in the end, and withdrawn"];
+    let lost = differences.filter(|of| of["of"] == "saved" && why.iter().any(|why| of["why"] == *why));
+    let bytes: f64 = lost.map(|of| -of["by"].as_f64().unwrap()).sum();
+    assert!(told.contains(&((bytes / 4096.0) as u64)), "{gone}: {merged}");
     explained(&merged);
-    unchanged(&ksm);
+    unchanged(ksm);
+    if gone == 4000 {
+        assert_eq!(output.status.code(), Some(1), "half of what was predicted did not come: {merged}");
+    }
+    gone == 4000
 }
 
 #[test]

@@ -203,7 +203,8 @@ pub fn carry_out<'h>(
         let withdrawn = trial.withdrawn().get(&process).map(Withdrawn::ranges).unwrap_or_default();
         let named = |fate| move |range| (range, fate);
         let given_up = beside.map(named(Fate::Beside)).chain(missed.map(named(Fate::Missed)));
-        given_up.chain(withdrawn.into_iter().map(named(Fate::Withdrawn))).collect()
+        let given_up = given_up.chain(withdrawn.into_iter().map(named(Fate::Withdrawn)));
+        given_up.chain(trial.idle(process).iter().copied().map(named(Fate::Idle))).collect()
     };
     let fates = probes.look(host, given_up).map_err(unknown)?;
     if options.after == After::Slowly && !matches!(end, End::Yielded(_)) {
@@ -374,7 +375,7 @@ impl Work<'_, '_> {
         let mut settle = Settle::new(full_scans(host).map_err(unknown)?, early.or(expected));
         let mut adapted = (Instant::now(), self.ksmd_cpu());
         let (began, mut looked) = (Instant::now(), Instant::now());
-        let mut settled = false;
+        let mut settled: Option<Instant> = None;
         let (mut pause, mut again) = (LOOK, AGAIN);
         loop {
             std::thread::sleep(pause);
@@ -385,7 +386,7 @@ impl Work<'_, '_> {
             self.timeline.push(Sample { at: self.started.elapsed(), merged, ksmd });
             self.progress.merged.store(merged.0, Ordering::Relaxed);
             let looking = began_to_look.elapsed();
-            if !settled && settle.look(scans, merged) {
+            if settled.is_none() && settle.look(scans, merged) {
                 if late {
                     late = false;
                     // An address space is enrolled behind ksmd's cursor, and waits for the next scan (mm/ksm.c,
@@ -397,20 +398,21 @@ impl Work<'_, '_> {
                     settle = Settle::new(full_scans(host).map_err(unknown)?, expected);
                     continue;
                 }
-                settled = true;
                 // While merged pages are only watched, ksmd would merge again what breaks, and hide it. What breaks from
                 // here on is seen however few looks follow, in this round or the next.
                 self.rest()?;
                 self.trial.look(true);
                 looked = Instant::now();
+                settled = Some(looked);
             }
             let near = settle.expected().is_none_or(|expected| merged.0 >= expected.0 / 8 * 7);
             // Many targets take longer to count.
             let wanted = if near { LOOK } else { GLANCE }.div_f64(self.options.share.clamp(0.05, 1.0)).min(ADAPT);
             pause = wanted.max(looking * LOOKING);
-            // While looks still find something that does not last, more may come.
+            // What merged last is watched, too. While looks still find something that does not last, more may come.
+            let rested = settled.is_some_and(|rested| rested.elapsed() >= self.options.watch.min(3 * AGAIN));
             let watched = began.elapsed() >= self.options.watch && self.found_fleeting.elapsed() >= 3 * AGAIN;
-            if settled && (watched || !self.trial.ran()) {
+            if rested && watched || settled.is_some() && !self.trial.ran() {
                 self.look_again(Moment::End)?;
                 return Ok(End::Settled);
             }
@@ -428,7 +430,7 @@ impl Work<'_, '_> {
             if elapsed >= ADAPT {
                 self.session.uncontested()?;
                 let cpu = self.ksmd_cpu();
-                if let (false, Ok(then), Ok(now)) = (settled, &adapted.1, &cpu) {
+                if let (None, Ok(then), Ok(now)) = (settled, &adapted.1, &cpu) {
                     self.pace.adapt(now.saturating_sub(*then), elapsed);
                     self.run()?;
                 }

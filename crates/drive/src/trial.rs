@@ -35,6 +35,8 @@ pub struct Trial<'h> {
     /// What was seen of what is no longer watched.
     lost: Seen,
     withdrawn: BTreeMap<ProcessId, Withdrawn>,
+    /// What was withdrawn the last time because nothing of it was merged.
+    idle: BTreeMap<ProcessId, Vec<AddressRange>>,
     /// What could not be withdrawn the last time that it was tried.
     refused: BTreeMap<ProcessId, Vec<Missed>>,
     /// Whether frames cannot be seen, so that nothing can be watched.
@@ -65,6 +67,7 @@ impl<'h> Trial<'h> {
             watch: Watch::new(host),
             lost: Seen::default(),
             withdrawn: BTreeMap::new(),
+            idle: BTreeMap::new(),
             refused: BTreeMap::new(),
             blind: false,
         }
@@ -94,6 +97,11 @@ impl<'h> Trial<'h> {
     /// What was withdrawn so far, but for what only found no partner.
     pub fn withdrawn(&self) -> &BTreeMap<ProcessId, Withdrawn> {
         &self.withdrawn
+    }
+
+    /// What was withdrawn the last time, at the end of a round, because nothing of it was merged. It may be enrolled again.
+    pub fn idle(&self, process: ProcessId) -> &[AddressRange] {
+        self.idle.get(&process).map(Vec::as_slice).unwrap_or_default()
     }
 
     /// What could not be withdrawn the last time that it was tried, of processes that live.
@@ -126,6 +134,7 @@ impl<'h> Trial<'h> {
     /// Tells how many pages were withdrawn.
     pub fn withdraw(&mut self, session: &mut Session<'_>, moment: Moment) -> Result<Pages, session::Error> {
         self.refused.clear();
+        self.idle.clear();
         if self.is_empty() {
             return Ok(Pages::ZERO);
         }
@@ -164,10 +173,11 @@ impl<'h> Trial<'h> {
                 self.lost = pieces.iter().fold(self.lost, |sum, piece| sum + piece.seen);
                 gone += pieces.iter().map(|piece| page_size.pages_in(piece.range.bytes())).sum();
                 // What only found no partner may find one later.
+                let (idle, lost): (Vec<Piece>, Vec<Piece>) = pieces.into_iter().partition(|piece| pays(&piece.seen));
+                self.idle.entry(process).or_default().extend(idle.iter().map(|piece| piece.range));
                 let withdrawn = self.withdrawn.entry(process).or_default();
-                for piece in pieces.iter().filter(|piece| !pays(&piece.seen)) {
-                    if piece.own { &mut withdrawn.own } else { &mut withdrawn.ours }.push(piece.range);
-                }
+                let withdrawn = if stays == Stays::ForNow { &mut withdrawn.own } else { &mut withdrawn.ours };
+                withdrawn.extend(lost.iter().map(|piece| piece.range));
             }
         }
         Ok(gone)

@@ -105,6 +105,7 @@ impl Outcome {
                 Fate::Withdrawn => WITHDRAWN,
                 Fate::Written => "written or given back since the census",
                 Fate::Swapped => "swapped out since the census",
+                Fate::Idle => "not merged in the end, and withdrawn",
                 Fate::Merged | Fate::Alone if self.end == End::Settled => {
                     "as they were, without a partner that ksmd came upon"
                 }
@@ -307,7 +308,7 @@ mod tests {
 
     #[test]
     fn what_is_missing_is_told_by_reason() {
-        use Fate::{Alone, Ended, Merged, Missed as NotEnrolled, Withdrawn, Written};
+        use Fate::{Alone, Ended, Idle, Merged, Missed as NotEnrolled, Withdrawn, Written};
         let check = |end: End, reached: u64, fates: &[(u64, [Fate; 2])], expected: &[(f64, &'static str)]| {
             let outcome = Outcome { fates: pairs(fates), ..outcome(end, reached) };
             assert_eq!(saved(&outcome), expected, "{fates:?}");
@@ -327,6 +328,13 @@ mod tests {
             50,
             &[whole, (30, [Merged, Written]), (20, [Alone; 2])],
             &[(-30.0, written), (-20.0, alone)],
+        );
+        let idle = "not merged in the end, and withdrawn";
+        check(
+            End::Settled,
+            50,
+            &[whole, (30, [Written, Idle]), (10, [Alone, Idle]), (10, [Idle; 2])],
+            &[(-30.0, written), (-5.0, alone), (-15.0, idle)],
         );
         check(End::Deadline, 50, &[whole, (50, [Alone; 2])], &[(-50.0, "not merged before it ended")]);
         // A sample of a tenth.

@@ -132,6 +132,8 @@ pub enum Fate {
     Swapped,
     /// It is as it was, and not merged.
     Alone,
+    /// It is as it was, and was withdrawn because nothing around it was merged in the end.
+    Idle,
 }
 
 /// What became of some contents, in frames: all contents of a small plan, a sample of those of a large one.
@@ -160,7 +162,7 @@ impl Fates {
         let stay = ((all - frees) * merged as f64 / all).ceil();
         let lost = (frees - (merged as f64 - stay)).clamp(0.0, frees);
         let mut causes: BTreeMap<Fate, f64> = BTreeMap::new();
-        for &fate in pages.iter().filter(|fate| !matches!(fate, Fate::Merged | Fate::Alone)) {
+        for &fate in pages.iter().filter(|fate| !matches!(fate, Fate::Merged | Fate::Alone | Fate::Idle)) {
             *causes.entry(fate).or_default() += 1.0;
         }
         let by_cause: f64 = causes.values().sum();
@@ -168,7 +170,10 @@ impl Fates {
             *self.lost.entry(fate).or_default() += pages * (lost / by_cause).min(1.0);
         }
         if lost > by_cause {
-            *self.lost.entry(Fate::Alone).or_default() += lost - by_cause;
+            let as_they_were = pages.iter().filter(|fate| matches!(fate, Fate::Alone | Fate::Idle));
+            for &fate in as_they_were.clone() {
+                *self.lost.entry(fate).or_default() += (lost - by_cause) / as_they_were.clone().count() as f64;
+            }
         }
     }
 }
@@ -344,10 +349,10 @@ pub(crate) mod tests {
     proptest! {
         #[test]
         fn what_was_lost_of_a_content_is_what_did_not_come_back(
-            pages in prop::collection::vec(0usize..5, 1..12),
+            pages in prop::collection::vec(0usize..6, 1..12),
             kept in 1usize..3,
         ) {
-            let fates = [Fate::Merged, Fate::Ended, Fate::Written, Fate::Alone, Fate::Withdrawn];
+            let fates = [Fate::Merged, Fate::Ended, Fate::Written, Fate::Alone, Fate::Withdrawn, Fate::Idle];
             let pages: Vec<Fate> = pages.into_iter().map(|number| fates[number]).collect();
             let kept = kept.min(pages.len());
             let frees = (pages.len() - kept) as f64;
@@ -360,9 +365,10 @@ pub(crate) mod tests {
             let merged = of(Fate::Merged);
             let stay = (kept as f64 * merged / pages.len() as f64).ceil();
             prop_assert!((frees - lost - (merged - stay).max(0.0)).abs() < 1e-9, "{:?}", sum);
-            prop_assert!(sum.lost.iter().all(|(&fate, &lost)| fate == Fate::Alone || lost <= of(fate) + 1e-9));
+            prop_assert!(sum.lost.iter().all(|(&fate, &lost)| lost <= of(fate) + 1e-9), "{:?}", sum);
             let others = [Fate::Ended, Fate::Written, Fate::Withdrawn].into_iter().map(of).sum::<f64>();
-            prop_assert_eq!(sum.lost.get(&Fate::Alone).copied().unwrap_or(0.0) > 0.0, lost > others);
+            let rest = [Fate::Alone, Fate::Idle].into_iter().any(|fate| sum.lost.contains_key(&fate));
+            prop_assert_eq!(rest, lost > others);
         }
     }
 

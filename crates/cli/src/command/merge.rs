@@ -65,8 +65,8 @@ pub struct Options {
     /// configuration says, otherwise user]
     #[arg(long, value_enum, value_name = "RULE")]
     domains: Option<DomainBy>,
-    /// Watch merged pages of running programs for this time at least, from when ksmd begins, and withdraw what is written too often to pay, with
-    /// the bytes that were there too; 0 for not at all
+    /// Watch merged pages of running programs for this time at least, from when ksmd begins, and for up to 600ms of it
+    /// once ksmd is done; withdraw what is written too often to pay, with the bytes that were there too; 0 for not at all
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = duration)]
     watch: Duration,
     /// Pause between the two looks of the census at each page that might merge: what merges has held still for as long.
