@@ -183,6 +183,17 @@ fn a_domain_is_shown_as_it_is() {
 }
 
 #[test]
+fn the_domains_of_its_nodes_are_shown_with_a_name() {
+    let Some(member) = example() else { return };
+    let root = root();
+    let _apart = Member::of(&member, root.path(), 10, &["--per-node"]);
+    let seen = report(root.path(), "engine", &["engine", "status", "known", "--json"]);
+    let name = seen["domains"][0]["name"].as_str().unwrap_or_else(|| panic!("{seen:#}"));
+    assert!(name.strip_prefix("known.node").is_some_and(|node| node.parse::<u32>().is_ok()), "{name}");
+    assert_eq!(pagefold(root.path(), &["engine", "status", "know"]).status.code(), Some(2));
+}
+
+#[test]
 fn there_may_be_no_such_domain() {
     let root = root();
     for name in ["nobody", "../x", "a\x1b[2Jb"] {

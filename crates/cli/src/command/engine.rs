@@ -43,7 +43,7 @@ enum What {
 
 #[derive(Args, Debug)]
 struct Status {
-    /// The domain to show in full; without it, all are listed
+    /// The domain to show in full, those of its NUMA nodes with it; without it, all are listed
     #[arg(value_name = "DOMAIN")]
     domain: Option<String>,
     /// Rows of each table
@@ -86,26 +86,29 @@ fn now() -> Duration {
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
-/// The domain of a name, of each user who has one, or all; with the names of the members' programs, and what could not
-/// be looked at.
+/// The domains of a name, of each user who has them and of each NUMA node where they are kept apart, or all; with the
+/// names of the members' programs, and what could not be looked at.
 fn look(host: &dyn Host, name: Option<&str>) -> (Vec<(Domain, Vec<String>)>, Vec<Unlooked>) {
     let (mut domains, mut not_seen) = (Vec::new(), Vec::new());
     for root in observe::roots() {
-        let names = match name {
-            Some(name) => vec![name.to_owned()],
-            None => observe::names(&root).unwrap_or_else(|error| {
-                not_seen.extend(unlooked(&root, error));
-                Vec::new()
-            }),
-        };
-        for name in names {
-            match observe::domain(&root, &name) {
+        let names = observe::names(&root).unwrap_or_else(|error| {
+            not_seen.extend(unlooked(&root, error));
+            Vec::new()
+        });
+        for found in names.iter().filter(|found| name.is_none_or(|name| is_of(found, name))) {
+            match observe::domain(&root, found) {
                 Ok(domain) => domains.push(known(host, domain)),
                 Err(error) => not_seen.extend(unlooked(&root, error)),
             }
         }
     }
     (domains, not_seen)
+}
+
+/// Whether that is the domain of a name, or of one NUMA node of it.
+fn is_of(found: &str, name: &str) -> bool {
+    let node = found.strip_prefix(name).and_then(|rest| rest.strip_prefix(".node"));
+    found == name || node.is_some_and(|node| node.parse::<u32>().is_ok())
 }
 
 /// What could not be looked at; what is not there, or has gone meanwhile, is nothing.
