@@ -44,7 +44,11 @@ fn program(kind: &str) -> Option<PathBuf> {
         let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/targets/states.c");
         let file = directory.join(format!("{name}-{}", std::process::id()));
         let mut compiler = Command::new("cc");
-        compiler.args(["-O1", "-Wall", "-Werror", "-pthread", source, "-o"]).arg(&file).args(more);
+        // Frames are to hold arrays that nobody has touched.
+        compiler
+            .args(["-O1", "-Wall", "-Werror", "-pthread", "-fno-stack-clash-protection", source, "-o"])
+            .arg(&file)
+            .args(more);
         compiler.status().is_ok_and(|status| status.success()).then_some(file)
     };
     let [dynamic, fixed] = PROGRAMS.get_or_init(|| [build("states", &[]), build("states-static", &["-static"])]);
@@ -203,6 +207,7 @@ const STATES: &[&str] = &[
     "threads",
     "coroutine",
     "coroutine_above_zeros",
+    "coroutine_above_untouched",
     "coroutine_on_main_stack",
     "vfork",
     "filtered",
@@ -359,8 +364,8 @@ mod killed {
     }
 
     killed_in! {
-        spin recurse sleep futex pipe epoll_again ppoll threads coroutine coroutine_above_zeros coroutine_on_main_stack vfork
-        sandboxed signals storm
+        spin recurse sleep futex pipe epoll_again ppoll threads coroutine coroutine_above_zeros coroutine_above_untouched
+        coroutine_on_main_stack vfork sandboxed signals storm
     }
 
     #[test]

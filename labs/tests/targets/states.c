@@ -469,7 +469,32 @@ static void coroutine_above_zeros(void)
 		check(zeros[i] == 0, "an array of zeros on the main stack, afterwards");
 }
 
-/* The same, and the small stack is an array on the main one. */
+/* An array on the main stack that nobody has written yet: another thread fills it, from its end. */
+static void *fill(void *argument)
+{
+	volatile unsigned char *array = argument;
+	for (int i = ZEROS - 1; i >= 0; i--) {
+		/* Its upper end was in use before. */
+		check(array[i] == 0 || i >= ZEROS / 2, "somebody has written to an array on the main stack");
+		array[i] = 0x5a;
+		if (i % 4096 == 0)
+			usleep(1000);
+	}
+	return NULL;
+}
+
+static void coroutine_above_untouched(void)
+{
+	unsigned char array[ZEROS];
+	pthread_t thread;
+	pthread_create(&thread, NULL, fill, array);
+	coroutine();
+	pthread_join(thread, NULL);
+	for (int i = 0; i < ZEROS; i++)
+		check(array[i] == 0x5a, "an array on the main stack");
+}
+
+/* An array of zeros there, and the small stack is an array on the main one, too. */
 static void coroutine_on_main_stack(void)
 {
 	unsigned char memory[SMALL + 2 * AROUND];
@@ -730,7 +755,8 @@ static const struct {
 	{"epoll", wait_epoll}, {"epoll_again", wait_epoll_again},
 	{"epoll_beside", wait_epoll_beside},
 	{"ticks", ticks}, {"array", array}, {"regions", regions}, {"ppoll", wait_ppoll}, {"threads", many_threads}, {"coroutine", coroutine}, {"coroutine_alone", coroutine_alone},
-	{"coroutine_above_zeros", coroutine_above_zeros}, {"coroutine_on_main_stack", coroutine_on_main_stack},
+	{"coroutine_above_zeros", coroutine_above_zeros}, {"coroutine_above_untouched", coroutine_above_untouched},
+	{"coroutine_on_main_stack", coroutine_on_main_stack},
 	{"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered}, {"filtered_throughout", filtered_throughout}, {"sandboxed", sandboxed}, {"strict", strict},
 	{"forbidden", forbidden}, {"filtered_by_another", filtered_by_another},
 	{"signals", signals}, {"storm", storm}, {"execs", execs},

@@ -3,8 +3,9 @@
 //! Programs that run elsewhere (Go, coroutines) have a main stack, too, and their own small stacks are never touched.
 //! While one thread is stopped the others run, so the room has to be where none of them can come, nor the kernel on
 //! behalf of one that waits in a call. And nobody can tell from a stack pointer what a program will come back to: a
-//! coroutine may have left an array of zeros there. So the room is in pages that nobody has ever touched, and what is left
-//! in them says whose they have become, for the next time.
+//! coroutine may have left an array of zeros there, or one that nobody has written yet. So the room is below all pages
+//! that were ever touched, since whoever leaves a frame has touched the page below it, and what is left there says whose it
+//! has become, for the next time.
 //!
 //! Mirrors `do_procmap_query` and `task_current_syscall` (fs/proc/task_mmu.c, lib/syscall.c, 6.18). Limits: a main thread
 //! that returns from its call and within that stop goes down by more than [`MARGIN`] meets the frame; and where a stack
@@ -125,9 +126,9 @@ impl Target {
 
     /// Where on the main stack so many bytes can be written without anybody noticing while `tid` is stopped.
     ///
-    /// That is in pages that were never touched: neither resident nor swapped out, or so when we first came, and holding
-    /// our mark since. Where there are none the stack grows. Where it may not, it is below the stack pointer of a thread
-    /// that runs there, where the kernel would put a signal's frame.
+    /// That is below all pages that were ever touched: the ones there are neither resident nor swapped out, or hold our mark.
+    /// Where there are none the stack grows. Where it may not, it is below the stack pointer of a thread that runs there,
+    /// where the kernel would put a signal's frame.
     pub(super) fn room_on_stack(&self, tid: i32, state: &arch::State, bytes: usize) -> Result<Room, Error> {
         let stack_pointer = state.stack_pointer();
         let stack = self.stack()?;
@@ -148,7 +149,7 @@ impl Target {
         Ok(Room { base, before: found.clone(), after: found })
     }
 
-    /// So many bytes, which are whole pages, in the lowest pages of the stack that were never touched, below `top`.
+    /// So many bytes, which are whole pages, below all that was ever touched, and below `top`.
     fn room_never_touched(
         &self,
         stack: Stack,
@@ -160,25 +161,30 @@ impl Target {
         let room = |base, before| Ok(Some(Room { base, before, after: mark(bytes) }));
         let reach = stack.start..stack.end.min(stack.start + REACH);
         let mut touched = Vec::new();
-        pagemap::mapped(&self.pagemap, reach.clone(), |range| touched.push(range.start..range.end))
-            .map_err(failed("reading which pages of its stack are in use"))?;
+        pagemap::mapped(&self.pagemap, reach.clone(), |range| {
+            touched.extend((range.start..range.end).step_by(page_size()))
+        })
+        .map_err(failed("reading which pages of its stack are in use"))?;
+        let is_marked = |page: u64| self.read(page, page_size()).is_ok_and(|found| found == mark(page_size()));
+        let used = touched.iter().copied().find(|&page| !is_marked(page)).unwrap_or(reach.end);
         // With as much again below it, if possible: there the kernel puts the frame of a signal that comes when the tracer is
         // gone, and the stack need not grow for it.
-        for lowest in [stack.start + len, stack.start] {
-            for base in (lowest..).step_by(page_size()).take_while(|base| base + len <= top.min(reach.end)) {
-                if !touched.iter().any(|range| range.start < base + len && base < range.end) {
-                    return room(base, vec![0; bytes]);
-                }
+        for base in [stack.start + len, stack.start] {
+            if base + len <= used.min(top) {
+                let is_new = !touched.iter().any(|page| (base..base + len).contains(page));
+                let before = if is_new { Ok(vec![0; bytes]) } else { self.read(base, bytes) };
+                return room(base, before.map_err(failed("reading its stack"))?);
+            }
+            if base + len <= top && (base..base + len).step_by(page_size()).all(|page| touched.contains(&page)) {
                 let found = self.read(base, bytes).map_err(failed("reading its stack"))?;
-                if found == mark(bytes) || self.is_left_over(&found, state) {
+                if self.is_left_over(&found, state) {
                     return room(base, found);
                 }
             }
         }
         // Reading below a stack makes it grow (mm/memory.c, `__access_remote_vm`), as far as its limit allows.
         let base = stack.start.saturating_sub(len);
-        let grown = self.read(base.saturating_sub(len), bytes).and_then(|_| self.read(base, bytes));
-        grown.map_or(Ok(None), |zeros| room(base, zeros))
+        self.read(base, bytes).map_or(Ok(None), |zeros| room(base, zeros))
     }
 
     fn read(&self, base: u64, bytes: usize) -> io::Result<Vec<u8>> {
