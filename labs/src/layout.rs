@@ -109,7 +109,7 @@ pub fn lay_out(items: &[Item], options: &Options) -> Result<Layout> {
             child: None,
         });
         if item.kind.is_rewritten() {
-            volatile.push(((item.kind == Kind::Volatile).then_some(origin), mapping));
+            volatile.push((item.kind.clone(), origin, mapping));
         } else {
             still.push(mapping);
         }
@@ -196,7 +196,7 @@ fn fill(item: &Item, origin: Origin, mapping: &mut Mapping) {
             }
         }
         Kind::Zero | Kind::HotZero | Kind::HugeZero => mapping.as_mut_slice().fill(0),
-        Kind::Text => mapping.as_mut_slice().chunks_mut(page).for_each(content::text),
+        Kind::Text | Kind::HotText => mapping.as_mut_slice().chunks_mut(page).for_each(content::text),
         Kind::Pattern => mapping.as_mut_slice().chunks_mut(page).for_each(content::pattern),
         Kind::Elf => mapping.as_mut_slice().chunks_mut(page).for_each(content::elf),
         Kind::Within { copies } => {
@@ -251,7 +251,7 @@ fn become_user(uid: u32) -> io::Result<()> {
     Ok(rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?)
 }
 
-/// A thread that rewrites pages, each time with content that was never there before, or with zeros.
+/// A thread that rewrites pages, each time with content that was never there before, or with what is there.
 #[derive(Debug)]
 struct Rewriter {
     stop: Arc<AtomicBool>,
@@ -259,20 +259,21 @@ struct Rewriter {
 }
 
 impl Rewriter {
-    fn start(mut mappings: Vec<(Option<Origin>, Mapping)>, interval: Duration) -> Self {
+    fn start(mut mappings: Vec<(Kind, Origin, Mapping)>, interval: Duration) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         let thread = std::thread::spawn(move || {
             let page = mapping::page_size();
             // Each mapping counts on from its first filling.
-            let mut written: Vec<u64> = mappings.iter().map(|(_, mapping)| (mapping.len() / page) as u64).collect();
+            let mut written: Vec<u64> = mappings.iter().map(|(.., mapping)| (mapping.len() / page) as u64).collect();
             while !stopped.load(Ordering::Relaxed) {
                 std::thread::sleep(interval);
-                for ((origin, mapping), written) in mappings.iter_mut().zip(&mut written) {
+                for ((kind, origin, mapping), written) in mappings.iter_mut().zip(&mut written) {
                     for page in mapping.as_mut_slice().chunks_mut(page) {
-                        match origin {
-                            Some(origin) => origin.write(page, *written),
-                            None => black_box(&mut *page).fill(0),
+                        match kind {
+                            Kind::HotZero => black_box(&mut *page).fill(0),
+                            Kind::HotText => content::text(black_box(page)),
+                            _ => origin.write(page, *written),
                         }
                         *written += 1;
                     }

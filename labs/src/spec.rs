@@ -17,6 +17,7 @@ Kinds of regions (N in pages; several may stand in one SPEC, separated by commas
   elf=N                   the head of an ELF file, equal in all processes
   volatile=N              each page rewritten with new unique content every --interval
   hot-zero=N              zeros, each page written over with zeros every --interval
+  hot-text=N              what text=N holds, each page written over with the same bytes every --interval
   huge=N                  unique content in huge pages; N fills whole ones
   huge-zero=N             written zeros in huge pages
   shared-memory=N         MAP_SHARED, unique content
@@ -53,6 +54,8 @@ pub enum Kind {
     Volatile,
     /// Zeros, rewritten all the time with zeros.
     HotZero,
+    /// Printable text, rewritten all the time with the same.
+    HotText,
     /// Unique content in huge pages.
     Huge,
     /// Zeros in huge pages.
@@ -85,6 +88,7 @@ impl Kind {
             Self::Elf => "elf",
             Self::Volatile => "volatile",
             Self::HotZero => "hot-zero",
+            Self::HotText => "hot-text",
             Self::Huge => "huge",
             Self::HugeZero => "huge-zero",
             Self::SharedMemory => "shared-memory",
@@ -107,6 +111,7 @@ impl Kind {
             "elf" => Self::Elf,
             "volatile" => Self::Volatile,
             "hot-zero" => Self::HotZero,
+            "hot-text" => Self::HotText,
             "huge" => Self::Huge,
             "huge-zero" => Self::HugeZero,
             "shared-memory" => Self::SharedMemory,
@@ -122,7 +127,7 @@ impl Kind {
     /// Whether it is rewritten all the time.
     #[must_use]
     pub fn is_rewritten(&self) -> bool {
-        matches!(self, Self::Volatile | Self::HotZero)
+        matches!(self, Self::Volatile | Self::HotZero | Self::HotText)
     }
 
     /// Whether it is to be made of huge pages.
@@ -166,7 +171,7 @@ impl Item {
             | Kind::FileWritten
             | Kind::ForkShared => (pages, 0, pages),
             Kind::Within { copies } => (pages, 0, pages / copies),
-            Kind::Text | Kind::Pattern | Kind::Elf => (pages, 0, 1),
+            Kind::Text | Kind::HotText | Kind::Pattern | Kind::Elf => (pages, 0, 1),
             Kind::SharedMemory | Kind::File | Kind::Untouched | Kind::ReadZero => (0, 0, 0),
         };
         Truth { resident, zero, distinct }
@@ -277,7 +282,7 @@ mod tests {
     #[test]
     fn help_names_every_kind_and_no_other() {
         let listed: Vec<_> = HELP.lines().skip(1).map(|line| line.trim_start().split('=').next().unwrap()).collect();
-        assert_eq!(listed.len(), 17);
+        assert_eq!(listed.len(), 18);
         for name in listed {
             assert_eq!(Kind::named(name).unwrap().name(), name);
         }

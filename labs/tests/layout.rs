@@ -110,7 +110,11 @@ fn page_size() -> u64 {
 fn every_region_is_what_it_says() {
     let lab = Lab::layout(&[EVERY_KIND]).unwrap();
     let kinds: Vec<_> = lab.lines().iter().map(|region| region.kind.as_str()).collect();
-    assert_eq!(kinds.len(), HELP.lines().count() - 1 - "huge, huge-zero, hot-zero".split(',').count(), "{kinds:?}");
+    assert_eq!(
+        kinds.len(),
+        HELP.lines().count() - 1 - "huge, huge-zero, hot-zero, hot-text".split(',').count(),
+        "{kinds:?}"
+    );
     for region in lab.lines() {
         let smaps = Smaps::of(lab.pid(), region);
         assert_eq!((smaps.vmas, region.vmas), (1, 1), "{region:?}");
@@ -183,6 +187,23 @@ fn volatile_pages_all_change_and_stay_unique() {
         std::thread::yield_now();
     }
     assert_eq!(contents(lab.pid(), still), before.1);
+}
+
+#[test]
+fn hot_pages_are_written_over_with_what_they_hold() {
+    let lab = Lab::layout(&["hot-zero=5,hot-text=6", "--interval", "1"]).unwrap();
+    for (kind, distinct, zero) in [("hot-zero", 1, 5), ("hot-text", 1, 0)] {
+        let region = lab.region(kind);
+        let before = contents(lab.pid(), region);
+        assert_eq!((counted(before.clone()).len(), region.zero), (distinct, zero));
+        // What is written to it from outside does not stay.
+        let memory = File::options().write(true).open(format!("/proc/{}/mem", lab.pid())).unwrap();
+        memory.write_all_at(b"foreign", region.start + page_size() + 9).unwrap();
+        let began = Instant::now();
+        while contents(lab.pid(), region) != before {
+            assert!(began.elapsed() < Duration::from_secs(60), "{kind} is not written over");
+        }
+    }
 }
 
 #[test]
