@@ -298,9 +298,13 @@ impl<'a> Session<'a> {
         let mut kept = self.policy()?.unwrap_or_else(|| Journal { entries: Vec::new(), ..self.journal.clone() });
         let settings = |entry: &Entry| matches!(entry.undo, Action::Set { .. });
         for entry in self.journal.entries.iter().filter(|entry| settings(entry)) {
-            let Action::Set { setting, .. } = entry.undo else { continue };
-            match kept.entries.iter_mut().find(|known| sets(known, setting)) {
-                Some(known) => known.written.clone_from(&entry.written),
+            let Action::Set { setting, value } = &entry.undo else { continue };
+            match kept.entries.iter_mut().find(|known| sets(known, *setting)) {
+                Some(known) => {
+                    // The former policy's is there again if this ends before its own journal is gone.
+                    known.written.retain(|written| written == value);
+                    known.written.extend(entry.written.last().cloned());
+                }
                 None => kept.entries.push(entry.clone()),
             }
         }

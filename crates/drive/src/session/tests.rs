@@ -364,6 +364,31 @@ fn the_first_settings_survive_several_policies() {
 }
 
 #[test]
+fn a_policy_that_was_killed_in_place_of_another_leaves_that_one_to_be_restored() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let before = host.values();
+    let mut session = begin(&host, directory.path());
+    session.set(&settings(&[(Setting::PagesToScan, "777"), (Setting::Run, "1")])).unwrap();
+    session.keep("first").unwrap();
+    drop(session);
+    let first = host.values();
+    // Killed once it had written down the policy, before it let go of its own journal; twice.
+    for _ in 0..2 {
+        let mut session = begin(&host, directory.path());
+        session.set(&busy()).unwrap();
+        let journal = fs::read(directory.path().join(SESSION)).unwrap();
+        session.keep("second").unwrap();
+        drop(session);
+        fs::write(directory.path().join(SESSION), journal).unwrap();
+        drop(Session::begin(&host, directory.path()).unwrap());
+        assert_eq!(host.values(), first);
+    }
+    let (_, remains) = begin(&host, directory.path()).restore_policy().unwrap();
+    assert_eq!(remains, Vec::new());
+    assert_eq!(host.values(), before);
+}
+
+#[test]
 fn a_kernel_without_ksm_is_named() {
     let (fake, directory) = (Fake::new(), tempfile::tempdir().unwrap());
     let gone = |path: &str| path.starts_with("sys/kernel/mm/ksm").then_some(Fault::Absent(Absent::NotOnThisKernel));
