@@ -70,11 +70,21 @@ impl<'h> Follow<'h, '_> {
     /// skipped.
     pub fn run(
         &self,
+        members: impl FnMut() -> Vec<Pid>,
+        tell: impl FnMut(Told<'_>),
+        stop: &AtomicBool,
+    ) -> Result<(), Error> {
+        self.go_on(&mut Trial::new(self.host), members, tell, stop)
+    }
+
+    /// The same, with what an earlier merge has under trial.
+    fn go_on(
+        &self,
+        trial: &mut Trial<'h>,
         mut members: impl FnMut() -> Vec<Pid>,
         mut tell: impl FnMut(Told<'_>),
         stop: &AtomicBool,
     ) -> Result<(), Error> {
-        let mut trial = Trial::new(self.host);
         let mut ages = Ages::new(self.host.page_size())?;
         let ripens = ripe_after(self.host.page_size().bytes());
         // A program that starts fills its memory first.
@@ -88,7 +98,7 @@ impl<'h> Follow<'h, '_> {
                 pids = members();
                 if looked.elapsed() >= again {
                     let before = merge::own_cpu();
-                    self.look(&mut trial, &mut tell)?;
+                    self.look(trial, &mut tell)?;
                     (looked, again) = (Instant::now(), ripens.max(merge::own_cpu().saturating_sub(before) * REST));
                 }
             }
@@ -97,7 +107,7 @@ impl<'h> Follow<'h, '_> {
                 return Ok(());
             }
             let before = merge::own_cpu();
-            self.round(pids, &mut trial, &mut ages, &mut tell, stop)?;
+            self.round(pids, trial, &mut ages, &mut tell, stop)?;
             // The first round only takes note of what there is, and is half of one with the second.
             let rest = if noted { merge::own_cpu().saturating_sub(before) * REST } else { ripens };
             pause = rest.max(ripens);

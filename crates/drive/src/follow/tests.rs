@@ -52,9 +52,8 @@ fn broken(host: &Fake) -> Trial<'_> {
     trial
 }
 
-/// What a look tells.
-fn told<'h>(host: &'h Fake, directory: &Path, trial: &mut Trial<'h>) -> Vec<String> {
-    let follow = Follow {
+fn follow<'h, 'a>(host: &'h Fake, directory: &'a Path) -> Follow<'h, 'a> {
+    Follow {
         host,
         directory,
         request: Request {
@@ -71,7 +70,11 @@ fn told<'h>(host: &'h Fake, directory: &Path, trial: &mut Trial<'h>) -> Vec<Stri
         },
         how: merge::Options { share: 1.0, deadline: None, watch: Duration::ZERO, after: merge::After::PutBack },
         excluded: &|_| None,
-    };
+    }
+}
+
+/// What a look tells.
+fn told<'h>(host: &'h Fake, directory: &Path, trial: &mut Trial<'h>) -> Vec<String> {
     let mut lines = Vec::new();
     let mut tell = |told: Told<'_>| {
         lines.push(match told {
@@ -79,7 +82,7 @@ fn told<'h>(host: &'h Fake, directory: &Path, trial: &mut Trial<'h>) -> Vec<Stri
             told => panic!("{told:?}"),
         });
     };
-    follow.look(trial, &mut tell).unwrap();
+    follow(host, directory).look(trial, &mut tell).unwrap();
     lines
 }
 
@@ -107,6 +110,32 @@ fn what_is_refused_between_rounds_is_told_until_it_is_taken() {
     assert!(refused(&trial).is_empty(), "in the end it was taken");
     assert_eq!(trial.withdrawn()[&ProcessId { pid: Pid(PID), start_time: 1 }].ours, [RANGE]);
     assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, "", false)]);
+}
+
+/// What is told at the end, once there is nobody left to merge.
+fn told_at_the_end<'h>(host: &'h Fake, directory: &Path, trial: &mut Trial<'h>) -> Vec<String> {
+    let mut lines = Vec::new();
+    let tell = |told: Told<'_>| {
+        lines.push(match told {
+            Told::Refused(refused) => format!("{} ({}): {}", refused.comm, refused.pid, refused.why),
+            told => panic!("{told:?}"),
+        });
+    };
+    follow(host, directory).go_on(trial, Vec::new, tell, &AtomicBool::new(false)).unwrap();
+    lines
+}
+
+#[test]
+fn what_was_refused_to_the_end_is_told_then() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let mut trial = broken(&host);
+    host.free(0);
+    assert_eq!(told(&host, directory.path(), &mut trial), [""; 0], "it is tried again");
+    let lines = told_at_the_end(&host, directory.path(), &mut trial);
+    assert_eq!(lines, ["program (7): there is no memory for copies"]);
+    host.free(5_000_000);
+    told(&host, directory.path(), &mut trial);
+    assert_eq!(told_at_the_end(&host, directory.path(), &mut trial), [""; 0], "it was taken in the end");
 }
 
 #[test]
