@@ -88,7 +88,7 @@ impl Ksm {
     /// Let ksmd run until `pages_sharing` has not moved over three full scans, then stop it with the merges kept.
     ///
     /// # Panics
-    /// If that takes longer than a minute.
+    /// If that takes longer than three minutes.
     pub fn settle(&self) {
         let (sharing, scans) = (|| self.counter("pages_sharing"), || self.counter("full_scans"));
         self.set("pages_to_scan", 20_000);
@@ -99,7 +99,7 @@ impl Ksm {
         // A page merges on the second scan at the earliest.
         let first = last.1;
         while scans() < first + 4 || scans() < last.1 + 3 {
-            assert!(started.elapsed() < Duration::from_secs(60), "ksmd did not settle within a minute");
+            assert!(started.elapsed() < Duration::from_secs(180), "ksmd did not settle within minutes");
             std::thread::sleep(Duration::from_millis(5));
             if sharing() != last.0 {
                 last = (sharing(), scans());

@@ -5,7 +5,7 @@
 //! it sends itself, so that no handler, destructor or exit function of it runs; `N NAME` at the N-th time that it is at
 //! the point of that name; `stop N` and `stop N NAME` stop the process there by a SIGSTOP, until somebody has it go on;
 //! `count` prints on exit how many were reached, as `fault points: N` on standard error, and how often each, as
-//! `fault points at NAME: N`. Limits: points are numbered in the order in which this process reaches them, which is the
+//! `fault points at NAME: N`; so does [`ended`], for a process that ends without an exit. Limits: points are numbered in the order in which this process reaches them, which is the
 //! same in each run only as long as one thread reaches them at a time.
 
 /// A place to fail at. `name` says what has just been done.
@@ -13,8 +13,13 @@
 #[inline(always)]
 pub fn point(_name: &'static str) {}
 
+/// To be called by a process that ends by `_exit`, right before that.
+#[cfg(not(feature = "fault-points"))]
+#[inline(always)]
+pub fn ended() {}
+
 #[cfg(feature = "fault-points")]
-pub use armed::point;
+pub use armed::{ended, point};
 
 #[cfg(feature = "fault-points")]
 mod armed {
@@ -67,6 +72,13 @@ mod armed {
         }
         // An exit without standard error has nobody to tell.
         let _ = std::io::stderr().write_all(lines.as_bytes());
+    }
+
+    /// To be called by a process that ends by `_exit`, right before that.
+    pub fn ended() {
+        if matches!(plan(), Plan::Count) {
+            print_count();
+        }
     }
 
     /// A place to fail at. `name` says what has just been done.

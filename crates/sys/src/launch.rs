@@ -8,6 +8,7 @@
 //! [`accompany`] makes the one process that may stay behind: detached, so that the program neither waits for it nor
 //! gets its signals. Limits: glibc and musl on Linux, whose loaders honour `.init_array`.
 
+use crate::fault;
 use rustix::fs::FileType;
 use std::ffi::{CStr, CString, c_int};
 use std::fs::File;
@@ -128,6 +129,7 @@ pub fn accompany(work: impl FnOnce()) -> io::Result<Accompanied> {
             if detached && fork().is_ok_and(|child| child == 0) && prepare(exec).is_ok() {
                 // A panic says why and must not unwind into what the original goes on with.
                 let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+                fault::ended();
             }
             // SAFETY: ends this copy without running what the original registered for its own exit.
             unsafe { libc::_exit(0) }

@@ -1,0 +1,272 @@
+//! The program killed with -9 at any step of each kind of change that it makes to a host: whoever it was at goes on as
+//! if nothing had been, and `recover` brings back the rest. That holds of memory ([`change`], [`guests`]), of settings that
+//! are to last ([`policies`]), and of programs that it starts and stays beside ([`programs`]).
+//!
+//! Each kind of change names the fault points that it reaches, and all that there are in the code are named. They are dealt
+//! among the kinds, anew each day, so that each is hit in every run. `PAGEFOLD_SOAK=1` takes every one of each kind, as
+//! often as it is reached. Needs root and KSM, and the feature `fault-points`.
+
+#![cfg(feature = "fault-points")]
+
+mod change;
+mod guests;
+mod policies;
+mod programs;
+
+use pagefold_labs::ksm::Ksm;
+use pagefold_labs::lines::Region;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::hash::{DefaultHasher, Hasher};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::{Command, Output};
+use std::thread::sleep;
+use std::time::{Duration, Instant, UNIX_EPOCH};
+
+/// In how many kinds of change each point is hit in the short form, where so many reach it.
+const HITS: usize = 2;
+
+/// How often a point that was not reached is tried, at most.
+const TRIES: usize = 4;
+
+/// The points of a journal.
+const JOURNAL: &[&str] = &[
+    "before writing a journal",
+    "between writing a journal and renaming it",
+    "after renaming a journal",
+    "before removing a journal",
+    "after removing a journal",
+];
+
+/// Those of KSM's settings.
+const SETTINGS_POINTS: &[&str] = &["before writing a setting", "after writing a setting"];
+
+/// Those of a visit to a process, and of the pause behind it.
+const VISIT: &[&str] = &[
+    "seized",
+    "interrupted",
+    "stopped",
+    "seccomp suspended",
+    "frame written",
+    "parked",
+    "signals blocked",
+    "call turned",
+    "at the exit of the call",
+    "at the entry of the call that heals",
+    "parked again",
+    "interrupted to leave",
+    "resumed to leave",
+    "stopped to leave",
+    "signal mask restored",
+    "registers restored",
+    "stack restored",
+    "let go",
+];
+
+const PAUSE: &[&str] = &["between two stops"];
+
+const BACKEND: &[&str] = &["before switching a backend", "after switching a backend"];
+
+const COLLAPSE: &[&str] = &["before collapsing a range", "after collapsing a range"];
+
+/// What each kind of change reaches.
+const KINDS: [(&str, &[&[&str]]); 14] = [
+    ("merge", &[JOURNAL, SETTINGS_POINTS, VISIT, PAUSE]),
+    ("narrow", &[JOURNAL, SETTINGS_POINTS, VISIT, PAUSE]),
+    ("withdraw", &[JOURNAL, SETTINGS_POINTS, VISIT, PAUSE]),
+    ("whole", &[JOURNAL, SETTINGS_POINTS, VISIT]),
+    ("backend", &[JOURNAL, SETTINGS_POINTS, BACKEND]),
+    ("unmerge", &[VISIT, PAUSE]),
+    ("collapse", &[VISIT, PAUSE, COLLAPSE]),
+    ("staged", &[VISIT, PAUSE]),
+    ("keep", &[JOURNAL, SETTINGS_POINTS, VISIT, PAUSE]),
+    ("recover", &[JOURNAL, SETTINGS_POINTS, VISIT, PAUSE]),
+    ("policy", &[JOURNAL, SETTINGS_POINTS]),
+    ("restore", &[JOURNAL, SETTINGS_POINTS]),
+    ("inject", &[VISIT]),
+    (GUIDED, &[JOURNAL, SETTINGS_POINTS, VISIT, PAUSE]),
+];
+
+/// The kind that takes longest, by far: nothing is dealt to it but one point a day.
+const GUIDED: &str = "guided";
+
+const PAGEFOLD: &str = env!("CARGO_BIN_EXE_pagefold");
+
+/// The labs' pages.
+const PAGE: u64 = 4096;
+
+/// The settings that are there before: not the ones that Pagefold writes.
+const SETTINGS: [(&str, i64); 4] = [("run", 0), ("pages_to_scan", 123), ("sleep_millisecs", 77), ("use_zero_pages", 0)];
+
+fn settings(ksm: &Ksm) -> [(&'static str, i64); 4] {
+    SETTINGS.map(|(name, _)| (name, ksm.counter(name)))
+}
+
+/// Run a command about some processes, none for a command that is not about any.
+fn pagefold(state: &Path, command: &str, pids: &[u32], fault: Option<&str>) -> Output {
+    let mut pagefold = Command::new(PAGEFOLD);
+    pagefold.args(command.split(' ')).arg("--json").arg("--state").arg(state);
+    pagefold.args(pids.iter().map(|pid| format!("--pid={pid}")));
+    pagefold.envs(fault.map(|fault| ("PAGEFOLD_FAULT_POINT", fault)));
+    pagefold.output().expect("the binary runs")
+}
+
+fn json(output: &Output) -> Value {
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"))
+}
+
+/// How often a command that nobody killed reached each point.
+fn points(output: &Output) -> BTreeMap<String, u64> {
+    points_of(&String::from_utf8_lossy(&output.stderr))
+}
+
+/// The same, by what it said on standard error.
+fn points_of(said: &str) -> BTreeMap<String, u64> {
+    let times = |line: &str| {
+        let (name, times) = line.strip_prefix("fault points at ")?.rsplit_once(": ")?;
+        Some((name.to_owned(), times.parse().expect("a number")))
+    };
+    said.lines().filter_map(times).collect()
+}
+
+/// The points that a kind of change reaches.
+fn reached_by(kind: &str) -> BTreeSet<&'static str> {
+    let (_, groups) = KINDS.iter().find(|(name, _)| *name == kind).expect("a kind of change");
+    groups.iter().copied().flatten().copied().collect()
+}
+
+/// The points at which a kind of change is killed today.
+fn dealt_to(kind: &str, day: usize) -> Vec<&'static str> {
+    let own = reached_by(kind);
+    if kind == GUIDED {
+        return own.iter().copied().nth(day % own.len()).into_iter().collect();
+    }
+    let deals = |name: &&str| {
+        let kinds = KINDS.iter().map(|(kind, _)| *kind).filter(|kind| *kind != GUIDED);
+        let kinds: Vec<&str> = kinds.filter(|kind| reached_by(kind).contains(name)).collect();
+        let number: usize = name.bytes().map(usize::from).sum();
+        (0..HITS).any(|hit| kinds[(number + day + hit) % kinds.len()] == kind)
+    };
+    own.into_iter().filter(deals).collect()
+}
+
+/// Whether every point is to be taken.
+fn soak() -> bool {
+    std::env::var_os("PAGEFOLD_SOAK").is_some()
+}
+
+/// The days since 1970, by which points are dealt.
+fn day() -> u64 {
+    UNIX_EPOCH.elapsed().unwrap().as_secs() / 86_400
+}
+
+/// Kill a kind of change at the points that are its today, all of them in the long form, as it has reached them when
+/// nobody killed it. `kill` tells whether it got to one: how far ksmd is when it is looked at decides how often its pace
+/// is written, so that a point may be reached less often.
+fn killed_at_any(kind: &str, reached: &BTreeMap<String, u64>, kill: impl Fn(&str) -> bool) {
+    let began = Instant::now();
+    let names: BTreeSet<&str> = reached.keys().map(String::as_str).collect();
+    assert_eq!(names, reached_by(kind), "what {kind} reaches");
+    let (soak, day) = (soak(), day());
+    let (mut tried, mut killed) = (0, 0);
+    let today = if soak { names.into_iter().collect() } else { dealt_to(kind, day as usize) };
+    for name in today {
+        let often = reached[name];
+        let times: Vec<u64> = if soak { (1..=often).collect() } else { vec![1 + day % often] };
+        let hit = times.iter().filter(|time| (0..TRIES).any(|_| kill(&format!("{time} {name}")))).count();
+        assert!(hit > 0 || kill(&format!("1 {name}")), "{kind} was not killed at {name:?}");
+        (tried, killed) = (tried + times.len(), killed + hit);
+    }
+    println!("{kind}: killed {killed} times of {tried} tried, in {:.1?}", began.elapsed());
+    assert!(!soak || killed * 10 >= tried * 9, "killed {killed} times of {tried} tried");
+}
+
+#[test]
+fn every_point_in_the_code_is_reached_by_some_kind_of_change_and_dealt_each_day() {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let mut in_code = BTreeSet::new();
+    let mut folders = ["drive/src", "linux/src", "sys/src"].map(|folder| crates.join(folder)).to_vec();
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else {
+                let source = fs::read_to_string(&path).unwrap();
+                let names = source.split("fault::point(\"").skip(1).filter_map(|rest| rest.split('"').next());
+                in_code.extend(names.map(str::to_owned));
+            }
+        }
+    }
+    let named: BTreeSet<String> = KINDS.iter().flat_map(|(kind, _)| reached_by(kind)).map(str::to_owned).collect();
+    assert_eq!(in_code, named);
+    for day in 0..KINDS.len() {
+        let dealt: BTreeSet<String> =
+            KINDS.iter().flat_map(|(kind, _)| dealt_to(kind, day)).map(str::to_owned).collect();
+        assert_eq!(dealt, named);
+    }
+}
+
+/// A command that was to be killed at a point: whether it was, and where.
+fn was_killed(output: &Output, point: &str) -> (bool, String) {
+    let place = String::from_utf8_lossy(&output.stderr).into_owned();
+    let killed = output.status.code().is_none();
+    let (number, name) = point.split_once(' ').expect("the number and the name of a point");
+    assert_eq!(killed, place.contains(&format!("fault point {number}: {name}\n")), "{output:?}");
+    (killed, place)
+}
+
+/// Whether somebody traces a process or has stopped it.
+fn is_held(pid: u32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    !status.contains("TracerPid:\t0\n") || status.contains("State:\tT") || status.contains("State:\tt")
+}
+
+/// Put back what was left, as far as it is in a state directory.
+fn recover(ksm: &Ksm, state: &Path, pids: &[u32], place: &str) {
+    for &pid in pids {
+        assert!(!is_held(pid), "{place}: {pid}");
+    }
+    let recovered = pagefold(state, "recover", &[], None);
+    assert_eq!(recovered.status.code(), Some(0), "{place}: {recovered:?}");
+    assert_eq!(settings(ksm), SETTINGS, "{place}");
+}
+
+/// What some regions of a process hold.
+fn checksum(pid: u32, regions: &[Region]) -> u64 {
+    let memory = File::open(format!("/proc/{pid}/mem")).unwrap();
+    let mut hasher = DefaultHasher::new();
+    for region in regions {
+        let mut bytes = vec![0; (region.end() - region.start) as usize];
+        memory.read_exact_at(&mut bytes, region.start).unwrap();
+        hasher.write(&bytes);
+    }
+    hasher.finish()
+}
+
+/// The addresses of a process's enrolled pages.
+fn enrolled(pid: u32) -> BTreeSet<u64> {
+    let mut pages = BTreeSet::new();
+    let mut region = 0..0;
+    let address = |text| u64::from_str_radix(text, 16).ok();
+    for line in fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap().lines() {
+        let bounds = line.split(' ').next().and_then(|word| word.split_once('-'));
+        if let Some((Some(start), Some(end))) = bounds.map(|(start, end)| (address(start), address(end))) {
+            region = start..end;
+        } else if line.strip_prefix("VmFlags:").is_some_and(|flags| flags.split(' ').any(|flag| flag == "mg")) {
+            pages.extend(region.clone().step_by(PAGE as usize));
+        }
+    }
+    pages
+}
+
+/// Wait for something that is bound to come.
+fn until(what: &str, mut there: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !there() {
+        assert!(began.elapsed() < Duration::from_secs(120), "{what} did not come within two minutes");
+        sleep(Duration::from_millis(5));
+    }
+}

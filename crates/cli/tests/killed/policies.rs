@@ -1,0 +1,103 @@
+//! Settings that are to last: wherever it is killed, there are those from before it or its own, and `policy restore` brings
+//! back what there was before the first.
+
+use crate::{SETTINGS, checksum, json, killed_at_any, pagefold, points, settings, was_killed};
+use pagefold_labs::client::Lab;
+use pagefold_labs::ksm::Ksm;
+use pagefold_labs::lines::Region;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Output;
+
+/// Settings that are to last for longer than what sets them.
+struct Lasting {
+    /// Its name among the kinds.
+    kind: &'static str,
+    /// The policy that is set before.
+    set: Option<&'static str>,
+    /// What is killed.
+    command: &'static str,
+    /// Arguments of the `pagefold-lab` that it is about.
+    lab: Option<&'static str>,
+}
+
+impl Lasting {
+    /// A state directory with the settings before, and whom it is about.
+    fn start(&self, ksm: &Ksm) -> (tempfile::TempDir, Vec<Lab<Region>>) {
+        for (name, value) in SETTINGS {
+            ksm.set(name, value);
+        }
+        let state = tempfile::tempdir().unwrap();
+        if let Some(policy) = self.set {
+            done(state.path(), &format!("policy set {policy}"));
+        }
+        let words: Vec<&str> = self.lab.into_iter().flat_map(|words| words.split(' ')).collect();
+        let lab = words.split_first().map(|(name, arguments)| Lab::start(name, arguments).unwrap());
+        (state, lab.into_iter().collect())
+    }
+
+    fn run(&self, state: &Path, labs: &[Lab<Region>], fault: &str) -> Output {
+        let pids: Vec<u32> = labs.iter().map(Lab::pid).collect();
+        pagefold(state, self.command, &pids, Some(fault))
+    }
+
+    /// How often it reaches each point when nobody kills it, and which settings it leaves.
+    fn points(&self, ksm: &Ksm) -> (BTreeMap<String, u64>, [(&'static str, i64); 4]) {
+        let (state, labs) = self.start(ksm);
+        let before = settings(ksm);
+        let output = self.run(state.path(), &labs, "count");
+        assert_eq!(output.status.code(), Some(0), "{output:?}");
+        let after = settings(ksm);
+        assert_ne!(after, before);
+        (points(&output), after)
+    }
+
+    /// Kill it at a point. Whether it got there.
+    fn kill(&self, ksm: &Ksm, leaves: [(&'static str, i64); 4], point: &str) -> bool {
+        let (state, labs) = self.start(ksm);
+        let before = settings(ksm);
+        let held: Vec<u64> = labs.iter().map(|lab| checksum(lab.pid(), lab.lines())).collect();
+        let output = self.run(state.path(), &labs, point);
+        let (killed, place) = was_killed(&output, point);
+        assert!(labs.iter().all(|lab| !crate::is_held(lab.pid())), "{place}");
+        done(state.path(), "recover");
+        assert!([before, leaves].contains(&settings(ksm)), "{place}: {:?}", settings(ksm));
+        done(state.path(), "policy restore");
+        assert_eq!(settings(ksm), SETTINGS, "{place}");
+        assert!(labs.iter().zip(held).all(|(lab, held)| checksum(lab.pid(), lab.lines()) == held), "{place}");
+        killed
+    }
+
+    fn killed_at_any_step(&self) {
+        let ksm = match Ksm::take() {
+            Ok(ksm) => ksm,
+            Err(why) => return println!("skipped: {why}"),
+        };
+        let (reached, leaves) = self.points(&ksm);
+        killed_at_any(self.kind, &reached, |point| self.kill(&ksm, leaves, point));
+    }
+}
+
+/// Run a command that nobody kills, and see that nothing remains to be done.
+fn done(state: &Path, command: &str) {
+    let output = pagefold(state, command, &[], None);
+    assert_eq!(output.status.code(), Some(0), "{command}: {output:?}");
+    assert!(json(&output)["remains"].as_array().is_none_or(Vec::is_empty), "{command}: {output:?}");
+}
+
+#[test]
+fn a_merge_that_leaves_ksmd_running() {
+    let command = "merge --keep --settle 0 --cpu 100 --min-profit 0 --watch 0";
+    let lab = Some("layout within=600,copies=3");
+    Lasting { kind: "keep", set: None, command, lab }.killed_at_any_step();
+}
+
+#[test]
+fn a_policy_in_place_of_another() {
+    Lasting { kind: "policy", set: Some("guided"), command: "policy set flat-out", lab: None }.killed_at_any_step();
+}
+
+#[test]
+fn a_policy_that_is_taken_back() {
+    Lasting { kind: "restore", set: Some("flat-out"), command: "policy restore", lab: None }.killed_at_any_step();
+}
