@@ -311,6 +311,9 @@ fn one_merge_after_another_keeps_domains_apart() {
     for lab in labs {
         assert_eq!(enrolled(lab, lab.region("shared-content")), 0, "root has it enrolled: {merged}");
     }
+    let whole = merge(state.path(), &[&his[0], &his[1]], &["--whole"]);
+    assert_eq!(whole.status.code(), Some(2), "{whole:?}");
+    assert!(String::from_utf8_lossy(&whole.stderr).contains("--across-domains"), "{whole:?}");
     let across = report(&merge(state.path(), &[&his[0], &his[1]], &["--json", "--across-domains"]), 0);
     assert!(across["outcome"]["saved"].as_u64() >= Some(800 * 4096), "{across}");
     assert_eq!(enrolled(&his[0], his[0].region("shared-content")), 800);

@@ -45,6 +45,8 @@ pub struct Entry {
     /// For advice, what each of its ranges was part of: like memory without a gap. Whatever else lies there later is not
     /// what was advised.
     pub within: Vec<AddressRange>,
+    /// Whether it stays once what it was made for is done.
+    pub until_done: bool,
 }
 
 /// What a setting is to be put back to. `run` stays readable as 2 after everything was unmerged, and ksmd rests then
@@ -189,6 +191,8 @@ struct WireEntry {
     written: Vec<String>,
     #[serde(skip_serializing_if = "Vec::is_empty", default)]
     within: Vec<(u64, u64)>,
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    until_done: bool,
     undo: WireAction,
 }
 
@@ -287,6 +291,7 @@ impl From<&Journal> for Wire {
         let entry = |entry: &Entry| WireEntry {
             written: entry.written.clone(),
             within: pairs(&entry.within),
+            until_done: entry.until_done,
             undo: WireAction::from(&entry.undo),
         };
         Self {
@@ -300,8 +305,12 @@ impl From<&Journal> for Wire {
 
 impl From<Wire> for Journal {
     fn from(wire: Wire) -> Self {
-        let entry =
-            |entry: WireEntry| Entry { undo: entry.undo.into(), written: entry.written, within: ranges(entry.within) };
+        let entry = |entry: WireEntry| Entry {
+            undo: entry.undo.into(),
+            written: entry.written,
+            within: ranges(entry.within),
+            until_done: entry.until_done,
+        };
         let entries = wire.entries.into_iter().map(entry).collect();
         Self { boot: wire.boot, writer: wire.writer, purpose: wire.purpose, entries }
     }
@@ -329,7 +338,9 @@ mod tests {
             Action::GuestMerge { process, socket: "/run/q.sock".into(), backend: "/objects/ram".to_owned(), on: true },
             Action::Collapse { process, ranges: ranges.clone() },
         ];
-        let entries = undo.map(|undo| Entry { undo, written: vec!["1".to_owned()], within: ranges.clone() }).to_vec();
+        let entries = undo
+            .map(|undo| Entry { undo, written: vec!["1".to_owned()], within: ranges.clone(), until_done: true })
+            .to_vec();
         let journal = Journal { boot: "b".to_owned(), writer: 3, purpose: Some("default".to_owned()), entries };
         assert_eq!(Journal::load(&directory, SESSION).unwrap(), None);
         journal.store(&directory, SESSION).unwrap();

@@ -207,6 +207,7 @@ pub fn carry_out<'h>(
         given_up.chain(trial.idle(process).iter().copied().map(named(Fate::Idle))).collect()
     };
     let fates = probes.look(host, given_up).map_err(unknown)?;
+    session.done()?;
     if options.after == After::Slowly && !matches!(end, End::Yielded(_)) {
         let slowly = session.set(&Settings::from([
             (Setting::PagesToScan, DEFAULT_PAGES_TO_SCAN.to_string()),
@@ -344,7 +345,7 @@ impl Work<'_, '_> {
                 (_, false) => vec![Action::Advise { process, advice: Advice::Mergeable, ranges }],
             };
             for action in actions {
-                self.act(target, &action, Stays::ForGood)?;
+                self.act(target, &action, Stays::OnceDone)?;
             }
         }
         Ok(())

@@ -15,18 +15,24 @@
 //! one kind that has not grown, but for the heap. By then the program may have mapped something else there, which it
 //! never enrolled. Limits: something of the same kind and place cannot be told from what was there.
 //!
+//! What a session enrols is to stay, once it is done. If it ends before, by an error, a panic or `kill -9`, that is
+//! withdrawn again, as far as there is memory for copies of what has merged; where there is not, it stays written down.
+//!
 //! Settings that a policy leaves behind on purpose ([`Session::keep`]) are written down apart, until
 //! [`Session::restore_policy`].
 
 mod extent;
 
 use crate::journal::{self, Directory, Entry, Journal, POLICY, SESSION, resting};
+use crate::verify;
 use extent::Extents;
-use pagefold_host::Host;
 use pagefold_host::act::{self, Action, Advice, Effect, Refusal};
+use pagefold_host::room::room;
+use pagefold_host::{Host, observe, parse};
+use pagefold_model::guard::{self, Need, Verdict};
 use pagefold_model::ksm::{Setting, Settings};
 use pagefold_model::policy::DEFAULT_PAGES_TO_SCAN;
-use pagefold_model::{Absent, AddressRange, ProcessId};
+use pagefold_model::{Absent, AddressRange, Pages, ProcessId};
 use rustix::fs::OFlags;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -44,7 +50,10 @@ pub const DIRECTORY: &str = "/run/pagefold";
 pub enum Stays {
     /// It is put back.
     ForNow,
-    /// It is what the session is for.
+    /// It is what the session is for, and stays once that is done ([`Session::done`]). Until then it is put back, too, as
+    /// far as there is memory for that.
+    OnceDone,
+    /// It is never put back.
     ForGood,
 }
 
@@ -223,7 +232,7 @@ impl<'a> Session<'a> {
             }
             return Ok(effect);
         }
-        let noted = self.note(action)?;
+        let noted = self.note(action, stays == Stays::OnceDone)?;
         self.effect(action).map_err(|refusal| {
             // Where something may have been changed, its undo stays: taking back what was not done does no harm.
             let in_part = matches!(refusal, Refusal::Busy(_) | Refusal::Failed(_));
@@ -284,6 +293,13 @@ impl<'a> Session<'a> {
             | Action::GuestMerge { process, .. }
             | Action::Collapse { process, .. } => lives(process),
         });
+        if self.journal.entries.len() < length { self.store() } else { Ok(()) }
+    }
+
+    /// What the session is for is done: it stays.
+    pub fn done(&mut self) -> Result<(), Error> {
+        let length = self.journal.entries.len();
+        self.journal.entries.retain(|entry| !entry.until_done);
         if self.journal.entries.len() < length { self.store() } else { Ok(()) }
     }
 
@@ -353,7 +369,7 @@ impl<'a> Session<'a> {
     }
 
     /// Write down what puts an action back. A setting keeps the value that it had first.
-    fn note(&mut self, action: &Action) -> Result<Noted, Error> {
+    fn note(&mut self, action: &Action, until_done: bool) -> Result<Noted, Error> {
         let mut noted = Noted { length: self.journal.entries.len(), written: Vec::new() };
         if let Action::Set { setting, value } = action {
             let now = self.now(*setting)?;
@@ -368,7 +384,7 @@ impl<'a> Session<'a> {
             let undo = act::undo(self.host, action).map_err(Error::Unknown)?;
             for undo in undo {
                 let within = self.within(&undo).map_err(Error::Unknown)?;
-                self.journal.entries.push(Entry { undo, written: Vec::new(), within });
+                self.journal.entries.push(Entry { undo, written: Vec::new(), within, until_done });
             }
         }
         self.store()?;
@@ -394,7 +410,8 @@ impl<'a> Session<'a> {
             }
             None => {
                 let undo = Action::Set { setting, value: resting(setting, self.now(setting)?) };
-                self.journal.entries.push(Entry { undo, written: vec![value.to_owned()], within: Vec::new() });
+                let written = vec![value.to_owned()];
+                self.journal.entries.push(Entry { undo, written, within: Vec::new(), until_done: false });
             }
         }
         Ok(())
@@ -439,6 +456,9 @@ impl<'a> Session<'a> {
     }
 
     fn put_back_one(&mut self, entry: &Entry) -> Back {
+        if entry.until_done && !self.has_room_for(&entry.undo).unwrap_or(false) {
+            return Back::not(entry, "there is no memory for copies of what has merged", true);
+        }
         match &entry.undo {
             Action::Set { setting, value } => match self.changed(entry, *setting, value) {
                 Ok(true) => {}
@@ -454,6 +474,34 @@ impl<'a> Session<'a> {
             Ok(_) | Err(Refusal::Vanished) => Back::done(entry),
             Err(why) => Back::not(entry, &why, later(&why)),
         }
+    }
+
+    /// Whether there is memory for pages of their own for all that is merged of a process that is to be withdrawn.
+    fn has_room_for(&self, undo: &Action) -> Result<bool, Absent> {
+        let process = match undo {
+            Action::Advise { process, advice: Advice::Unmergeable, .. }
+            | Action::MergeAny { process, on: false }
+            | Action::GuestMerge { process, on: false, .. } => *process,
+            _ => return Ok(true),
+        };
+        let handle = match verify::open(self.host, process) {
+            Err(Absent::Vanished) => return Ok(true),
+            handle => handle?,
+        };
+        let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
+        let merged = ksm.merging_pages.map(|pages| pages.saturating_add_signed(ksm.zero_pages.unwrap_or(0)));
+        let copies = match (merged, undo) {
+            (Ok(pages), _) => Pages(pages),
+            // At most.
+            (Err(_), Action::Advise { ranges, .. }) => {
+                ranges.iter().map(|range| self.host.page_size().pages_in(range.bytes())).sum()
+            }
+            (Err(why), _) => return Err(why),
+        };
+        let cgroup = observe::process(&*handle).and_then(|process| process.cgroup).ok();
+        let room = room(self.host, &cgroup.iter().cloned().collect());
+        let need = Need::of(cgroup.as_deref(), copies, Pages::ZERO);
+        Ok(guard::judge(&need, &room, self.host.page_size()).verdict == Verdict::Fits)
     }
 
     /// Whether a setting is to be put back. If it is but must not be: why, and whether to try again later.
@@ -488,7 +536,8 @@ impl<'a> Session<'a> {
         };
         let part = |pairs: &[(AddressRange, AddressRange)]| {
             let (ranges, within) = pairs.iter().copied().unzip();
-            Entry { undo: Action::Advise { process, advice, ranges }, written: Vec::new(), within }
+            let undo = Action::Advise { process, advice, ranges };
+            Entry { undo, written: Vec::new(), within, until_done: entry.until_done }
         };
         let mut back = Back::default();
         let (mut same, mut other) = (Vec::new(), Vec::new());

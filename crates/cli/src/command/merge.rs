@@ -9,14 +9,16 @@ use clap::Args;
 use pagefold_drive::merge::{self, After};
 use pagefold_drive::prepare::{Prepared, Request, prepare};
 use pagefold_drive::trial::Trial;
-use pagefold_drive::{Session, ksmd};
+use pagefold_drive::{Session, ksmd, verify};
 use pagefold_host::{Host, observe};
 use pagefold_linux::qmp;
 use pagefold_model::Bytes;
+use pagefold_model::domain::Domains;
 use pagefold_model::plan::{Guest, Plan, Target};
 use pagefold_model::process::Process;
 use pagefold_report::merge::{MergeReport, text};
 use pagefold_report::wire;
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
@@ -70,7 +72,7 @@ pub struct Options {
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = duration)]
     watch: Duration,
     /// Pause between the two looks of the census at each page that might merge: what merges has held still for as long.
-    /// 6s is the age from which `run --policy guided` expects a page to stay until merging it has paid; 0 for one look
+    /// 5s is about the age from which `run --policy guided` expects a page to stay until merging it has paid; 0 for one look
     #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = duration)]
     settle: Duration,
     /// Threads of the census [default: one for each CPU]
@@ -154,7 +156,7 @@ fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBo
         bail!("stopped during the census: nothing was changed");
     }
     if options.whole {
-        one_domain(&plan, options)?;
+        one_domain(host, &plan, &request.domains, options)?;
         for target in &mut plan.targets {
             target.guest = guest(host, target, options, global)?;
         }
@@ -162,16 +164,28 @@ fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBo
     Ok(Prepared { census, plan, probes })
 }
 
-/// Refuse to enrol processes of several trust domains whole: in KSM's one tree all their pages would meet.
-fn one_domain(plan: &Plan, options: &Options) -> anyhow::Result<()> {
-    let mut domains: Vec<String> = plan.targets.iter().map(|target| target.domain.to_string()).collect();
-    domains.dedup();
-    if domains.len() > 1 && !options.across_domains {
+/// Refuse to enrol processes whole where other trust domains are, or have been enrolled before: in KSM's one tree all
+/// their pages would meet.
+fn one_domain(host: &dyn Host, plan: &Plan, domains: &Domains, options: &Options) -> anyhow::Result<()> {
+    if options.across_domains {
+        return Ok(());
+    }
+    let mut names: BTreeSet<String> = plan.targets.iter().map(|target| target.domain.to_string()).collect();
+    let enrolled = verify::enrolled(host).map_err(|why| anyhow!("cannot tell who is enrolled already: {why}"))?;
+    for id in enrolled {
+        // Who has ended since shares nothing.
+        if let Ok(process) = verify::open(host, id).and_then(|handle| observe::process(&*handle)) {
+            names.insert(domains.domain(&process).to_string());
+        }
+    }
+    if !plan.targets.is_empty() && names.len() > 1 {
+        let some: Vec<&str> = names.iter().map(String::as_str).take(2).collect();
         bail!(
-            "--whole would let {} trust domains share pages ({}, ...), and whoever times writes to such a page learns that \
-             another has it: choose one of them, or give --across-domains",
-            domains.len(),
-            domains[..2].join(", ")
+            "--whole would let {} trust domains share pages ({}, ...: those of processes that are enrolled already among \
+             them), and whoever times writes to such a page learns that another has it: choose one of them, or give \
+             --across-domains",
+            names.len(),
+            some.join(", ")
         );
     }
     Ok(())

@@ -97,10 +97,13 @@ impl Change {
         let before: Vec<_> = labs.iter().map(|lab| (checksum(lab), enrolled(lab.pid()))).collect();
         let output = self.run(state.path(), &pids(&labs), Some(point));
         let (killed, place) = was_killed(&output, point);
+        let journal = fs::read_to_string(state.path().join("journal.json")).unwrap_or_default();
+        let undone = self.first.is_none() && journal.contains("until_done");
         recover(ksm, state.path(), &pids(&labs), &place);
         for (lab, (held, was_enrolled)) in labs.iter().zip(&before) {
             assert_eq!(checksum(lab), *held, "{place}");
             assert!(!self.enrolled || was_enrolled.is_subset(&enrolled(lab.pid())), "{place}");
+            assert!(!undone || *was_enrolled == enrolled(lab.pid()), "{place}: it was not done, and stays");
         }
         if !self.enrolled {
             // What is to last is not taken back. It can be done once more, to its end.

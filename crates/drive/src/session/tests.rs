@@ -141,8 +141,8 @@ fn killed_between_the_note_and_the_change() {
     let before = host.values();
     let mut session = begin(&host, directory.path());
     session.set(&settings(&[(Setting::Run, "1")])).unwrap();
-    session.note(&Action::Set { setting: Setting::PagesToScan, value: "9".to_owned() }).unwrap();
-    session.note(&Action::Set { setting: Setting::Run, value: "2".to_owned() }).unwrap();
+    session.note(&Action::Set { setting: Setting::PagesToScan, value: "9".to_owned() }, false).unwrap();
+    session.note(&Action::Set { setting: Setting::Run, value: "2".to_owned() }, false).unwrap();
     let journal = fs::read(directory.path().join(SESSION)).unwrap();
     drop(session);
     host.put("run", "1");
@@ -301,7 +301,7 @@ fn nothing_is_unmerged_to_put_back() {
     let mut session = begin(&host, directory.path());
     session.writable().unwrap();
     // Noted and not yet written when it was killed: nobody else's doing.
-    session.note(&Action::Set { setting: Setting::Run, value: "1".to_owned() }).unwrap();
+    session.note(&Action::Set { setting: Setting::Run, value: "1".to_owned() }, false).unwrap();
     kill_now(session, directory.path());
     let (mut session, _, remains) = Session::begin(&host, directory.path()).unwrap();
     assert_eq!(remains, Vec::new());

@@ -1,4 +1,4 @@
-//! System calls made inside another running process, from outside and without a trace.
+//! System calls made inside another running process, from outside.
 //!
 //! Some of what a process may do to its memory the kernel takes only from itself: `MADV_MERGEABLE` and
 //! `PR_SET_MEMORY_MERGE` among it. So one thread of it is stopped for a moment by ptrace(2), makes the call, and goes on

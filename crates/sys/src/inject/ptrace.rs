@@ -147,7 +147,6 @@ impl Thread {
         if answer == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// Have it trap before it next returns to user mode.
     /// A word of the memory that the thread has now, which after an exec is another than before.
     pub fn peek(self, address: u64) -> io::Result<u64> {
         let mut word: libc::c_ulong = 0;
@@ -157,6 +156,7 @@ impl Thread {
         if answer == -1 { Err(io::Error::last_os_error()) } else { Ok(word) }
     }
 
+    /// Have it trap before it next returns to user mode.
     pub fn interrupt(self) -> io::Result<()> {
         self.request(INTERRUPT, 0, 0)
     }

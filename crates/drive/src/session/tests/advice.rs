@@ -56,7 +56,7 @@ fn killed_after_any_step_everything_comes_back() {
     session.set(&busy()).unwrap();
     let withdraw = advise(Advice::Unmergeable, &[(0x12000, 0x14000), (0x1e000, 0x22000)]);
     session.apply(&withdraw, Stays::ForNow).unwrap();
-    session.apply(&advise(Advice::Mergeable, &[(0x21000, 0x23000)]), Stays::ForNow).unwrap();
+    session.apply(&advise(Advice::Mergeable, &[(0x21000, 0x23000)]), Stays::OnceDone).unwrap();
     session.apply(&Action::MergeAny { process: PROCESS, on: true }, Stays::ForNow).unwrap();
     session.set(&advised()).unwrap();
     assert!(session.set(&settings(&[(Setting::MaxPageSharing, "1")])).is_err());
@@ -85,6 +85,45 @@ fn killed_after_any_step_everything_comes_back() {
         last = journal;
     }
     assert!(changed > 50, "{changed}");
+}
+
+/// What a session is for stays once it is done, and not before.
+#[test]
+fn what_is_enrolled_stays_once_that_is_done() {
+    let enrol = advise(Advice::Mergeable, &[(0x21000, 0x23000)]);
+    let before = enrolled(&host());
+    for done in [false, true] {
+        let (host, directory) = (host(), tempfile::tempdir().unwrap());
+        let mut session = begin(&host, directory.path());
+        session.apply(&enrol, Stays::OnceDone).unwrap();
+        assert_ne!(enrolled(&host), before);
+        if done {
+            session.done().unwrap();
+            assert!(!directory.path().join(SESSION).exists());
+        } else {
+            kill_now(session, directory.path());
+            assert_eq!(Session::begin(&host, directory.path()).unwrap().1.len(), 1);
+        }
+        assert_eq!(enrolled(&host) == before, !done);
+    }
+}
+
+#[test]
+fn what_has_merged_is_not_withdrawn_where_there_is_no_memory_for_it() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    let before = enrolled(&host);
+    let mut session = begin(&host, directory.path());
+    session.apply(&advise(Advice::Mergeable, &[(0x21000, 0x23000)]), Stays::OnceDone).unwrap();
+    host.file("proc/7/ksm_merging_pages", "2\n");
+    host.free(4);
+    kill_now(session, directory.path());
+    let (session, _, remains) = Session::begin(&host, directory.path()).unwrap();
+    assert!(matches!(&remains[..], [one] if one.kept && one.why.contains("no memory for copies")), "{remains:?}");
+    assert_ne!(enrolled(&host), before);
+    drop(session);
+    host.free(5_000_000);
+    assert_eq!(Session::begin(&host, directory.path()).unwrap().1.len(), 1, "the next one tries again");
+    assert_eq!(enrolled(&host), before);
 }
 
 /// The same settings and memory; a process that was never asked says nothing, which is as if it said no.
