@@ -2,8 +2,8 @@
 //! process that is to become the program before it does. The program goes on.
 
 use crate::{
-    GUIDED, PAGEFOLD, SETTINGS, checksum, day, dealt_to, enrolled, is_held, json, killed_at_any, pagefold, recover,
-    settings, soak, until,
+    GUIDED, PAGEFOLD, SETTINGS, checksum, day, dealt_to, enrolled, is_held, killed_at_any, pagefold, recover, settings,
+    soak, until,
 };
 use pagefold_labs::client::binary;
 use pagefold_labs::ksm::Ksm;
@@ -75,6 +75,16 @@ impl Program {
         others.into_iter().any(|entry| fs::read_link(entry.path().join("fd/2")).is_ok_and(|holder| holder == file))
     }
 
+    /// What was begun can be done, where it was not, and taken back, to its end.
+    fn change_again(&self, place: &str) {
+        for command in ["merge --whole --settle 0 --cpu 100 --min-profit 0 --watch 0", "unmerge"] {
+            let output = pagefold(self.state.path(), command, &[self.pid()], None);
+            assert_eq!(output.status.code(), Some(0), "{place}: {output:?}");
+            assert!(!is_held(self.pid()), "{place}: {command}");
+            assert_eq!(enrolled(self.pid()).is_empty(), command == "unmerge", "{place}: {command}");
+        }
+    }
+
     /// Have the program end, as one that works, and wait for who is beside it.
     fn end(&mut self) {
         drop(self.child.stdin.take());
@@ -114,20 +124,12 @@ impl Way {
             until("the end of who was killed", || !program.is_accompanied());
             let held = checksum(program.pid(), &program.regions);
             recover(ksm, program.state.path(), &[program.pid()], &place);
-            self.merge(&program, &place);
+            program.change_again(&place);
             assert_eq!(checksum(program.pid(), &program.regions), held, "{place}");
         }
         program.end();
         recover(ksm, program.state.path(), &[], &place);
         killed
-    }
-
-    /// What was begun can be done once more, to its end.
-    fn merge(&self, program: &Program, place: &str) {
-        let command = "merge --whole --settle 0 --cpu 100 --min-profit 0 --watch 0";
-        let merged = pagefold(program.state.path(), command, &[program.pid()], None);
-        assert!(json(&merged)["outcome"]["end"] == "settled", "{place}: {merged:?}");
-        assert!(!is_held(program.pid()) && !enrolled(program.pid()).is_empty(), "{place}");
     }
 }
 
