@@ -14,8 +14,17 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
+/// Whom to look at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whom {
+    /// Every member.
+    All,
+    /// Those that have just come: to look at all takes a while where there are many. The others are left out.
+    New,
+}
+
 /// The document.
-pub fn status(host: &dyn Host, snapshot: &Snapshot, findings: Vec<FindingReport>) -> Status {
+pub fn status(host: &dyn Host, snapshot: &Snapshot, whom: Whom, findings: Vec<FindingReport>) -> Status {
     let (rules, budget) = (snapshot.state.rules(), snapshot.state.budget());
     let (standing, why) = snapshot.state.standing();
     let memory = observe::memory(host);
@@ -23,11 +32,16 @@ pub fn status(host: &dyn Host, snapshot: &Snapshot, findings: Vec<FindingReport>
     let vmstat = observe::vmstat(host).unwrap_or_default();
     let page = host.page_size().bytes();
     let shares = Shares { page, counters: counters.as_ref() };
-    let mut members: Vec<Member> = snapshot.who.iter().filter_map(|who| member(host, snapshot, who, &shares)).collect();
+    let known = snapshot.state.members();
+    let chosen =
+        |who: &&Process| whom == Whom::All || known.get(&who.id).is_some_and(|known| known.is_new() && known.is_open());
+    let managed = snapshot.who.iter().filter(|who| known.contains_key(&who.id)).count();
+    let mut members: Vec<Member> =
+        snapshot.who.iter().filter(chosen).filter_map(|who| member(host, snapshot, who, &shares)).collect();
     members.sort_by_key(|member| (Reverse(member.resident), member.pid));
     let domains = domains(&members);
-    let members_left_out = members.len().saturating_sub(MEMBERS) as u64;
     members.truncate(MEMBERS);
+    let members_left_out = (managed - members.len()) as u64;
     let since = |name: &str, before: Option<u64>| Some(vmstat.get(name)?.saturating_sub(before?));
     Status {
         schema: SCHEMA.to_owned(),
