@@ -18,8 +18,8 @@ const PAGE: u64 = 4096;
 /// Members that are kept at a time at most: those with the largest footprint.
 const MEMBERS: usize = 32;
 
-/// Samples that are remembered to follow a pass by.
-const RECENT: usize = 2048;
+/// Samples that are remembered to follow a pass by: at four a second, those of a quarter of an hour.
+const RECENT: usize = 4096;
 
 /// What is noted and not written at most: it is lost where nothing can be written for so long.
 const PENDING: usize = 4096;
@@ -140,10 +140,7 @@ impl Writer {
         if self.samples.len() < PENDING {
             self.samples.push(sample);
         }
-        self.recent.push_back(sample);
-        if self.recent.len() > RECENT {
-            self.recent.pop_front();
-        }
+        self.remember(sample);
         self.note_arrivals(status);
         self.note_pass(status);
         let last = self.decided;
@@ -160,6 +157,18 @@ impl Writer {
         members.truncate(MEMBERS);
         if self.members.len() < THIN as usize {
             self.members.push((time, members));
+        }
+    }
+
+    /// Note what merging saves, gross, at a time (seconds since 1970): to know the course of a pass, and not to be kept.
+    pub fn note_saved(&mut self, time: f64, gross: u64) {
+        self.remember(Sample { time, run: self.run, saved_gross: Some(gross), ..Sample::default() });
+    }
+
+    fn remember(&mut self, sample: Sample) {
+        self.recent.push_back(sample);
+        if self.recent.len() > RECENT {
+            self.recent.pop_front();
         }
     }
 
@@ -218,7 +227,7 @@ impl Writer {
 
     /// Find out how long the last pass took to most of what it saved.
     fn follow(&mut self) {
-        let Some(pass) = self.open.as_mut().filter(|pass| pass.reached.is_some() && pass.to_90.is_none()) else {
+        let Some(pass) = self.open.as_mut().filter(|pass| pass.reached > Some(0) && pass.to_90.is_none()) else {
             return;
         };
         let course = self.recent.make_contiguous();
@@ -395,44 +404,52 @@ const TABLES: [(&str, &str); 4] = [("sample", "time_ms"), ("member", "id"), ("de
 fn thin(connection: &mut Connection, now: i64, limits: Limits) -> rusqlite::Result<()> {
     for (table, tiers) in [("sample", &tiers::SAMPLES[..]), ("member", &tiers::MEMBERS[..])] {
         for Tier { age, step } in tiers {
-            let which = match step {
-                // All but the last of each slice; of samples also of each life of the daemon, to lose no CPU time.
-                Some(step) => {
-                    let same = if table == "sample" { "AND later.run = old.run" } else { "" };
-                    format!(
-                        "EXISTS (SELECT 1 FROM {table} AS later WHERE later.time_ms > old.time_ms \
-                         AND later.time_ms < (old.time_ms / {step} + 1) * {step} {same})"
-                    )
-                }
-                None => "1".to_owned(),
-            };
-            delete(connection, table, &which, now - age, limits)?;
+            match step {
+                Some(step) => delete(connection, table, &older_of_slices(table, *step), now - age, limits)?,
+                None => delete(connection, table, &all_of(table, "1"), now - age, limits)?,
+            }
         }
     }
-    delete(connection, "decision", "1", now - tiers::EVENTS, limits)?;
-    delete(connection, "pass", "1", now - tiers::EVENTS, limits)?;
-    delete(connection, "pass", "reached IS NULL", now - tiers::IDLE, limits)?;
+    delete(connection, "decision", &all_of("decision", "1"), now - tiers::EVENTS, limits)?;
+    delete(connection, "pass", &all_of("pass", "1"), now - tiers::EVENTS, limits)?;
+    delete(connection, "pass", &all_of("pass", "reached IS NULL"), now - tiers::IDLE, limits)?;
     let unused = "DELETE FROM run WHERE id < (SELECT max(id) FROM run) AND id NOT IN (SELECT run FROM sample)";
     connection.execute(unused, [])?;
     Ok(())
 }
 
-/// Delete the rows of a table before a time for which something holds, some at a time, so that the log stays short.
+/// What tells a row of a table.
+fn id(table: &str) -> &'static str {
+    TABLES.iter().find(|(name, _)| *name == table).map_or("rowid", |(_, id)| id)
+}
+
+/// The rows of a table before a time for which something holds.
+fn all_of(table: &str, which: &str) -> String {
+    format!("SELECT {} FROM {table} WHERE time_ms < ?1 AND {which}", id(table))
+}
+
+/// The rows of a table before a time that are not the latest of their slice of time; of samples also not of their life of
+/// the daemon, to lose no CPU time.
+fn older_of_slices(table: &str, step: i64) -> String {
+    let (id, same) = (id(table), if table == "sample" { ", run" } else { "" });
+    format!(
+        "SELECT {id} FROM (SELECT {id}, time_ms, max(time_ms) OVER (PARTITION BY time_ms / {step}{same}) AS latest \
+         FROM {table} WHERE time_ms < ?1) WHERE time_ms < latest"
+    )
+}
+
+/// Delete rows of a table that lie before a time, the oldest first and some at a time, so that the log stays short.
 fn delete(connection: &mut Connection, table: &str, which: &str, before: i64, limits: Limits) -> rusqlite::Result<()> {
-    let id = TABLES.iter().find(|(name, _)| *name == table).map_or("rowid", |(_, id)| id);
     let rows = limits.log() / 8 / ROW;
-    let text = format!(
-        "DELETE FROM {table} WHERE {id} IN (SELECT old.{id} FROM {table} AS old WHERE old.time_ms < ?1 AND {which} \
-         ORDER BY old.time_ms LIMIT {rows})"
-    );
+    let text = format!("DELETE FROM {table} WHERE {} IN ({which} ORDER BY time_ms LIMIT {rows})", id(table));
     while connection.execute(&text, [before])? as u64 == rows {
         flush(connection)?;
     }
     Ok(())
 }
 
-/// Let the oldest go until a good part of the database is free: a sixteenth of the time at once, so that the tables keep
-/// about the same span.
+/// Let the oldest go until a good part of the database is free: what is older than a sixteenth of the rows of the longest
+/// table, again and again. By rows and not by time, since a clock that was wrong for a while may have left rows far away.
 fn shrink(connection: &mut Connection, limits: Limits) -> rusqlite::Result<()> {
     // A sixteenth and a sixteenth of the rest, until a thousandth is left.
     for _ in 0..110 {
@@ -440,21 +457,28 @@ fn shrink(connection: &mut Connection, limits: Limits) -> rusqlite::Result<()> {
         if all - free <= limits.pages() / 10 * 7 {
             break;
         }
-        let union = TABLES
-            .map(|(table, _)| format!("SELECT min(time_ms) AS a, max(time_ms) AS b FROM {table}"))
-            .join(" UNION ALL ");
-        let span = connection.query_row(&format!("SELECT min(a), max(b) FROM ({union})"), [], |row| {
-            Ok(row.get::<_, Option<i64>>(0)?.zip(row.get::<_, Option<i64>>(1)?))
-        })?;
-        let Some((first, last)) = span else { break };
-        // At least a millisecond, so that it comes to an end.
-        let cut = first + (last - first) / 16 + 1;
+        let Some(cut) = oldest_part(connection)? else { break };
         for (table, _) in TABLES {
-            delete(connection, table, "1", cut, limits)?;
+            delete(connection, table, &all_of(table, "1"), cut, limits)?;
         }
         flush(connection)?;
     }
     Ok(())
+}
+
+/// The time before which a sixteenth of the rows of the longest table lie; `None` where nothing is in any.
+fn oldest_part(connection: &Connection) -> rusqlite::Result<Option<i64>> {
+    let count = |table| connection.query_row(&format!("SELECT count(*) FROM {table}"), [], |row| row.get::<_, i64>(0));
+    let mut longest = (0, "sample");
+    for (table, _) in TABLES {
+        longest = longest.max((count(table)?, table));
+    }
+    let (rows, table) = longest;
+    if rows == 0 {
+        return Ok(None);
+    }
+    let text = format!("SELECT time_ms FROM {table} ORDER BY time_ms LIMIT 1 OFFSET ?1");
+    Ok(Some(connection.query_row(&text, [rows / 16], |row| row.get::<_, i64>(0))? + 1))
 }
 
 #[cfg(test)]

@@ -102,6 +102,33 @@ fn a_pass_is_followed_from_the_arrival_to_the_end() {
 }
 
 #[test]
+fn a_short_pass_is_followed_between_samples() {
+    let (_folder, path, mut writer) = begin(Limits::default(), NOW);
+    let mut moment = status(NOW);
+    moment.saved.gross = Some(0);
+    writer.note(&moment);
+    // A pass of one second, of which the second half merges.
+    for quarter in 1..8_u32 {
+        let at = f64::from(quarter) / 4.0;
+        writer.note_saved(NOW + at, (((at - 0.5).clamp(0.0, 0.5) * 200.0) as u64) << 20);
+    }
+    let (seconds, cpu_seconds, processes, predicted) = (1.0, 0.5, 1, 100 << 20);
+    let reached = Some(100 << 20);
+    moment.time = NOW + 5.0;
+    moment.saved.gross = Some(100 << 20);
+    moment.passes.passes = 1;
+    moment.passes.last =
+        Some(pagefold_report::daemon::Pass { time: NOW + 1.0, seconds, cpu_seconds, processes, predicted, reached });
+    writer.note(&moment);
+    moment.time += 10.0;
+    writer.note(&moment);
+    writer.commit().unwrap();
+    let kept = Reader::open(&path).unwrap().load(0.0, f64::INFINITY).unwrap();
+    assert_eq!(kept.samples.len(), 3, "what was noted between is not kept");
+    assert!((kept.passes[0].to_90.unwrap() - 0.95).abs() < 0.01, "{:?}", kept.passes[0]);
+}
+
+#[test]
 fn the_past_is_thinned_out() {
     let (_folder, path, mut writer) = begin(Limits::default(), NOW);
     let end = milliseconds(NOW);

@@ -1,7 +1,8 @@
 //! How long a pass took until most of what it saved was saved.
 //!
-//! The savings of the host are followed from the last sample before the pass to the highest one until its end; between
-//! two samples they are taken to grow evenly. What programs do meanwhile is in it: the host has one counter.
+//! The savings of the host are followed from the last sample before the pass to its end: from the lowest to the highest
+//! one after it, since what programs have freed before may leave the counter when ksmd comes by. Between two samples they
+//! are taken to grow evenly. What programs do meanwhile is in it: the host has one counter.
 
 use super::record::{Pass, Sample};
 
@@ -21,17 +22,15 @@ pub fn times(pass: &Pass, samples: &[Sample]) -> Option<(f64, f64)> {
     let saved = |sample: &Sample| Some((sample.time, sample.saved_gross? as f64));
     let course: Vec<(f64, f64)> = samples.iter().filter(|sample| sample.run == pass.run).filter_map(saved).collect();
     let before = course.iter().rev().find(|(time, _)| *time <= began)?;
-    let mut rise: Vec<(f64, f64)> = vec![(began, before.1)];
-    rise.extend(course.iter().filter(|(time, _)| *time > began && *time <= until));
-    if rise.len() <= SAMPLES {
+    let mut all: Vec<(f64, f64)> = vec![(began, before.1)];
+    all.extend(course.iter().filter(|(time, _)| *time > began && *time <= until));
+    let least = all.iter().map(|(_, saved)| *saved).fold(f64::INFINITY, f64::min);
+    let rise = &all[all.iter().rposition(|(_, saved)| *saved <= least)?..];
+    let height = rise.iter().map(|(_, saved)| *saved).fold(least, f64::max) - least;
+    if rise.len() < SAMPLES || height < LEAST {
         return None;
     }
-    let top = rise.iter().map(|(_, saved)| *saved).fold(before.1, f64::max);
-    let height = top - before.1;
-    if height < LEAST {
-        return None;
-    }
-    let to = |share: f64| crosses(&rise, before.1 + share * height).map(|time| time - began);
+    let to = |share: f64| crosses(rise, least + share * height).map(|time| time - began);
     Some((to(0.90)?, to(0.99)?))
 }
 
@@ -66,6 +65,15 @@ mod tests {
         saved.push((40.0, 500));
         let (to_90, to_99) = times(&pass(20.0, 30.0), &course(&saved)).unwrap();
         assert!((to_90 - 9.0).abs() < 1e-9 && (to_99 - 9.9).abs() < 1e-9, "{to_90} {to_99}");
+    }
+
+    #[test]
+    fn what_leaves_the_counter_first_is_not_what_was_merged() {
+        // What ended programs had left goes as ksmd starts; then 100 MiB come from second 2 to 12.
+        let mut saved = vec![(0.0, 250), (1.5, 250)];
+        saved.extend((2..=12_u32).map(|second| (f64::from(second), 10 * u64::from(second - 2))));
+        let (to_90, _) = times(&pass(1.0, 12.0), &course(&saved)).unwrap();
+        assert!((to_90 - 10.0).abs() < 1e-9, "{to_90}");
     }
 
     #[test]

@@ -8,6 +8,9 @@ use super::series::Point;
 use super::svg::{self, escape, moment, utc};
 use std::fmt::Write;
 
+/// Passes that are shown without being asked for.
+const SHOWN: usize = 12;
+
 /// Rows of a table that stands for a picture, at most.
 const ROWS: usize = 24;
 
@@ -20,9 +23,11 @@ pub fn document(report: &HistoryReport, made: f64) -> String {
     if let Some(differences) = &report.differences {
         body.push_str(&section("differences", "What is different", &differences_table(differences, &names)));
     }
-    body.push_str(&section("figures", "In figures", &figures(&report.sides)));
     for chart in &charts {
         body.push_str(&figure(chart, report));
+    }
+    if report.differences.is_none() {
+        body.push_str(&section("figures", "In figures", &figures(&report.sides)));
     }
     for side in &report.sides {
         body.push_str(&details(side, report.sides.len() > 1));
@@ -47,8 +52,29 @@ fn header(report: &HistoryReport, title: &str, made: f64) -> String {
         let span = format!("{} to {} UTC, {samples} samples", utc(side.from), utc(side.to));
         let _ = write!(text, "<br><b>{name}</b>{host}: {span}.");
     }
-    text.push_str("</p>\n</header>\n<main>\n");
+    text.push_str("</p>\n<ul>\n");
+    for side in &report.sides {
+        let _ = writeln!(text, "<li>{}</li>", escape(&headline(side)));
+    }
+    text.push_str("</ul>\n</header>\n<main>\n");
     text
+}
+
+/// What a side came to, in a sentence; what is not known is left out.
+fn headline(side: &Side) -> String {
+    let figures = &side.figures;
+    let saved = figures.saved_net_mean.zip(figures.saved_net_highest).map(|(mean, most)| {
+        let (mean, most) = (Unit::Bytes.tell(Some(mean)), Unit::Bytes.tell(Some(most as f64)));
+        format!("{mean} saved on average, {most} at most, net of metadata")
+    });
+    let cpu = figures.cpu_percent.map(|percent| format!("{} of one CPU for it", Unit::Percent.tell(Some(percent))));
+    let converge = figures.converge.map(|converge| {
+        let (merges, seconds) = (converge.merges, Unit::Seconds.tell(Some(converge.to_90_median)));
+        format!("90 % of what a merge saved was saved {seconds} after its pass began, at the median of {merges}")
+    });
+    let parts: Vec<String> = [saved, cpu, converge].into_iter().flatten().collect();
+    let what = if parts.is_empty() { "nothing is known".to_owned() } else { parts.join("; ") };
+    format!("{}: {what}.", side.name)
 }
 
 fn section(id: &str, title: &str, body: &str) -> String {
@@ -129,8 +155,8 @@ fn figure(chart: &Chart, report: &HistoryReport) -> String {
 
 /// What is meant by the time that a merge took.
 const CONVERGE: &str = "<p class=\"note\">From when the first newcomer of a pass was seen, where it had any, otherwise \
-from the start of the pass; the census is in it. Followed by the host's savings, sampled each second while work is under \
-way. The tables of passes below have the numbers.</p>\n";
+from the start of the pass; the census is in it. Followed by the host's savings, sampled four times a second while work \
+is under way. The tables of passes below have the numbers.</p>\n";
 
 /// Points of a side at even distances, as a table.
 fn points(side: &Side, chart: &Chart) -> String {
@@ -204,7 +230,13 @@ fn passes(side: &Side) -> String {
             seconds(pass.to_99_seconds),
         ]
     };
-    table("Passes", &headings, side.passes.iter().map(row)) + &left_out(side.passes_left_out, "earlier passes")
+    let (shown, more) = side.passes.split_at(side.passes.len().min(SHOWN));
+    let mut text = table("Latest passes", &headings, shown.iter().map(row));
+    if !more.is_empty() {
+        let more = table("Passes before", &headings, more.iter().map(row));
+        let _ = write!(text, "<details>\n<summary>Passes before</summary>\n{more}</details>\n");
+    }
+    text + &left_out(side.passes_left_out, "earlier passes")
 }
 
 fn left_out(count: u64, what: &str) -> String {

@@ -18,7 +18,7 @@ pub const SCHEMA: &str = "pagefold.history-report/1";
 pub const POINTS: usize = 1000;
 
 /// Passes of a host that are named at most.
-pub const PASSES: usize = 200;
+pub const PASSES: usize = 500;
 
 /// Members of a host that are named at most.
 pub const MEMBERS: usize = 20;

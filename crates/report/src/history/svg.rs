@@ -153,7 +153,9 @@ fn drawn(chart: &Chart) -> (String, f64) {
     let height = top + HEIGHT - LEGEND;
     for (time, text) in times(chart) {
         let x = frame.x(time);
-        let _ = writeln!(body, "<text class=\"middle\" x=\"{x:.1}\" y=\"{:.1}\">{text}</text>", height - 8.0);
+        // At the right edge half of it would lie outside.
+        let anchor = if x + 4.0 * CHARACTER > WIDTH { "end" } else { "middle" };
+        let _ = writeln!(body, "<text class=\"{anchor}\" x=\"{x:.1}\" y=\"{:.1}\">{text}</text>", height - 8.0);
     }
     for series in &chart.series {
         body.push_str(&marks(series, &frame, chart));
@@ -263,18 +265,17 @@ fn ticks(chart: &Chart) -> Vec<f64> {
     (-under..=steps as i32).map(|n| f64::from(n) * step).collect()
 }
 
-/// Steps of 1, 2 and 5, or their like between powers of 1024.
+/// The distance of lines for so much: a power of two of bytes, otherwise 1, 2 or 5 of a power of ten.
 fn step(most: f64, binary: bool) -> f64 {
-    let rough = most / 3.0;
-    if rough <= 0.0 {
+    if most <= 0.0 {
         return 1.0;
     }
-    let unit = if binary { 1024_f64.powf((rough.ln() / 1024_f64.ln()).floor().max(0.0)) } else { 1.0 };
-    let power = 10_f64.powf((rough / unit).log10().floor());
-    let fits = |n: &f64| n * power * unit >= rough;
-    let step = power * [1.0, 2.0, 5.0].into_iter().find(fits).unwrap_or(10.0);
-    // Above 500 comes 1 of the next unit.
-    unit * if binary && step > 999.0 { 1024.0 } else { step }
+    if binary {
+        return (most / 4.0).log2().ceil().exp2().max(1.0);
+    }
+    let rough = most / 3.0;
+    let power = 10_f64.powf(rough.log10().floor());
+    power * [1.0, 2.0, 5.0].into_iter().find(|n| n * power >= rough).unwrap_or(10.0)
 }
 
 fn label(scale: Scale, value: f64) -> String {
@@ -337,8 +338,7 @@ mod tests {
         let gib = (1_u64 << 30) as f64;
         check(Scale::Bytes, &[3.0 * gib], &["0 B", "1.00 GiB", "2.00 GiB", "3.00 GiB"]);
         check(Scale::Bytes, &[0.0], &["0 B", "1 B"]);
-        check(Scale::Bytes, &[1.5 * gib, -0.2 * gib], &["-1.00 GiB", "0 B", "1.00 GiB", "2.00 GiB"]);
-        check(Scale::Bytes, &[1.4 * gib], &["0 B", "500 MiB", "1000 MiB", "1.46 GiB"]);
+        check(Scale::Bytes, &[1.5 * gib, -0.2 * gib], &["-512 MiB", "0 B", "512 MiB", "1.00 GiB", "1.50 GiB"]);
         check(Scale::Percent, &[10.0], &["0 %", "5 %", "10 %"]);
         check(Scale::Seconds, &[0.5, 20.0], &["0.1 s", "1 s", "10 s", "100 s"]);
     }

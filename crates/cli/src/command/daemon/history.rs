@@ -1,5 +1,6 @@
 //! What the daemon keeps of the past: its status, noted every ten seconds, each second while work is under way and when
-//! somebody comes, and written to an SQLite database about once a minute and when a merge has ended.
+//! somebody comes, and written to an SQLite database about once a minute and when a merge has ended. Between the notes of
+//! a second, what merging saves is looked at alone, so that the course of a short merge is known.
 //!
 //! It is a thread of its own, so that a slow disk holds nobody up. Where the file cannot be used, that is said, and the
 //! daemon goes on without.
@@ -18,8 +19,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
-/// Between two notes while work is under way.
-const QUICK: Duration = Duration::from_secs(1);
+/// Between two looks at what merging saves, while work is under way.
+const QUICK: Duration = Duration::from_millis(250);
+
+/// Between two notes at least.
+const NOTE: Duration = Duration::from_secs(1);
 
 /// Between two notes otherwise.
 const CALM: Duration = Duration::from_secs(10);
@@ -74,8 +78,12 @@ fn open(path: &Path, host: &str) -> anyhow::Result<Writer> {
             .create(directory)
             .with_context(|| format!("cannot make {}", directory.display()))?;
     }
-    let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs_f64();
-    Ok(Writer::open(path, Limits::default(), host, env!("CARGO_PKG_VERSION"), now)?)
+    Ok(Writer::open(path, Limits::default(), host, env!("CARGO_PKG_VERSION"), now())?)
+}
+
+/// Seconds since 1970.
+fn now() -> f64 {
+    SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs_f64()
 }
 
 fn host_name() -> String {
@@ -134,7 +142,7 @@ impl Bell {
         self.news.notify_all();
     }
 
-    /// Wait until it is time for the next note: so long while work is under way, otherwise so long. `false` once there is
+    /// Wait until it is time for the next look: so long while work is under way, otherwise so long. `false` once there is
     /// none.
     fn wait(&self, quick: Duration, calm: Duration) -> bool {
         let wait = |ring, pause, on: fn(&mut Ring) -> bool| {
@@ -142,9 +150,13 @@ impl Bell {
             ring
         };
         let ring = wait(self.state(), quick, |ring| !ring.closed);
-        let mut ring = wait(ring, calm.saturating_sub(quick), |ring| !ring.closed && !ring.busy && !ring.come);
-        ring.come = false;
+        let ring = wait(ring, calm.saturating_sub(quick), |ring| !ring.closed && !ring.busy && !ring.come);
         !ring.closed
+    }
+
+    /// Who has come is noted.
+    fn noted(&self) {
+        self.state().come = false;
     }
 
     fn state(&self) -> MutexGuard<'_, Ring> {
@@ -162,12 +174,16 @@ struct Keeper {
 
 impl Keeper {
     fn run(mut self) {
-        let (mut looked, mut committed): (Option<Instant>, Option<Instant>) = (None, None);
+        let (mut noted, mut looked, mut committed): (Option<Instant>, Option<Instant>, Option<Instant>) =
+            Default::default();
         let mut merges = 0;
         let passed = |since: Option<Instant>, time| since.is_none_or(|since| since.elapsed() >= time);
         loop {
             let all = passed(looked, COMMIT);
-            if let Some(status) = self.note(all) {
+            if !passed(noted, NOTE) {
+                self.look();
+            } else if let Some(status) = self.note(all) {
+                noted = Some(Instant::now());
                 // Who is there is not known yet when the daemon has just started.
                 if all && !status.members.is_empty() {
                     looked = Some(Instant::now());
@@ -188,6 +204,7 @@ impl Keeper {
 
     /// Note how the daemon stands, and what its members take where all are to be looked at; nothing where it ends.
     fn note(&mut self, all: bool) -> Option<Status> {
+        self.bell.noted();
         let snapshot = self.desk.snapshot()?;
         let whom = if all { Whom::All } else { Whom::New };
         let status = status::status(self.desk.host, &snapshot, whom, Vec::new());
@@ -196,6 +213,13 @@ impl Keeper {
             self.writer.note_members(status.time, &status.members);
         }
         Some(status)
+    }
+
+    /// Look at what merging saves.
+    fn look(&mut self) {
+        if let Some(gross) = status::saved_gross(self.desk.host) {
+            self.writer.note_saved(now(), gross);
+        }
     }
 
     fn commit(&mut self) {
@@ -224,7 +248,8 @@ mod tests {
         bell.tell(true, 0);
         assert!(wait() && wait(), "while work is under way");
         bell.tell(false, 1);
-        assert!(wait(), "somebody has come");
+        assert!(wait() && wait(), "somebody has come, and is not noted");
+        bell.noted();
         bell.tell(false, 0);
         assert!(!bell.state().come, "who goes rings nothing");
         std::thread::scope(|scope| {

@@ -19,7 +19,8 @@ use std::time::{Duration, SystemTime};
 pub enum Whom {
     /// Every member.
     All,
-    /// Those that have just come: to look at all takes a while where there are many. The others are left out.
+    /// Those that wait for their first census: to look at all takes a while where there are many. The others are left
+    /// out.
     New,
 }
 
@@ -33,8 +34,9 @@ pub fn status(host: &dyn Host, snapshot: &Snapshot, whom: Whom, findings: Vec<Fi
     let page = host.page_size().bytes();
     let shares = Shares { page, counters: counters.as_ref() };
     let known = snapshot.state.members();
-    let chosen =
-        |who: &&Process| whom == Whom::All || known.get(&who.id).is_some_and(|known| known.is_new() && known.is_open());
+    // Who only observes takes no census, and nobody waits for one.
+    let awaits = |known: &Known| known.is_new() && known.is_open() && rules.mode != Told::Observe;
+    let chosen = |who: &&Process| whom == Whom::All || known.get(&who.id).is_some_and(awaits);
     let managed = snapshot.who.iter().filter(|who| known.contains_key(&who.id)).count();
     let mut members: Vec<Member> =
         snapshot.who.iter().filter(chosen).filter_map(|who| member(host, snapshot, who, &shares)).collect();
@@ -147,6 +149,11 @@ fn saved(counters: &Counters, page: u64) -> Saved {
     let net = counters.general_profit.as_ref().ok().copied();
     let metadata = gross.zip(net).map(|(gross, net)| (gross.cast_signed() - net).max(0).unsigned_abs());
     Saved { gross, metadata, net }
+}
+
+/// What merging saves on a host, gross, where it can be read.
+pub fn saved_gross(host: &dyn Host) -> Option<u64> {
+    saved(&observe::ksm(host).ok()?, host.page_size().bytes()).gross
 }
 
 fn own_resident(page: u64) -> Option<u64> {
