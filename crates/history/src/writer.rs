@@ -78,11 +78,14 @@ pub struct Writer {
     recent: VecDeque<Sample>,
     /// When those were first seen who have not been looked at yet.
     arrivals: BTreeMap<(u32, u64), f64>,
-    /// When the first of those was seen who were looked at since the last pass.
+    /// When the first of those was seen who were looked at since the last merge.
     waited: Option<f64>,
     decided: u64,
     commits: u64,
 }
+
+/// Seconds after which a pass is no longer for the sake of who came so long before.
+const PATIENCE: f64 = 120.0;
 
 /// How many commits lie between two rounds of thinning.
 const THIN: u64 = 60;
@@ -191,8 +194,14 @@ impl Writer {
             let known = self.open.filter(|open| open.number == number);
             let waited = match known {
                 Some(known) => known.waited,
-                None => self.waited.take().map(|seen| (last.time - last.seconds - seen).max(0.0)),
+                None => self.waited.map(|seen| (last.time - last.seconds - seen).max(0.0)),
             };
+            // Newcomers are often looked at in one pass and merged in one of the next.
+            let merged = last.reached.is_some() && known.is_none_or(|known| known.reached.is_none());
+            if merged || waited > Some(PATIENCE) && known.is_none() {
+                self.waited = None;
+            }
+            let waited = waited.filter(|waited| *waited <= PATIENCE);
             let pass = Pass {
                 run: self.run,
                 number,

@@ -47,7 +47,8 @@ enum Report {
     /// `/api/history` of the daemon
     History,
     /// `pagefold report --json`
-    Report,
+    #[value(name = "report")]
+    OverTime,
 }
 
 /// Print the schema.
@@ -63,7 +64,7 @@ pub fn run(options: &Options) -> anyhow::Result<Outcome> {
         Report::Engine => wire::schema::<EngineReport>(),
         Report::Status => wire::schema::<Status>(),
         Report::History => wire::schema::<History>(),
-        Report::Report => wire::schema::<HistoryReport>(),
+        Report::OverTime => wire::schema::<HistoryReport>(),
     })?;
     Ok(Outcome::Done)
 }

@@ -71,8 +71,8 @@ pub struct Converge {
     pub to_99_median: f64,
     /// The same at the 90th percentile.
     pub to_99_high: f64,
-    /// From when the first of those was seen that the pass looked at for the first time, to 90 %, at the median; of
-    /// passes that had such.
+    /// From when the first of those was seen who came since the merge before, two minutes before the pass at most, to
+    /// 90 %, at the median; of passes before which somebody came.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub arrival_to_90_median: Option<f64>,
     /// The same at the 90th percentile.

@@ -154,9 +154,9 @@ fn figure(chart: &Chart, report: &HistoryReport) -> String {
 }
 
 /// What is meant by the time that a merge took.
-const CONVERGE: &str = "<p class=\"note\">From when the first newcomer of a pass was seen, where it had any, otherwise \
-from the start of the pass; the census is in it. Followed by the host's savings, sampled four times a second while work \
-is under way. The tables of passes below have the numbers.</p>\n";
+const CONVERGE: &str = "<p class=\"note\">From when the first was seen who came since the merge before, in the two \
+minutes before the pass, otherwise from the start of the pass; the census is in it. Followed by the host's savings, \
+sampled four times a second while work is under way. The tables of passes below have the numbers.</p>\n";
 
 /// Points of a side at even distances, as a table.
 fn points(side: &Side, chart: &Chart) -> String {

@@ -85,7 +85,7 @@ pub struct PassLine {
     /// What it saved; absent where nothing was merged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reached: Option<i64>,
-    /// How long the first of those had waited that it looked at for the first time.
+    /// How long the first of those had waited who came since the merge before, in the two minutes before it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub waited_seconds: Option<f64>,
     /// From its start to 90 % of what was saved in the end.
