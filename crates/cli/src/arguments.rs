@@ -72,6 +72,8 @@ pub enum Command {
     Status(command::daemon::StatusOptions),
     /// Watch the daemon in the terminal
     Top(command::top::Options),
+    /// Show what daemons have kept of hosts over time: a page, pictures, tables
+    Report(command::report::Options),
     /// Have the daemon do nothing, and KSM's settings put back
     Pause,
     /// Have the daemon go on

@@ -7,7 +7,7 @@
 mod daemon;
 mod ksmtuned;
 
-pub use daemon::{Http, ModeWord};
+pub use daemon::{History, Http, ModeWord};
 pub use ksmtuned::{Imported, import};
 
 use crate::arguments::{DomainBy, Global};
@@ -42,6 +42,8 @@ pub struct Config {
     pub exclusions: Exclusions,
     /// Where the daemon shows what it does.
     pub http: Http,
+    /// Where it keeps its history, if that is said.
+    pub history: Option<History>,
     /// What the daemon does, but for the former.
     daemon: pagefold_drive::daemon::Settings,
 }
@@ -100,8 +102,16 @@ impl Config {
         let names = place.globs(names.into_iter().flatten().chain(extend).collect())?;
         let exclusions = known.programs(names).vms(place.globs(vms)?).confidential(confidential);
         let http = document.daemon.http(&place)?;
+        let history = document.daemon.history(&place)?;
         let daemon = document.daemon.settings(&place)?;
-        Ok(Self { path: None, domains: Domains { rule: document.domains.into(), groups }, exclusions, http, daemon })
+        Ok(Self {
+            path: None,
+            domains: Domains { rule: document.domains.into(), groups },
+            exclusions,
+            http,
+            history,
+            daemon,
+        })
     }
 }
 

@@ -52,6 +52,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
         Command::Daemon(options) => command::daemon::run(options, &arguments.global),
         Command::Status(options) => command::daemon::show(options, &arguments.global),
         Command::Top(options) => command::top::run(options, &arguments.global),
+        Command::Report(options) => command::report::run(options, &arguments.global),
         Command::Pause => command::daemon::tell(Request::Pause, &arguments.global),
         Command::Resume => command::daemon::tell(Request::Resume, &arguments.global),
         Command::Enrol(which) => command::daemon::tell(which.enrol(), &arguments.global),

@@ -21,8 +21,9 @@ use proc_macro2::{TokenStream, TokenTree};
 
 /// What each room may import of ours. `labs` and `benchmarks` may import everything, and nothing imports them.
 const MAY_IMPORT: &[(&str, &[&str])] = &[
-    ("cli", &["watch", "report", "drive", "census", "linux", "sim", "engine", "host", "model"]),
+    ("cli", &["history", "watch", "report", "drive", "census", "linux", "sim", "engine", "host", "model"]),
     ("watch", &["report", "model"]),
+    ("history", &["report"]),
     ("report", &["host", "model"]),
     ("drive", &["census", "host", "model", "sys"]),
     ("census", &["host", "model", "sys"]),

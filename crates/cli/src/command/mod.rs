@@ -11,6 +11,7 @@ pub mod merge;
 pub mod policy;
 pub mod record;
 pub mod recover;
+pub mod report;
 pub mod run;
 pub mod schema;
 pub mod top;

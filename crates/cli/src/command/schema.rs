@@ -8,6 +8,7 @@ use pagefold_report::daemon::Status;
 use pagefold_report::doctor::DoctorReport;
 use pagefold_report::engine::EngineReport;
 use pagefold_report::history::History;
+use pagefold_report::history::report::HistoryReport;
 use pagefold_report::merge::MergeReport;
 use pagefold_report::policy::PolicyReport;
 use pagefold_report::recover::RecoverReport;
@@ -45,6 +46,9 @@ enum Report {
     Status,
     /// `/api/history` of the daemon
     History,
+    /// `pagefold report --json`
+    #[value(name = "report")]
+    OverTime,
 }
 
 /// Print the schema.
@@ -60,6 +64,7 @@ pub fn run(options: &Options) -> anyhow::Result<Outcome> {
         Report::Engine => wire::schema::<EngineReport>(),
         Report::Status => wire::schema::<Status>(),
         Report::History => wire::schema::<History>(),
+        Report::OverTime => wire::schema::<HistoryReport>(),
     })?;
     Ok(Outcome::Done)
 }

@@ -6,6 +6,8 @@ use pagefold_drive::daemon::Settings;
 use pagefold_model::daemon::{Hours, Mode, Rules};
 use serde::Deserialize;
 use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use toml::Spanned;
 
 type Word = Option<Spanned<String>>;
@@ -30,6 +32,7 @@ pub(super) struct Section {
     across_domains: Option<bool>,
     force: Option<bool>,
     only: Option<Spanned<Members>>,
+    history: Word,
     http: Word,
     #[serde(default)]
     http_names: Vec<Spanned<String>>,
@@ -42,6 +45,32 @@ pub struct Http {
     pub address: Option<SocketAddr>,
     /// Names by which requests may call this host, beside its addresses and `localhost`.
     pub names: Vec<String>,
+}
+
+/// Where the daemon keeps its history, if anywhere.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum History {
+    /// Nowhere: `off`.
+    Off,
+    /// In this file.
+    File(PathBuf),
+}
+
+impl FromStr for History {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match Path::new(text) {
+            _ if text == "off" => Ok(Self::Off),
+            path if path.is_absolute() => Ok(Self::File(path.to_owned())),
+            _ => Err(format!("a path from / on is needed such as {}, or off", History::FILE)),
+        }
+    }
+}
+
+impl History {
+    /// Where the daemon of the service keeps it.
+    pub const FILE: &str = "/var/lib/pagefold/history.db";
 }
 
 /// What a daemon may do.
@@ -77,6 +106,11 @@ impl Section {
             };
         let names = place.each(std::mem::take(&mut self.http_names), name)?;
         Ok(Http { address: place.one(self.http.take(), address)?, names })
+    }
+
+    /// Where the daemon keeps its history. An error begins with its line.
+    pub(super) fn history(&mut self, place: &Place<'_>) -> Result<Option<History>, String> {
+        place.one(self.history.take(), |text| text.parse())
     }
 
     /// The settings it stands for, but for who trusts whom and who is left alone. An error begins with its line.
@@ -164,6 +198,15 @@ mod tests {
         for wrong in ["http = \"9750\"", "http = \"localhost:9750\"", "http_names = [\"a:1\"]", "http_names = [\"\"]"] {
             assert!(http(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn a_history_is_a_path_or_off() {
+        let history = |text: &str| Config::parse(&format!("[daemon]\n{text}")).map(|config| config.history);
+        assert_eq!(history("").unwrap(), None);
+        assert_eq!(history("history = \"off\"").unwrap(), Some(History::Off));
+        assert_eq!(history("history = \"/a/b.db\"").unwrap(), Some(History::File("/a/b.db".into())));
+        assert!(history("\nhistory = \"b.db\"").unwrap_err().starts_with("3: a path from / on"));
     }
 
     #[test]

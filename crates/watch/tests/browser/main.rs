@@ -5,6 +5,7 @@
 mod common;
 
 mod chromium;
+mod report;
 
 use chromium::Chromium;
 use common::{bare, board, serve, status};

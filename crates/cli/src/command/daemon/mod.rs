@@ -1,13 +1,14 @@
 //! `pagefold daemon`: merge what pays, all the time, within a bound; and the commands that speak to it.
 
 pub mod control;
+mod history;
 mod http;
 mod notify;
 mod status;
 
 use crate::arguments::Global;
 use crate::command::recover::needs_ksm;
-use crate::config::{Config, ModeWord};
+use crate::config::{Config, History, ModeWord};
 use crate::{Outcome, output, source};
 use anyhow::{Context, bail};
 use clap::Args;
@@ -23,6 +24,7 @@ use pagefold_report::text::printable;
 use pagefold_report::wire;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
+use status::Whom;
 use std::io::Write;
 use std::net::SocketAddr;
 use std::os::unix::fs::DirBuilderExt;
@@ -35,6 +37,8 @@ Examples:
   pagefold daemon                        say what would pay, and change nothing
   pagefold daemon --mode act             merge what pays, at 10 % of one CPU on average
   pagefold daemon --http 127.0.0.1:9750  show it as a page at / and as metrics at /metrics
+  pagefold daemon --history /var/lib/pagefold/history.db
+                                         keep how the host stood, for `pagefold report`
   pagefold status                        what it does, why, what it saves and costs
   pagefold top                           the same as it comes
   pagefold pause                         give the host back; `pagefold resume` goes on
@@ -58,6 +62,10 @@ pub struct Options {
     /// Show what it does at this address over HTTP [default: as the configuration says, otherwise nowhere]
     #[arg(long, value_name = "ADDRESS")]
     http: Option<SocketAddr>,
+    /// Keep how the host stood in this file, or `off` [default: as the configuration says, otherwise history.db in the
+    /// directory that the service manager gives ($STATE_DIRECTORY), otherwise nowhere]
+    #[arg(long, value_name = "FILE")]
+    history: Option<History>,
     /// Seed of what is random in its decisions
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
@@ -134,18 +142,25 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let (sender, messages) = mpsc::channel();
     let desk = Arc::new(Desk { host, sender: sender.clone(), findings: Mutex::default() });
     let shown = http::show(Arc::clone(&desk), options, global)?;
+    let kept = history::keep(Arc::clone(&desk), options, global)?;
     control.serve(Arc::new(move |request| desk.answer(request))).context("cannot start a thread")?;
     heed(signals, sender.clone(), options, global)?;
 
     let mut notify = Notify::from_environment();
     log(&format!("looking at {}, mode {}", host.describe(), mode(settings.rules.mode)));
     notify.tell("READY=1");
-    let mut alive = |state: &State| notify.alive(&state.standing().1);
+    let mut alive = |state: &State| {
+        notify.alive(&state.standing().1);
+        if let Some(kept) = &kept {
+            kept.heed(state);
+        }
+    };
     let done =
         daemon::run(host, &global.state, settings, options.seed, (sender, messages), &mut alive, &mut |line| log(line));
     notify.tell("STOPPING=1");
     drop(control);
     drop(shown);
+    drop(kept);
     done?;
     log("ended");
     Ok(Outcome::Done)
@@ -255,6 +270,6 @@ impl Desk {
         }
         let found = findings.as_ref().map(|(_, found)| found.clone()).unwrap_or_default();
         drop(findings);
-        status::status(self.host, snapshot, found)
+        status::status(self.host, snapshot, Whom::All, found)
     }
 }

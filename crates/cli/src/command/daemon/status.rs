@@ -14,8 +14,18 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
+/// Whom to look at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whom {
+    /// Every member.
+    All,
+    /// Those that wait for their first census: to look at all takes a while where there are many. The others are left
+    /// out.
+    New,
+}
+
 /// The document.
-pub fn status(host: &dyn Host, snapshot: &Snapshot, findings: Vec<FindingReport>) -> Status {
+pub fn status(host: &dyn Host, snapshot: &Snapshot, whom: Whom, findings: Vec<FindingReport>) -> Status {
     let (rules, budget) = (snapshot.state.rules(), snapshot.state.budget());
     let (standing, why) = snapshot.state.standing();
     let memory = observe::memory(host);
@@ -23,11 +33,17 @@ pub fn status(host: &dyn Host, snapshot: &Snapshot, findings: Vec<FindingReport>
     let vmstat = observe::vmstat(host).unwrap_or_default();
     let page = host.page_size().bytes();
     let shares = Shares { page, counters: counters.as_ref() };
-    let mut members: Vec<Member> = snapshot.who.iter().filter_map(|who| member(host, snapshot, who, &shares)).collect();
+    let known = snapshot.state.members();
+    // Who only observes takes no census, and nobody waits for one.
+    let awaits = |known: &Known| known.is_new() && known.is_open() && rules.mode != Told::Observe;
+    let chosen = |who: &&Process| whom == Whom::All || known.get(&who.id).is_some_and(awaits);
+    let managed = snapshot.who.iter().filter(|who| known.contains_key(&who.id)).count();
+    let mut members: Vec<Member> =
+        snapshot.who.iter().filter(chosen).filter_map(|who| member(host, snapshot, who, &shares)).collect();
     members.sort_by_key(|member| (Reverse(member.resident), member.pid));
     let domains = domains(&members);
-    let members_left_out = members.len().saturating_sub(MEMBERS) as u64;
     members.truncate(MEMBERS);
+    let members_left_out = (managed - members.len()) as u64;
     let since = |name: &str, before: Option<u64>| Some(vmstat.get(name)?.saturating_sub(before?));
     Status {
         schema: SCHEMA.to_owned(),
@@ -133,6 +149,11 @@ fn saved(counters: &Counters, page: u64) -> Saved {
     let net = counters.general_profit.as_ref().ok().copied();
     let metadata = gross.zip(net).map(|(gross, net)| (gross.cast_signed() - net).max(0).unsigned_abs());
     Saved { gross, metadata, net }
+}
+
+/// What merging saves on a host, gross, where it can be read.
+pub fn saved_gross(host: &dyn Host) -> Option<u64> {
+    saved(&observe::ksm(host).ok()?, host.page_size().bytes()).gross
 }
 
 fn own_resident(page: u64) -> Option<u64> {

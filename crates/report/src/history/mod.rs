@@ -1,4 +1,20 @@
-//! How a host stood over time, on the wire.
+//! How hosts stood over time: what the daemon answers of its past, and the report that is made of what it has kept.
+//!
+//! `record` is what is kept, `report` the document that is made of it, `converge`, `series` and `figures` the arithmetic,
+//! `chart` and `svg` the pictures; `text`, `html`, `csv` and `parquet` are the document for people and programs.
+
+pub mod chart;
+pub mod converge;
+pub mod csv;
+pub mod figures;
+pub mod html;
+#[cfg(feature = "parquet")]
+pub mod parquet;
+pub mod record;
+pub mod report;
+pub mod series;
+pub mod svg;
+pub mod text;
 
 use crate::daemon::Status;
 use schemars::JsonSchema;

@@ -1,0 +1,348 @@
+//! `pagefold report`: of histories of made-up hosts, held against `fixtures/expected/report` (`UPDATE_GOLDEN=1` writes it
+//! anew), and of one that a daemon keeps of a recorded host, which needs no privilege.
+
+use pagefold_history::{Limits, Writer};
+use pagefold_report::daemon::{Decision, Member, MemberState, Pass, Status};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// How long anything may take here: far more than it does.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+fn repository(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
+}
+
+/// The status that all faces are tested with.
+fn status() -> Status {
+    let text = std::fs::read(repository("fixtures/status.json")).expect("the fixture");
+    serde_json::from_slice(&text).expect("a status")
+}
+
+/// 2026-11-20 08:00:00 UTC.
+const BEGIN: f64 = 1_795_161_600.0;
+
+/// A guest comes every so many seconds.
+const EVERY: u32 = 1200;
+
+/// Three hours of a host: guests come, each shares `mib`, of which the most is merged `tau` seconds after its merge began.
+/// The daemon is started anew after two hours.
+fn keep(path: &Path, host: &str, mib: f64, tau: f64) {
+    let begin = |time| Writer::open(path, Limits::default(), host, "0.1.0", time).expect("a history");
+    let mut writer = begin(BEGIN);
+    let mut made = Made { status: status(), mib, tau, restarted: 0, decided: 0 };
+    for second in 0..3 * 3600_u32 {
+        if second == 7200 {
+            writer.commit().expect("it is written");
+            writer = begin(BEGIN + f64::from(second));
+            made.restarted = second;
+        }
+        let since = second % EVERY;
+        if since < 15 || second.is_multiple_of(10) {
+            writer.note(made.at(second));
+        }
+        if second.is_multiple_of(60) {
+            writer.note_members(made.status.time, &status().members);
+            writer.commit().expect("it is written");
+        }
+    }
+    writer.commit().expect("it is written");
+}
+
+struct Made {
+    status: Status,
+    mib: f64,
+    tau: f64,
+    restarted: u32,
+    decided: u32,
+}
+
+impl Made {
+    /// How it stands at a second: a guest comes, waits for two seconds, is looked at for one, and merged for eight.
+    fn at(&mut self, second: u32) -> &Status {
+        let (number, since) = (second / EVERY, f64::from(second % EVERY));
+        let merged = |since: f64| if since < 3.0 { 0.0 } else { 1.0 - (-(since - 3.0) / self.tau).exp() };
+        let saved = self.mib * (f64::from(number) + merged(since)) * f64::from(1 << 20);
+        let status = &mut self.status;
+        status.time = BEGIN + f64::from(second);
+        status.saved.gross = Some(saved as u64);
+        status.saved.net = Some((saved * 0.985) as i64);
+        let guests = f64::from(number + 1) * 900.0 * f64::from(1 << 20);
+        status.memory.available = Some((30e9 - guests + saved) as u64);
+        let worked = f64::from(second - self.restarted) * 0.002 + f64::from(number) * 6.0;
+        if let (Some(ksmd), Some(pagefold)) = (&mut status.cpu.ksmd, &mut status.cpu.pagefold) {
+            (ksmd.seconds, pagefold.seconds) = (worked + merged(since) * 6.0, worked / 3.0);
+        }
+        let newcomer =
+            Member { state: MemberState::Arriving, start_time: u64::from(number), ..status.members[0].clone() };
+        status.members = vec![Member { state: MemberState::Merged, ..newcomer.clone() }];
+        if since < 2.0 {
+            status.members.push(newcomer);
+        }
+        let ended = |after: f64, reached| Pass {
+            time: BEGIN + f64::from(number * EVERY) + after,
+            seconds: after - 2.0,
+            cpu_seconds: after / 1.5,
+            processes: 1,
+            predicted: (self.mib * 1.02 * f64::from(1 << 20)) as u64,
+            reached,
+        };
+        let reached = Some((self.mib * 0.985 * f64::from(1 << 20)) as i64);
+        // Each daemon counts its own.
+        let passes = u64::from(number - self.restarted / EVERY) + u64::from(since >= 3.0);
+        status.passes.passes = passes;
+        status.passes.last = match since {
+            _ if passes == 0 => None,
+            since if since < 3.0 => status.passes.last,
+            since if since < 11.0 => Some(ended(3.0, None)),
+            _ => Some(ended(11.0, reached)),
+        };
+        status.decisions.clear();
+        if self.decided <= number && since >= 2.0 {
+            self.decided = number + 1;
+            status.decisions.push(Decision {
+                time_ms: (status.time * 1e3) as u64,
+                what: "census".to_owned(),
+                whom: format!("guest-{number}"),
+                reason: "arrived".to_owned(),
+                why: "it came 2 s ago, & <b>nobody</b> knows it".to_owned(),
+                predicted: None,
+                acted: true,
+            });
+        }
+        status
+    }
+}
+
+/// A folder with the histories of two hosts.
+fn hosts() -> TempDir {
+    let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
+    keep(&folder.path().join("a.db"), "node-a", 600.0, 1.0);
+    keep(&folder.path().join("b.db"), "node-b", 400.0, 2.5);
+    folder
+}
+
+fn pagefold(folder: &Path, arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_pagefold"))
+        .current_dir(folder)
+        .env_remove("COLUMNS")
+        .args(arguments)
+        .output()
+        .expect("the binary runs")
+}
+
+fn done(folder: &Path, arguments: &[&str]) -> String {
+    let output = pagefold(folder, arguments);
+    assert!(output.status.success(), "{arguments:?}: {output:?}");
+    String::from_utf8(output.stdout).expect("UTF-8")
+}
+
+fn expect(name: &str, told: &str) {
+    let path = repository("fixtures/expected/report").join(name);
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        std::fs::create_dir_all(path.parent().expect("a folder")).expect("it is made");
+        std::fs::write(&path, told).expect("it is written");
+    }
+    let expected = std::fs::read_to_string(&path).unwrap_or_default();
+    let differs = told.lines().zip(expected.lines()).find(|(told, expected)| told != expected);
+    assert!(told == expected, "{name} is not as expected (UPDATE_GOLDEN=1 writes it down): {differs:#?}");
+}
+
+fn of_schema(report: &Value) {
+    let schema = std::fs::read(repository("docs/schema/report.json")).expect("the schema");
+    let validator = jsonschema::validator_for(&serde_json::from_slice(&schema).unwrap()).unwrap();
+    let wrong: Vec<String> = validator.iter_errors(report).map(|error| error.to_string()).collect();
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+/// So many lines from even places, so that what is expected stays short.
+fn some_lines(text: &str, count: usize) -> String {
+    let every = text.lines().count().div_ceil(count);
+    text.lines().step_by(every).flat_map(|line| [line, "\n"]).collect()
+}
+
+#[test]
+fn hosts_and_spans_of_time_are_put_side_by_side() {
+    let folder = hosts();
+    let folder = folder.path();
+    expect("two.txt", &done(folder, &["report", "a.db", "b.db", "-o", "two.html"]));
+    expect("compare.txt", &done(folder, &["report", "--compare", "a.db", "b.db", "-o", "compare.html"]));
+    let spans = ["report", "a.db", "--compare", "2h..1h", "1h..", "-o", "spans.html"];
+    expect("spans.txt", &done(folder, &spans));
+
+    let told = done(folder, &["report", "a.db", "b.db", "--json", "--csv", "all.csv", "--svg", "plots"]);
+    let mut report: Value = serde_json::from_str(&told).expect("JSON");
+    of_schema(&report);
+    let known = report["sides"][0]["figures"]["converge"].clone();
+    assert_eq!(known["merges"], 9, "{known}");
+    // What was made up: 90 % of an exponential rise are there after 2.3 of its time, and the census before it took one
+    // second; the guests had waited for two.
+    let (to_90, arrival) = (known["to_90_median"].as_f64().unwrap(), known["arrival_to_90_median"].as_f64().unwrap());
+    assert!((to_90 - 3.3).abs() < 0.15 && (arrival - to_90 - 2.0).abs() < 0.01, "{known}");
+    for side in report["sides"].as_array_mut().unwrap() {
+        let points = side["points"].as_array_mut().unwrap();
+        assert!((900..=1010).contains(&points.len()), "{}", points.len());
+        points.retain(|point| point["time"].as_f64().is_some_and(|time| time % 3600.0 < 10.0));
+    }
+    expect("two.json", &(serde_json::to_string_pretty(&report).unwrap() + "\n"));
+    let csv = std::fs::read_to_string(folder.join("all.csv")).unwrap();
+    assert_eq!(csv.lines().count() as u64, 1 + 2 * report["sides"][0]["samples"].as_u64().unwrap());
+    expect("two.csv", &some_lines(&csv, 40));
+    for name in ["memory", "saved", "cpu", "converge"] {
+        let svg = std::fs::read_to_string(folder.join(format!("plots/{name}.svg"))).unwrap();
+        assert!(svg.starts_with("<svg xmlns=") && svg.contains("node-a") && svg.ends_with("</svg>\n"), "{name}");
+    }
+    let one = done(folder, &["report", "a.db", "--svg", "one.svg"]);
+    assert!(one.ends_with("\nWritten: one.svg\n"), "{one}");
+}
+
+#[test]
+fn the_page_stands_alone_and_takes_nothing_for_markup() {
+    let folder = hosts();
+    let told = done(folder.path(), &["report", "a.db", "--since", "90m"]);
+    assert!(told.ends_with("\nWritten: pagefold-report.html\n"), "{told}");
+    let page = std::fs::read_to_string(folder.path().join("pagefold-report.html")).unwrap();
+    for elsewhere in ["http:", "https:", " src=", "@import", "url(", "<script", "<link rel=\"style"] {
+        assert!(!page.contains(elsewhere), "the page has {elsewhere}");
+    }
+    assert!(page.contains("&amp; &lt;b&gt;nobody&lt;/b&gt;") && !page.contains("<b>nobody"), "decisions are text");
+    assert_eq!(page.matches("<svg class=\"chart\"").count(), 4);
+    assert!(page.contains("2026-11-20 09:29:50 to 2026-11-20 10:59:50") && !page.contains("2026-11-20 09:20"));
+}
+
+#[test]
+fn what_cannot_be_reported_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let failed = |arguments: &[&str], code: i32, why: &str| {
+        let output = pagefold(folder.path(), arguments);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(code) && said.contains(why), "{arguments:?}: {said}");
+    };
+    failed(&["report", "none.db"], 2, "--history FILE");
+    std::fs::write(folder.path().join("other"), "text").unwrap();
+    failed(&["report", "other"], 2, "is no history of pagefold");
+    keep_nothing(&folder.path().join("empty.db"));
+    failed(&["report", "empty.db"], 1, "nothing in that time");
+    failed(&["report", "empty.db", "--since", "soon"], 2, "2026-11-20");
+    failed(&["report", "empty.db", "--since", "1h", "--until", "2h"], 2, "ends before it begins");
+    failed(&["report", "--compare", "empty.db", "1h"], 2, "no span of time");
+    assert!(!folder.path().join("pagefold-report.html").exists());
+}
+
+fn keep_nothing(path: &Path) {
+    Writer::open(path, Limits::default(), "node-c", "0.1.0", BEGIN).expect("a history");
+}
+
+/// A daemon of a recorded host that keeps its history, killed when it is dropped.
+struct Daemon<'a> {
+    child: Child,
+    folder: &'a Path,
+}
+
+impl<'a> Daemon<'a> {
+    fn start(folder: &'a Path) -> Self {
+        let config = folder.join("pagefold.toml");
+        let section = "min_memory = \"4KiB\"\nmin_profit = \"4KiB\"\nprice = 1000.0\nhistory = \"off\"\n";
+        std::fs::write(&config, format!("[daemon]\n{section}")).unwrap();
+        let child = Self::pagefold(folder)
+            .args(["daemon", "--mode", "advise", "--config"])
+            .arg(config)
+            .arg("--history")
+            .arg(folder.join("kept/history.db"))
+            .stderr(Stdio::from(std::fs::File::create(folder.join("log")).unwrap()))
+            .spawn()
+            .expect("the binary runs");
+        Self { child, folder }
+    }
+
+    fn pagefold(folder: &Path) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+        let recording = repository("fixtures/recordings/linux-6.18");
+        command
+            .arg("--host")
+            .arg(format!("recording:{}", recording.display()))
+            .arg("--state")
+            .arg(folder.join("state"));
+        command
+    }
+
+    fn status(&self) -> Option<Value> {
+        let output = Self::pagefold(self.folder).args(["status", "--json"]).output().expect("the binary runs");
+        output.status.success().then(|| serde_json::from_slice(&output.stdout).expect("JSON"))
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.folder.join("log")).unwrap()
+    }
+}
+
+impl Drop for Daemon<'_> {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What is reported of what a daemon keeps in a folder.
+fn kept_in(folder: &Path) -> Option<Value> {
+    let output = pagefold(folder, &["report", "kept/history.db", "--json"]);
+    let report = output.status.success().then(|| serde_json::from_slice(&output.stdout).expect("JSON"))?;
+    of_schema(&report);
+    Some(report)
+}
+
+/// Wait for something that is bound to come.
+fn until<T>(what: &str, mut there: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        if let Some(there) = there() {
+            return there;
+        }
+        assert!(Instant::now() < end, "{what} did not come");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+#[test]
+fn a_daemon_keeps_what_it_sees_over_its_end_and_its_death() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut daemon = Daemon::start(folder.path());
+    // The first is written at once; what has come since is written in the end.
+    until("a sample", || kept_in(folder.path()));
+    until("a census", || daemon.status().filter(|status| status["passes"]["passes"].as_u64() >= Some(1)));
+    // Work that was under way is noted once more a second later.
+    std::thread::sleep(Duration::from_millis(1500));
+    assert!(Command::new("kill").arg(daemon.child.id().to_string()).status().unwrap().success());
+    assert!(daemon.child.wait().unwrap().success(), "{}", daemon.log());
+    let report = kept_in(folder.path()).expect("a report");
+    let side = &report["sides"][0];
+    assert!(side["host"].as_str().is_some_and(|host| host.contains("linux-6.18")), "{}", side["host"]);
+    assert!(side["members"].as_array().is_some_and(|members| !members.is_empty()), "{side}");
+    assert!(side["passes"].as_array().is_some_and(|passes| !passes.is_empty()), "{side}");
+    assert!(side["decisions"].as_array().is_some_and(|decisions| !decisions.is_empty()), "{side}");
+    let samples = side["samples"].as_u64().unwrap();
+    assert!(samples >= 2, "{samples}");
+    drop(daemon);
+
+    // Killed, the next goes on where it was.
+    let mut daemon = Daemon::start(folder.path());
+    let more = || kept_in(folder.path()).filter(|report| report["sides"][0]["samples"].as_u64() > Some(samples));
+    until("another life", more);
+    daemon.child.kill().unwrap();
+    daemon.child.wait().unwrap();
+    assert!(more().is_some());
+    drop(daemon);
+
+    // Where it cannot be kept, the daemon works all the same.
+    std::fs::write(folder.path().join("kept/history.db"), vec![b'x'; 5000]).unwrap();
+    for log in ["kept/history.db-wal", "kept/history.db-shm"] {
+        let _ = std::fs::remove_file(folder.path().join(log));
+    }
+    let daemon = Daemon::start(folder.path());
+    until("an answer", || daemon.status());
+    let log = daemon.log();
+    assert!(log.contains("going on without a history") && log.contains("is no history of pagefold"), "{log}");
+}

@@ -1,0 +1,69 @@
+-- The history of a host, version 1 (PRAGMA user_version). Times are Unix times in milliseconds, amounts bytes, CPU times
+-- seconds. What could not be read is NULL.
+
+-- A life of the daemon. CPU times of its samples are counted from its start.
+CREATE TABLE run (
+    id INTEGER PRIMARY KEY,
+    host TEXT NOT NULL,
+    version TEXT NOT NULL,
+    started_ms INTEGER NOT NULL
+) STRICT;
+
+-- How the host stood.
+CREATE TABLE sample (
+    time_ms INTEGER PRIMARY KEY,
+    run INTEGER NOT NULL,
+    saved_gross INTEGER,
+    saved_net INTEGER,
+    total INTEGER,
+    available INTEGER,
+    keep_available INTEGER,
+    ksmd_seconds REAL,
+    pagefold_seconds REAL,
+    bound_percent REAL NOT NULL,
+    members INTEGER NOT NULL
+) STRICT;
+
+-- Passes: a census, and the merge where anything paid. The last three columns are those of `record::Pass`.
+CREATE TABLE pass (
+    run INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    time_ms INTEGER NOT NULL,
+    seconds REAL NOT NULL,
+    cpu_seconds REAL NOT NULL,
+    processes INTEGER NOT NULL,
+    predicted INTEGER NOT NULL,
+    reached INTEGER,
+    waited REAL,
+    to_90 REAL,
+    to_99 REAL,
+    PRIMARY KEY (run, number)
+) STRICT;
+CREATE INDEX pass_time ON pass (time_ms);
+
+-- What the daemon decided.
+CREATE TABLE decision (
+    id INTEGER PRIMARY KEY,
+    time_ms INTEGER NOT NULL,
+    what TEXT NOT NULL,
+    whom TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    why TEXT NOT NULL,
+    predicted INTEGER,
+    acted INTEGER NOT NULL
+) STRICT;
+CREATE INDEX decision_time ON decision (time_ms);
+
+-- What the largest members took.
+CREATE TABLE member (
+    id INTEGER PRIMARY KEY,
+    time_ms INTEGER NOT NULL,
+    label TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    domain TEXT NOT NULL,
+    pid INTEGER NOT NULL,
+    resident INTEGER,
+    footprint INTEGER,
+    saved INTEGER
+) STRICT;
+CREATE INDEX member_time ON member (time_ms);
