@@ -106,9 +106,9 @@ impl Fake {
         pages.extend((range.0..range.1).step_by(PAGE as usize).map(|page| (page, (name, enrolled))));
     }
 
-    /// Have a process have used so many ticks.
+    /// Have a process have used so many ticks, and had a page fault in each.
     pub fn ran(&self, pid: u32, ticks: u64) {
-        let stat = format!("{pid} (program) S 1 1 1 0 -1 0 0 0 0 0 {ticks} 0 0 0 20 0 1 0 1\n");
+        let stat = format!("{pid} (program) S 1 1 1 0 -1 0 {ticks} 0 0 0 {ticks} 0 0 0 20 0 1 0 1\n");
         self.file(&format!("proc/{pid}/stat"), &stat);
     }
 

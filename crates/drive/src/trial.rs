@@ -6,7 +6,7 @@
 
 use crate::session::{self, Session, Stays};
 use crate::verify;
-use crate::watch::{Piece, Watch};
+use crate::watch::{Piece, Watch, Whom};
 use pagefold_host::Host;
 use pagefold_host::act::{Action, Advice, NOT_MAPPED, Refusal};
 use pagefold_host::room::room;
@@ -102,6 +102,13 @@ impl<'h> Trial<'h> {
         self.refused.iter().filter(move |(process, _)| lives(**process)).flat_map(|(_, missed)| missed)
     }
 
+    /// The processes among these, each with the first reason.
+    pub fn stuck(&self) -> Vec<(ProcessId, String)> {
+        let lives = |process| verify::open(self.host, process).is_ok();
+        let stuck = self.refused.iter().filter(|(process, _)| lives(**process));
+        stuck.filter_map(|(process, missed)| Some((*process, missed.first()?.why.clone()))).collect()
+    }
+
     /// Let a range that was withdrawn be enrolled again.
     pub fn pardon(&mut self, process: ProcessId, range: AddressRange) {
         if let Some(withdrawn) = self.withdrawn.get_mut(&process) {
@@ -115,10 +122,10 @@ impl<'h> Trial<'h> {
         self.withdrawn.retain(|&process, _| fits(process));
     }
 
-    /// Look at what is merged of processes that ran since the last look, or of everybody. Tells whether any of it does not
-    /// pay that programs had not enrolled themselves: what can be withdrawn between rounds.
-    pub fn look(&mut self, everybody: bool) -> bool {
-        self.blind = self.blind || !self.watch.is_empty() && self.watch.look(everybody).is_err();
+    /// Look at what is merged. Tells whether any of it does not pay that programs had not enrolled themselves: what can be
+    /// withdrawn between rounds.
+    pub fn look(&mut self, whom: Whom) -> bool {
+        self.blind = self.blind || !self.watch.is_empty() && self.watch.look(whom).is_err();
         !self.is_empty() && self.watch.has_losses(|seen| seen.pays(self.host.page_size().bytes()))
     }
 

@@ -7,12 +7,13 @@ mod contents;
 mod frames;
 pub mod launch;
 mod process;
+mod programs;
 pub mod qmp;
 
 pub use contents::BATCH_BYTES;
 
 use pagefold_host::act::{Action, Effect, Refusal};
-use pagefold_host::{FrameFlags, Host, Process};
+use pagefold_host::{FrameFlags, Host, Process, Programs};
 use pagefold_model::{Absent, PageSize, Pfn, Pid, Reading};
 use std::fs;
 use std::io;
@@ -66,7 +67,11 @@ impl Host for LiveHost {
     }
 
     fn pids(&self) -> Reading<Vec<Pid>> {
-        let mut pids: Vec<Pid> = self.list("proc")?.iter().filter_map(|name| name.parse().ok().map(Pid)).collect();
+        let mut pids = Vec::new();
+        for entry in fs::read_dir("/proc").map_err(|error| absent(&error))? {
+            let name = entry.map_err(|error| absent(&error))?.file_name();
+            pids.extend(name.to_str().and_then(|name| name.parse().ok()).map(Pid));
+        }
         pids.sort();
         Ok(pids)
     }
@@ -81,6 +86,10 @@ impl Host for LiveHost {
 
     fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
         self.frames.mappings(frames)
+    }
+
+    fn follow_programs(&self) -> Reading<Box<dyn Programs>> {
+        Ok(Box::new(programs::Connector::open()?))
     }
 
     fn apply(&self, action: &Action) -> Result<Effect, Refusal> {

@@ -1,12 +1,13 @@
 //! The daemon: the loop with a clock.
 //!
 //! One thread takes in what happens, hands it to [`pagefold_model::daemon::step`] and gives out what that decides; another
-//! carries it out, since a merge takes seconds in which somebody may ask or stop. Who runs is found out by polling.
+//! carries it out, since a merge takes seconds in which somebody may ask or stop. Who runs is told by the host or found out by polling
+//! ([`roster`]).
 //! While it may act, the daemon has the host's one [`Session`](crate::Session) all the time and ksmd rests between merges;
 //! paused, or where somebody else drives KSM, it has not, and the settings are what they were.
-//!
-//! Limits: what merging does to the speed of programs is seen only where merged pages are written.
+//! What programs wait for is read at each tick while it works and now and then while it rests ([`probe`]).
 
+mod probe;
 mod roster;
 mod settings;
 mod snapshot;
@@ -19,9 +20,10 @@ use crate::ksmd::Ksmd;
 use crate::merge::own_cpu;
 use pagefold_census::tally::Party;
 use pagefold_host::{Host, observe};
-use pagefold_model::daemon::{Action, Decision, Event, Readings, State, step};
+use pagefold_model::daemon::{Action, Decision, Event, Readings, Standing, State, step};
 use pagefold_model::process::Process;
 use pagefold_model::{Absent, Bytes, NetBytes, ProcessId};
+use probe::Probe;
 use roster::Roster;
 use snapshot::Meter;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -35,8 +37,8 @@ use worker::{Order, Worker};
 /// Between two polls while somebody has just come or work is under way.
 const QUICK: Duration = Duration::from_millis(250);
 
-/// Between two polls otherwise.
-const CALM: Duration = Duration::from_secs(1);
+/// Between two polls otherwise, where the host tells of programs as they begin, and where it does not.
+const CALM: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(1)];
 
 /// Decisions that are kept.
 const DECISIONS: usize = 100;
@@ -86,6 +88,7 @@ pub struct Daemon<'h, 'a> {
     state: Option<State>,
     settings: Arc<Settings>,
     roster: Roster,
+    probe: Probe,
     tuner: Option<String>,
     orders: Sender<Order>,
     /// Ends the work under way soon.
@@ -149,6 +152,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             passes: (0, 0),
             reached: (Bytes::ZERO, NetBytes(0)),
             last: None,
+            programs: Ok(()),
             ksmd: None,
             own: Used::default(),
             before: (vmstat.get("thp_split_page").copied(), vmstat.get("cow_ksm").copied()),
@@ -159,7 +163,8 @@ impl<'h, 'a> Daemon<'h, 'a> {
             began,
             state: Some(state),
             settings,
-            roster: Roster::new(),
+            roster: Roster::new(host),
+            probe: Probe::default(),
             tuner: None,
             orders,
             halt: Arc::default(),
@@ -178,9 +183,16 @@ impl<'h, 'a> Daemon<'h, 'a> {
         alive: &mut dyn FnMut(&State),
         dead: impl Fn() -> bool,
     ) -> Result<(), Error> {
+        if let Err(why) = self.roster.follows() {
+            (self.log)(&format!("new programs are found by polling; the process connector: {why}"));
+        }
         let mut polled: Option<Instant> = None;
         while !self.ended {
-            let pause = if self.is_quick() { QUICK } else { CALM };
+            let pause = match self.roster.follows() {
+                _ if self.is_quick() => QUICK,
+                Ok(()) => CALM[0],
+                Err(_) => CALM[1],
+            };
             let left = polled.map_or(Duration::ZERO, |at| pause.saturating_sub(at.elapsed()));
             match messages.recv_timeout(left) {
                 Ok(message) => self.take(message),
@@ -204,8 +216,8 @@ impl<'h, 'a> Daemon<'h, 'a> {
     }
 
     fn is_quick(&self) -> bool {
-        use pagefold_model::daemon::Standing;
         self.roster.is_young()
+            || self.roster.grows()
             || self.state().standing().0 == Standing::Working
             || self.state().members().values().any(|member| member.is_new() && member.is_open())
     }
@@ -248,10 +260,14 @@ impl<'h, 'a> Daemon<'h, 'a> {
         if let Some(ksmd) = ksmd {
             self.ksmd.read(now, ksmd);
         }
+        let works = self.state().standing().0 == Standing::Working;
+        let members = self.roster.members().map(|member| member.id);
+        let waits = self.probe.read(self.host, now, works, members);
         self.step(Event::Tick(Readings {
             spent: own + ksmd.unwrap_or_default(),
             available: observe::memory(self.host).and_then(|memory| memory.available).ok(),
             pressure: observe::pressure(self.host).ok().map(|pressure| pressure.some.avg10),
+            waits,
             second: second_of_day(),
             resident: polled.resident,
         }));
@@ -343,6 +359,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             state: self.state().clone(),
             settings: Arc::clone(&self.settings),
             who,
+            programs: self.roster.follows(),
             ksmd: self.ksmd.used(),
             own: self.own.used().unwrap_or_default(),
             ..self.snapshot.clone()

@@ -4,7 +4,7 @@ use super::Settings;
 use pagefold_model::census::Matrix;
 use pagefold_model::daemon::{Decision, Reason, State};
 use pagefold_model::process::Process;
-use pagefold_model::{Bytes, Counts, NetBytes, Pages, ProcessId};
+use pagefold_model::{Bytes, Counts, NetBytes, Pages, ProcessId, Reading};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -116,6 +116,8 @@ pub struct Snapshot {
     pub reached: (Bytes, NetBytes),
     /// The last pass.
     pub last: Option<Pass>,
+    /// Whether the host tells of programs as they begin, or why they are found by polling.
+    pub programs: Reading<()>,
     /// CPU time of ksmd, where it can be read.
     pub ksmd: Option<Used>,
     /// CPU time of the daemon.

@@ -46,7 +46,7 @@ fn broken(host: &Fake) -> Trial<'_> {
     host.map(PID, (RANGE.start, RANGE.end), MERGED, true);
     let mut trial = Trial::new(host);
     trial.add(&plan());
-    assert!(!trial.look(true), "they are merged");
+    assert!(!trial.look(Whom::All), "they are merged");
     host.map(PID, (RANGE.start, RANGE.end), "", true);
     host.ran(PID, 1);
     trial
