@@ -85,6 +85,8 @@ fn second_of_day() -> u32 {
 pub struct Daemon<'h, 'a> {
     host: &'h dyn Host,
     began: Instant,
+    /// The time since then at which what happens is taken in.
+    now: Duration,
     state: Option<State>,
     settings: Arc<Settings>,
     roster: Roster,
@@ -161,6 +163,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
         Self {
             host,
             began,
+            now: Duration::ZERO,
             state: Some(state),
             settings,
             roster: Roster::new(host),
@@ -195,8 +198,12 @@ impl<'h, 'a> Daemon<'h, 'a> {
             };
             let left = polled.map_or(Duration::ZERO, |at| pause.saturating_sub(at.elapsed()));
             match messages.recv_timeout(left) {
-                Ok(message) => self.take(message),
+                Ok(message) => {
+                    self.now = self.began.elapsed();
+                    self.take(message);
+                }
                 Err(RecvTimeoutError::Timeout) => {
+                    self.now = self.began.elapsed();
                     self.tick()?;
                     polled = Some(Instant::now());
                     alive(self.state());
@@ -240,7 +247,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
     }
 
     fn tick(&mut self) -> Result<(), Error> {
-        let now = self.began.elapsed();
+        let now = self.now;
         let polled = self.roster.poll(self.host, now, &self.settings).map_err(Error::Processes)?;
         for event in polled.events {
             if let Event::Went(process) = &event {
@@ -276,7 +283,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
 
     fn step(&mut self, event: Event) {
         let state = self.state.take().expect("it is put back after every step");
-        let (state, actions) = step(state, self.began.elapsed(), event);
+        let (state, actions) = step(state, self.now, event);
         self.state = Some(state);
         for action in actions {
             match action {
@@ -366,3 +373,6 @@ impl<'h, 'a> Daemon<'h, 'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -115,6 +115,7 @@ impl<'h> Worker<'h> {
 
     fn carry_out(&mut self, Order { action, settings, halt }: Order) -> Event {
         self.halt = halt;
+        self.trial.heed_pressure(settings.rules.pressure);
         let done = match action {
             Action::Hold => Ok(Event::Held(self.hold().map_err(|error| error.to_string()))),
             Action::Census(processes) => self.census(&processes, &settings).map(Event::Censused),

@@ -144,6 +144,7 @@ impl Host {
             }
             Action::Withdraw(processes) => {
                 assert!(self.holds);
+                assert!(!self.state.is_pressed() || self.state.stopping.is_some(), "unmerging takes memory");
                 for process in &processes {
                     self.enrolled.remove(process);
                 }
@@ -368,6 +369,23 @@ fn what_cannot_be_withdrawn_is_told_once() {
     host.stuck = vec![(id(1), "it does not stop".into())];
     host.run(300);
     assert_eq!(host.said(What::Refuse, Reason::Refused), 3, "and so is what was over");
+}
+
+#[test]
+fn what_costs_more_than_it_gives_back_is_not_merged() {
+    // 50 ms of ksmd for 16 MiB are 0.003 s for each.
+    let mut host = Host::new(Rules { price: 0.002, ..rules(Mode::Act) });
+    host.happen(arrival(1));
+    host.run(60);
+    assert_eq!(host.shares(), []);
+    assert!(host.said(What::Leave, Reason::Unprofitable) > 0);
+    // 100 ms for 16 MiB are 0.006 s for each: as it was foreseen it pays, and as it came out it does not.
+    let mut host = Host::new(Rules { price: 0.005, ..rules(Mode::Act) });
+    host.happen(arrival(1));
+    host.run(12);
+    assert_eq!(host.shares(), [1.0]);
+    let member = &host.state.members()[&id(1)];
+    assert!(member.pause >= host.state.rules().ripens * 2, "{member:?}");
 }
 
 #[test]
