@@ -304,7 +304,8 @@ fn it_gets_out_of_the_way_of_programs_that_want_the_cpu() {
     let programs = [busy(), busy()];
     let daemon = place.daemon(&["--mode", "act"]);
     until("it to back off", || {
-        // What they have is looked at again and again until it is seen.
+        // What they have is looked at again and again, with some rest in between to compare with.
+        sleep(Duration::from_secs(4));
         for program in &programs {
             place.run(&["enrol", &program.pid()]);
         }

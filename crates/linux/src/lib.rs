@@ -15,8 +15,8 @@ pub use contents::BATCH_BYTES;
 use pagefold_host::act::{Action, Effect, Refusal};
 use pagefold_host::{FrameFlags, Host, Process, Programs};
 use pagefold_model::{Absent, PageSize, Pfn, Pid, Reading};
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::path::Path;
 
 /// The machine this runs on.
@@ -53,7 +53,7 @@ impl Host for LiveHost {
     }
 
     fn read(&self, path: &str) -> Reading<Vec<u8>> {
-        fs::read(Path::new("/").join(path)).map_err(|error| absent(&error))
+        File::open(Path::new("/").join(path)).and_then(whole).map_err(|error| absent(&error))
     }
 
     fn list(&self, path: &str) -> Reading<Vec<String>> {
@@ -95,6 +95,18 @@ impl Host for LiveHost {
     fn apply(&self, action: &Action) -> Result<Effect, Refusal> {
         apply::apply(self, action)
     }
+}
+
+/// Bytes that are asked for at once: more than most files of the kernel have. Each read costs, and some of these files are
+/// made anew for each.
+const CHUNK: usize = 4096;
+
+/// All of a file of the kernel, whose size is not known before.
+fn whole(file: File) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::with_capacity(CHUNK);
+    // Without the limit the standard library would ask for the size first.
+    file.take(u64::MAX).read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// Why a file of the host could not be read.

@@ -10,8 +10,8 @@ use pagefold_model::daemon::Waits;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Between two readings while the daemon rests.
-const CALM: Duration = Duration::from_secs(5);
+/// Between two readings while the daemon rests, but for the one at which it begins to.
+const CALM: Duration = Duration::from_secs(2);
 
 /// Threads that are looked at, in all and of one process.
 const THREADS: [usize; 2] = [64, 16];
@@ -23,6 +23,8 @@ const LISTED: Duration = Duration::from_secs(60);
 #[derive(Default)]
 pub(super) struct Probe {
     read: Option<Duration>,
+    /// Whether the daemon worked then.
+    worked: bool,
     listed: Option<Duration>,
     /// Who was there when threads were listed.
     members: Vec<ProcessId>,
@@ -42,7 +44,8 @@ impl Probe {
         members: impl Iterator<Item = ProcessId>,
     ) -> Option<Waits> {
         let before = self.read;
-        if before.is_some_and(|at| now < at + if works { Duration::ZERO } else { CALM }) {
+        let turned = std::mem::replace(&mut self.worked, works) != works;
+        if !works && !turned && before.is_some_and(|at| now < at + CALM) {
             return None;
         }
         self.read = Some(now);

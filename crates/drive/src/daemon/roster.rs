@@ -57,6 +57,8 @@ struct Known {
     resident: Bytes,
     /// Who it is, and when that is looked at again, if it is managed.
     who: Option<(Process, Duration)>,
+    /// Until when it is taken to be nobody who is managed, whatever its size.
+    foreign: Duration,
     /// Whether it was asked what program it is.
     asked: bool,
     tuner: Option<Tuner>,
@@ -71,6 +73,7 @@ impl Known {
             next: now,
             resident: Bytes::ZERO,
             who: None,
+            foreign: Duration::ZERO,
             asked: false,
             tuner: None,
         }
@@ -134,7 +137,7 @@ impl Roster {
     /// Everybody is to be judged anew.
     pub fn forget(&mut self) {
         for known in self.known.values_mut() {
-            (known.pause, known.next) = (FIRST, Duration::ZERO);
+            (known.pause, known.next, known.foreign) = (FIRST, Duration::ZERO, Duration::ZERO);
             if let Some((_, again)) = &mut known.who {
                 *again = Duration::ZERO;
             }
@@ -171,7 +174,8 @@ impl Roster {
         pids.remove(&self.own);
         for pid in pids {
             let known = self.known.entry(pid).or_insert_with(|| Known::new(now));
-            (known.came, known.pause, known.next, known.asked) = (now, FIRST, now, false);
+            (known.came, known.pause, known.next) = (now, FIRST, now);
+            (known.foreign, known.asked) = (Duration::ZERO, false);
             if let Some((_, again)) = &mut known.who {
                 *again = now;
             }
@@ -203,7 +207,7 @@ impl Roster {
         if known.who.is_none()
             && known.tuner.is_none()
             && let Ok(resident) = size(host, host.read(&format!("proc/{pid}/statm")))
-            && resident < settings.min_resident
+            && (resident < settings.min_resident || now < known.foreign)
             && (known.asked || known.pause < LASTING)
         {
             // Kernel threads have no memory, nor has who has ended and was not waited for.
@@ -258,6 +262,7 @@ impl Known {
         let Ok(who) = observe::process(handle) else { return };
         if settings.only.as_ref().is_some_and(|only| !only.has(&who)) {
             polled.went(self);
+            self.foreign = now + IDENTITY;
             return;
         }
         let same = |(before, again): &(Process, Duration)| {

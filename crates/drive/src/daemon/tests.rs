@@ -62,7 +62,7 @@ fn a_quiet_host_that_is_merged_is_hardly_asked_anything() {
     ticks(3600);
     let after = asked.load(Ordering::Relaxed);
     // Each tick reads how much memory there is and how it is waited for. Everybody's size once a minute, those of four
-    // each 16 s and who they are each minute, what is waited for each 5 s and a list each 30 s come to about one more.
+    // each 16 s and who they are each minute, what is waited for each 2 s and a list each 30 s come to about one more.
     assert!(after <= 3600 * 4, "{after} questions in 3600 ticks, {before} in those before");
 }
 
