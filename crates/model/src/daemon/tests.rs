@@ -377,7 +377,7 @@ fn what_costs_more_than_it_gives_back_is_not_merged() {
     let mut host = Host::new(Rules { price: 0.002, ..rules(Mode::Act) });
     host.happen(arrival(1));
     host.run(60);
-    assert_eq!(host.shares(), []);
+    assert!(host.shares().is_empty());
     assert!(host.said(What::Leave, Reason::Unprofitable) > 0);
     // 100 ms for 16 MiB are 0.006 s for each: as it was foreseen it pays, and as it came out it does not.
     let mut host = Host::new(Rules { price: 0.005, ..rules(Mode::Act) });
