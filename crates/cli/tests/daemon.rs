@@ -49,7 +49,8 @@ impl Place {
     }
 
     fn write(&self, section: &str) {
-        let text = format!("[daemon]\n{section}\n[daemon.only]\nnames = [\"{}\"]\n", self.name);
+        // Whatever else runs on the machine, the tests' programs are not to be waited for.
+        let text = format!("[daemon]\nslowdown = \"100%\"\n{section}\n[daemon.only]\nnames = [\"{}\"]\n", self.name);
         fs::write(self.config(), text).unwrap();
     }
 
@@ -84,8 +85,13 @@ impl Place {
 
     /// A program that holds the same in part as every other one of these.
     fn program(&self) -> Program {
+        self.lab(&["mixture", "--mib", "32", "--duplicate", "50%"])
+    }
+
+    /// The lab with these arguments, once it is ready.
+    fn lab(&self, arguments: &[&str]) -> Program {
         let mut child = Command::new(self.directory.path().join(&self.name))
-            .args(["mixture", "--mib", "32", "--duplicate", "50%"])
+            .args(arguments)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -291,6 +297,30 @@ fn killed_or_contested_it_leaves_the_host_as_it_was() {
     assert_eq!(code, Some(0), "{said}");
     assert_eq!(ksm.counter("run"), 1);
     assert!(said.contains("put back: /sys/kernel/mm/ksm/run was 1"), "{said}");
+}
+
+/// Programs that want all CPUs wait while a census or ksmd has one of them. The least that shows is told of.
+#[test]
+fn it_gets_out_of_the_way_of_programs_that_want_the_cpu() {
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+    let place = Place::new(6);
+    fs::write(place.config(), format!("[daemon]\nslowdown = \"0.5%\"\n[daemon.only]\nnames = [\"{}\"]\n", place.name))
+        .unwrap();
+    let busy = || place.lab(&["busy", "--threads", "4", "--memory", "64"]);
+    let programs = [busy(), busy()];
+    let daemon = place.daemon(&["--mode", "act"]);
+    until("it to back off", || {
+        // What they have is looked at again and again, with some rest in between to compare with.
+        sleep(Duration::from_secs(4));
+        for program in &programs {
+            place.run(&["enrol", &program.pid()]);
+        }
+        daemon.said("rest", "slow_down")
+    });
+    let (code, said) = daemon.stop();
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("of their time while it worked"), "{said}");
+    assert_eq!(settings(&ksm), BEFORE);
 }
 
 #[test]

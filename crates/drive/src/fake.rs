@@ -4,12 +4,12 @@
 //! are named so are merged.
 
 use pagefold_host::act::{Action, Advice, Effect, Refusal};
-use pagefold_host::{FrameFlags, Host, Mapping, PageView, Process, Run, Way};
+use pagefold_host::{Begun, FrameFlags, Host, Mapping, PageView, Process, Programs, Run, Way};
 use pagefold_model::ksm::Setting;
 use pagefold_model::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 const PAGE: u64 = 4096;
@@ -22,6 +22,8 @@ pub struct Fake {
     memory: Mutex<Memory>,
     trouble: Mutex<Option<Trouble>>,
     written: Mutex<Vec<String>>,
+    /// What has begun and was not told yet, where it tells of programs.
+    begun: Arc<Mutex<Option<Begun>>>,
 }
 
 /// By process and address, the name of what is mapped there and whether it is enrolled.
@@ -46,6 +48,7 @@ impl Fake {
             memory: Mutex::default(),
             trouble: Mutex::default(),
             written: Mutex::default(),
+            begun: Arc::default(),
         };
         let settings = [
             ("advisor_mode", "none"),
@@ -106,15 +109,38 @@ impl Fake {
         pages.extend((range.0..range.1).step_by(PAGE as usize).map(|page| (page, (name, enrolled))));
     }
 
-    /// Have a process have used so many ticks.
+    /// Have a process have used so many ticks, and had a page fault in each.
     pub fn ran(&self, pid: u32, ticks: u64) {
-        let stat = format!("{pid} (program) S 1 1 1 0 -1 0 0 0 0 0 {ticks} 0 0 0 20 0 1 0 1\n");
+        let stat = format!("{pid} (program) S 1 1 1 0 -1 0 {ticks} 0 0 0 {ticks} 0 0 0 20 0 1 0 1\n");
         self.file(&format!("proc/{pid}/stat"), &stat);
+    }
+
+    /// Start a process with so many resident pages.
+    pub fn start(&self, pid: u32, pages: u64) {
+        self.ran(pid, 0);
+        self.file(&format!("proc/{pid}/statm"), &format!("{pages} {pages} 0 0 0 0 0\n"));
+        self.file(&format!("proc/{pid}/cmdline"), "program\0");
+    }
+
+    /// Tell of programs from now on.
+    pub fn tells_of_programs(&self) {
+        *self.begun.lock().unwrap() = Some(Begun::default());
+    }
+
+    /// A process becomes another program.
+    pub fn begins(&self, pid: u32) {
+        self.begun.lock().unwrap().as_mut().unwrap().pids.insert(Pid(pid));
+    }
+
+    /// More programs begin than can be told.
+    pub fn loses(&self) {
+        self.begun.lock().unwrap().as_mut().unwrap().lost = true;
     }
 
     /// Have a process end.
     pub fn ended(&self, pid: u32) {
-        self.files.lock().unwrap().remove(&format!("proc/{pid}/stat"));
+        let own = format!("proc/{pid}/");
+        self.files.lock().unwrap().retain(|path, _| !path.starts_with(&own));
         self.memory.lock().unwrap().remove(&Pid(pid));
     }
 
@@ -242,7 +268,9 @@ impl Host for Fake {
     fn pids(&self) -> Reading<Vec<Pid>> {
         let files = self.files.lock().unwrap();
         let number = |path: &String| path.strip_prefix("proc/")?.strip_suffix("/stat")?.parse().ok().map(Pid);
-        Ok(files.keys().filter_map(number).collect())
+        let mut pids: Vec<Pid> = files.keys().filter_map(number).collect();
+        pids.sort();
+        Ok(pids)
     }
 
     fn open(&self, pid: Pid) -> Reading<Box<dyn Process + '_>> {
@@ -257,6 +285,13 @@ impl Host for Fake {
 
     fn frame_mappings(&self, _: &[Pfn]) -> Reading<Vec<u64>> {
         Err(Absent::Denied)
+    }
+
+    fn follow_programs(&self) -> Reading<Box<dyn Programs>> {
+        match *self.begun.lock().unwrap() {
+            Some(_) => Ok(Box::new(FakePrograms(Arc::clone(&self.begun)))),
+            None => Err(Absent::NotOnThisKernel),
+        }
     }
 
     fn apply(&self, action: &Action) -> Result<Effect, Refusal> {
@@ -274,6 +309,14 @@ impl Host for Fake {
             }
             _ => Err(Refusal::Vanished),
         }
+    }
+}
+
+struct FakePrograms(Arc<Mutex<Option<Begun>>>);
+
+impl Programs for FakePrograms {
+    fn begun(&mut self) -> Reading<Begun> {
+        Ok(self.0.lock().unwrap().replace(Begun::default()).unwrap_or_default())
     }
 }
 

@@ -12,6 +12,7 @@ use crate::merge::{self, Planned, carry_out};
 use crate::prepare::{Prepared, Request, prepare};
 use crate::session::{self, Remains, Session};
 use crate::trial::{Moment, Trial};
+use crate::watch::Whom;
 use pagefold_census::{Ages, Selection};
 use pagefold_host::Host;
 use pagefold_model::Pid;
@@ -147,7 +148,7 @@ impl<'h> Follow<'h, '_> {
 
     /// Withdraw what did not stay merged since the last look. While somebody else drives this host it waits.
     fn look(&self, trial: &mut Trial<'h>, tell: &mut dyn FnMut(Told<'_>)) -> Result<(), Error> {
-        if !trial.look(false) {
+        if !trial.look(Whom::Ran) {
             return Ok(());
         }
         let Some(mut session) = self.begin(tell)? else { return Ok(()) };

@@ -29,7 +29,7 @@ impl<'a> Ksmd<'a> {
     /// The CPU time that it has used: to the nanosecond where the kernel keeps `schedstat`, else in ticks.
     pub fn cpu(&self) -> Reading<Duration> {
         let exact = self.thread.read("schedstat").and_then(|bytes| parse::schedstat(&bytes));
-        exact.map(Duration::from_nanos).or_else(|_| {
+        exact.map(|stat| Duration::from_nanos(stat.ran)).or_else(|_| {
             let stat = parse::stat(&self.thread.read("stat")?)?;
             Ok(Duration::from_secs_f64(stat.utime.saturating_add(stat.stime) as f64 / USER_HZ))
         })

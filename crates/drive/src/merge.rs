@@ -16,6 +16,7 @@ use crate::ksmd::{Gauge, Ksmd, full_scans, looks};
 use crate::session::{self, Session, Stays};
 use crate::trial::{self, Moment, Trial, Withdrawn};
 use crate::verify;
+use crate::watch::Whom;
 use pagefold_census::Probes;
 use pagefold_host::act::{self, Action, Advice};
 use pagefold_host::observe;
@@ -402,7 +403,7 @@ impl Work<'_, '_> {
                 // While merged pages are only watched, ksmd would merge again what breaks, and hide it. What breaks from
                 // here on is seen however few looks follow, in this round or the next.
                 self.rest()?;
-                self.trial.look(true);
+                self.trial.look(Whom::All);
                 looked = Instant::now();
                 settled = Some(looked);
             }
@@ -442,7 +443,7 @@ impl Work<'_, '_> {
 
     /// Withdraw what does not stay merged.
     fn look_again(&mut self, moment: Moment) -> Result<(), session::Error> {
-        self.trial.look(moment == Moment::End);
+        self.trial.look(if moment == Moment::End { Whom::All } else { Whom::Ran });
         let gone = self.trial.withdraw(self.session, moment)?;
         if gone > Pages::ZERO {
             self.found_fleeting = Instant::now();

@@ -6,10 +6,10 @@
 
 use crate::session::{self, Session, Stays};
 use crate::verify;
-use crate::watch::{Piece, Watch};
-use pagefold_host::Host;
+use crate::watch::{Piece, Watch, Whom};
 use pagefold_host::act::{Action, Advice, NOT_MAPPED, Refusal};
 use pagefold_host::room::room;
+use pagefold_host::{Host, observe};
 use pagefold_model::guard::{self, Need, Verdict};
 use pagefold_model::lasting::Seen;
 use pagefold_model::outcome::{Change, Missed};
@@ -41,6 +41,8 @@ pub struct Trial<'h> {
     refused: BTreeMap<ProcessId, Vec<Missed>>,
     /// Whether frames cannot be seen, so that nothing can be watched.
     blind: bool,
+    /// Percent of ten seconds in which some task waited for memory, from which on nothing is withdrawn.
+    pressure: Option<f64>,
 }
 
 /// What was withdrawn of a process because it did not stay merged for long enough.
@@ -70,7 +72,13 @@ impl<'h> Trial<'h> {
             idle: BTreeMap::new(),
             refused: BTreeMap::new(),
             blind: false,
+            pressure: None,
         }
+    }
+
+    /// Withdraw nothing while some task waits for memory for this percentage of ten seconds.
+    pub fn heed_pressure(&mut self, percent: f64) {
+        self.pressure = Some(percent);
     }
 
     /// Watch what a plan has enrolled, too. Not before it is: what is injected runs on the target's own time.
@@ -110,6 +118,13 @@ impl<'h> Trial<'h> {
         self.refused.iter().filter(move |(process, _)| lives(**process)).flat_map(|(_, missed)| missed)
     }
 
+    /// The processes among these, each with the first reason.
+    pub fn stuck(&self) -> Vec<(ProcessId, String)> {
+        let lives = |process| verify::open(self.host, process).is_ok();
+        let stuck = self.refused.iter().filter(|(process, _)| lives(**process));
+        stuck.filter_map(|(process, missed)| Some((*process, missed.first()?.why.clone()))).collect()
+    }
+
     /// Let a range that was withdrawn be enrolled again.
     pub fn pardon(&mut self, process: ProcessId, range: AddressRange) {
         if let Some(withdrawn) = self.withdrawn.get_mut(&process) {
@@ -123,10 +138,10 @@ impl<'h> Trial<'h> {
         self.withdrawn.retain(|&process, _| fits(process));
     }
 
-    /// Look at what is merged of processes that ran since the last look, or of everybody. Tells whether any of it does not
-    /// pay that programs had not enrolled themselves: what can be withdrawn between rounds.
-    pub fn look(&mut self, everybody: bool) -> bool {
-        self.blind = self.blind || !self.watch.is_empty() && self.watch.look(everybody).is_err();
+    /// Look at what is merged. Tells whether any of it does not pay that programs had not enrolled themselves: what can be
+    /// withdrawn between rounds.
+    pub fn look(&mut self, whom: Whom) -> bool {
+        self.blind = self.blind || !self.watch.is_empty() && self.watch.look(whom).is_err();
         !self.is_empty() && self.watch.has_losses(|seen| seen.pays(self.host.page_size().bytes()))
     }
 
@@ -145,6 +160,7 @@ impl<'h> Trial<'h> {
             by_process.entry(piece.process).or_default().push(piece);
         }
         let mut gone = Pages::ZERO;
+        let pressed = self.is_pressed();
         for (process, pieces) in by_process {
             let (own, ours): (Vec<Piece>, Vec<Piece>) = pieces.into_iter().partition(|piece| piece.own);
             for (pieces, stays) in [(ours, Stays::ForGood), (own, Stays::ForNow)] {
@@ -156,6 +172,7 @@ impl<'h> Trial<'h> {
                 }
                 let ranges = pieces.iter().map(|piece| piece.range).collect();
                 let missed = match self.fits(process, &pieces) {
+                    _ if pressed => vec![self.refusal(process, "memory is short")],
                     Verdict::Fits => self.advise(session, process, ranges, stays)?,
                     Verdict::Unknown => {
                         vec![self.refusal(process, "it is not known how much memory there is for copies")]
@@ -202,6 +219,11 @@ impl<'h> Trial<'h> {
     ) -> Result<Vec<Missed>, session::Error> {
         let action = Action::Advise { process, advice: Advice::Unmergeable, ranges };
         act(session, process, &self.comm(process), &action, stays)
+    }
+
+    fn is_pressed(&self) -> bool {
+        let pressed = |most| observe::pressure(self.host).is_ok_and(|now| now.some.avg10 >= most);
+        self.pressure.is_some_and(pressed)
     }
 
     fn comm(&self, process: ProcessId) -> String {

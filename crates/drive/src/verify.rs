@@ -157,8 +157,17 @@ pub fn regions(host: &dyn Host, plan: &Plan) -> BTreeMap<ProcessId, u64> {
     plan.targets.iter().filter_map(|target| count(target.process.id)).collect()
 }
 
-/// The CPU time that a process has used, in ticks.
-pub fn ticks(host: &dyn Host, process: ProcessId) -> Reading<u64> {
+/// What a process has done so far.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Done {
+    /// The CPU time that it has used, in ticks.
+    pub ticks: u64,
+    /// Its page faults.
+    pub faults: u64,
+}
+
+/// What a process has done so far.
+pub fn done(host: &dyn Host, process: ProcessId) -> Reading<Done> {
     let stat = parse::stat(&open(host, process)?.read("stat")?)?;
-    Ok(stat.utime.saturating_add(stat.stime))
+    Ok(Done { ticks: stat.utime.saturating_add(stat.stime), faults: stat.faults })
 }

@@ -10,13 +10,13 @@
 //! see nothing, so that rates are underestimates where ksmd is faster than the looks. Between rounds of merging ksmd
 //! rests, and the look that begins a round sees all that broke since the one before.
 
-use crate::verify;
+use crate::verify::{self, Done};
 use pagefold_host::{Host, Process, observe};
 use pagefold_model::lasting::Seen;
 use pagefold_model::plan::Plan;
 use pagefold_model::process::Process as Facts;
 use pagefold_model::{AddressRange, Pages, Pfn, ProcessId, Reading};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 /// Pages of a piece at most: what is withdrawn together.
@@ -41,11 +41,23 @@ pub struct Piece {
     merged: Vec<bool>,
 }
 
+/// Whose pages are looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whom {
+    /// Everybody's.
+    All,
+    /// Of those that have run since the last look: others write nothing.
+    Ran,
+    /// Of those that have had a page fault since the last look, as each write to a merged page is one. Only where ksmd has
+    /// rested since, which merges pages without.
+    Faulted,
+}
+
 /// A process that is watched.
 struct Watched {
     facts: Facts,
-    /// The CPU ticks that it had used at the last look at it, and when that was.
-    ticks: Reading<u64>,
+    /// What it had done at the last look at it, and when that was.
+    done: Reading<Done>,
     looked: Instant,
     /// Whether it has run since it is watched.
     ever_ran: bool,
@@ -76,7 +88,7 @@ impl<'h> Watch<'h> {
             let process = target.process.id;
             self.processes.entry(process).or_insert_with(|| Watched {
                 facts: target.process.clone(),
-                ticks: verify::ticks(self.host, process),
+                done: verify::done(self.host, process),
                 looked: Instant::now(),
                 ever_ran: false,
             });
@@ -107,8 +119,8 @@ impl<'h> Watch<'h> {
     /// Whether any process has run since a plan was added. One that does not run writes nothing.
     pub fn ran(&mut self) -> bool {
         let moved = |(&process, watched): (&ProcessId, &Watched)| {
-            let now = verify::ticks(self.host, process);
-            now.is_ok() && now != watched.ticks
+            let now = verify::done(self.host, process);
+            now.is_ok() && now != watched.done
         };
         self.ran = self.ran || self.processes.iter().any(moved);
         self.ran
@@ -119,23 +131,27 @@ impl<'h> Watch<'h> {
         self.pieces.iter().fold(Seen::default(), |sum, piece| sum + piece.seen)
     }
 
-    /// Look again at the pages of those processes that have run since the last look, or of everybody. Time counts for those
-    /// that ever ran: one that never did cannot have written. Processes that have ended are forgotten: all of their pages
-    /// went away, and nothing of it was written.
-    pub fn look(&mut self, everybody: bool) -> Reading<()> {
+    /// Look again at pages. Time counts for those processes that ever ran: one that never did cannot have written. Processes
+    /// that have ended are forgotten: all of their pages went away, and nothing of it was written.
+    pub fn look(&mut self, whom: Whom) -> Reading<()> {
         let now = Instant::now();
         let mut elapsed: BTreeMap<ProcessId, Duration> = BTreeMap::new();
+        let mut still: BTreeSet<ProcessId> = BTreeSet::new();
         self.processes.retain(|&process, watched| {
-            let ticks = verify::ticks(self.host, process);
-            let there = ticks.is_ok();
-            let ran = there && ticks != watched.ticks;
+            let done = verify::done(self.host, process);
+            let there = done.is_ok();
+            let ran = there && done != watched.done;
             watched.ever_ran |= ran;
             self.ran |= ran;
-            if there && (ran || everybody) {
+            if there && (ran || whom == Whom::All) {
                 let since = now - std::mem::replace(&mut watched.looked, now);
                 elapsed.insert(process, if watched.ever_ran { since } else { Duration::ZERO });
             }
-            watched.ticks = ticks;
+            let faults = |done: &Reading<Done>| done.as_ref().ok().map(|done| done.faults);
+            if whom == Whom::Faulted && faults(&done) == faults(&watched.done) {
+                still.insert(process);
+            }
+            watched.done = done;
             there
         });
         self.pieces.retain(|piece| self.processes.contains_key(&piece.process));
@@ -146,6 +162,7 @@ impl<'h> Watch<'h> {
         let mut first = 0;
         for pieces in self.pieces.chunk_by(|a, b| a.process == b.process) {
             if elapsed.contains_key(&pieces[0].process)
+                && !still.contains(&pieces[0].process)
                 && let Ok(handle) = verify::open(self.host, pieces[0].process)
             {
                 for (piece, number) in pieces.iter().zip(first..) {

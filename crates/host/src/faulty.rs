@@ -1,7 +1,7 @@
 //! A host that fails where it is told to, for tests of everything that reads one.
 
 use crate::act::{Action, Effect, Refusal};
-use crate::{FrameFlags, Host, Mapping, PageView, Process, Run, Way};
+use crate::{FrameFlags, Host, Mapping, PageView, Process, Programs, Run, Way};
 use pagefold_model::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 
 /// What goes wrong with an answer.
@@ -18,8 +18,8 @@ pub enum Fault {
 }
 
 /// Wraps a host. `faults` is asked before every answer, with the path of the file or, for what is no file, of the
-/// process and `#resident`, `#mappings`, `#contents`, or `#frame_flags`, `#frame_mappings`; before an action, with
-/// `#set NAME`, or of the process and `#advise`, `#merge_any`, `#guest_merge`, `#collapse`.
+/// process and `#resident`, `#mappings`, `#contents`, or `#frame_flags`, `#frame_mappings`, `#follow_programs`; before an
+/// action, with `#set NAME`, or of the process and `#advise`, `#merge_any`, `#guest_merge`, `#collapse`.
 pub struct Faulty<'a, F> {
     host: &'a dyn Host,
     faults: F,
@@ -88,6 +88,11 @@ impl<F: Fn(&str) -> Option<Fault> + Sync> Host for Faulty<'_, F> {
     fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
         self.check("#frame_mappings")?;
         self.host.frame_mappings(frames)
+    }
+
+    fn follow_programs(&self) -> Reading<Box<dyn Programs>> {
+        self.check("#follow_programs")?;
+        self.host.follow_programs()
     }
 
     fn apply(&self, action: &Action) -> Result<Effect, Refusal> {

@@ -19,7 +19,8 @@ pub mod room;
 
 use act::{Action, Effect, Refusal};
 use pagefold_model::content::ContentKind;
-use pagefold_model::{AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
+use pagefold_model::{Absent, AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
+use std::collections::BTreeSet;
 
 /// A host: live, recorded or faulty.
 pub trait Host: Sync {
@@ -49,8 +50,28 @@ pub trait Host: Sync {
     /// root.
     fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>>;
 
+    /// Follow from now on which programs begin. Absent where the host does not tell, or not everybody.
+    fn follow_programs(&self) -> Reading<Box<dyn Programs>> {
+        Err(Absent::NotOnThisKernel)
+    }
+
     /// Carry out an action. The only way in which anything is changed.
     fn apply(&self, action: &Action) -> Result<Effect, Refusal>;
+}
+
+/// Programs as they begin.
+pub trait Programs {
+    /// Those that have begun since the last call, without waiting for any. An error where nothing more comes.
+    fn begun(&mut self) -> Reading<Begun>;
+}
+
+/// Programs that have begun.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Begun {
+    /// The processes that they begin in.
+    pub pids: BTreeSet<Pid>,
+    /// Whether there were more than could be told.
+    pub lost: bool,
 }
 
 /// A process that is held. Dropping it lets go.

@@ -3,7 +3,7 @@
 use crate::{Host, Process, parse};
 use pagefold_model::identity::Identity;
 use pagefold_model::ksm::Ksm;
-use pagefold_model::memory::{Memory, Pressure};
+use pagefold_model::memory::{Memory, Pressure, PressureLine};
 use pagefold_model::process::{Process as ProcessFacts, Rollup};
 use pagefold_model::region::{Mapped, Region};
 use pagefold_model::{Absent, Pfn, Pid, Reading};
@@ -23,6 +23,11 @@ pub fn memory(host: &dyn Host) -> Reading<Memory> {
 /// Memory pressure.
 pub fn pressure(host: &dyn Host) -> Reading<Pressure> {
     parse::pressure(&host.read("proc/pressure/memory")?)
+}
+
+/// Pressure on the CPUs: some task waits for one.
+pub fn cpu_pressure(host: &dyn Host) -> Reading<PressureLine> {
+    parse::pressure_some(&host.read("proc/pressure/cpu")?)
 }
 
 /// The counters of `/proc/vmstat`.
@@ -78,7 +83,7 @@ pub fn process(handle: &dyn Process) -> Reading<ProcessFacts> {
 pub fn cpu_time(host: &dyn Host, handle: &dyn Process) -> Reading<u64> {
     let mut sum = 0u64;
     for thread in host.list(&format!("proc/{}/task", handle.id().pid))? {
-        sum = sum.wrapping_add(parse::schedstat(&handle.read(&format!("task/{thread}/schedstat"))?)?);
+        sum = sum.wrapping_add(parse::schedstat(&handle.read(&format!("task/{thread}/schedstat"))?)?.ran);
     }
     Ok(sum)
 }

@@ -7,15 +7,16 @@ mod contents;
 mod frames;
 pub mod launch;
 mod process;
+mod programs;
 pub mod qmp;
 
 pub use contents::BATCH_BYTES;
 
 use pagefold_host::act::{Action, Effect, Refusal};
-use pagefold_host::{FrameFlags, Host, Process};
+use pagefold_host::{FrameFlags, Host, Process, Programs};
 use pagefold_model::{Absent, PageSize, Pfn, Pid, Reading};
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::path::Path;
 
 /// The machine this runs on.
@@ -52,7 +53,7 @@ impl Host for LiveHost {
     }
 
     fn read(&self, path: &str) -> Reading<Vec<u8>> {
-        fs::read(Path::new("/").join(path)).map_err(|error| absent(&error))
+        File::open(Path::new("/").join(path)).and_then(whole).map_err(|error| absent(&error))
     }
 
     fn list(&self, path: &str) -> Reading<Vec<String>> {
@@ -66,7 +67,11 @@ impl Host for LiveHost {
     }
 
     fn pids(&self) -> Reading<Vec<Pid>> {
-        let mut pids: Vec<Pid> = self.list("proc")?.iter().filter_map(|name| name.parse().ok().map(Pid)).collect();
+        let mut pids = Vec::new();
+        for entry in fs::read_dir("/proc").map_err(|error| absent(&error))? {
+            let name = entry.map_err(|error| absent(&error))?.file_name();
+            pids.extend(name.to_str().and_then(|name| name.parse().ok()).map(Pid));
+        }
         pids.sort();
         Ok(pids)
     }
@@ -83,9 +88,25 @@ impl Host for LiveHost {
         self.frames.mappings(frames)
     }
 
+    fn follow_programs(&self) -> Reading<Box<dyn Programs>> {
+        Ok(Box::new(programs::Connector::open()?))
+    }
+
     fn apply(&self, action: &Action) -> Result<Effect, Refusal> {
         apply::apply(self, action)
     }
+}
+
+/// Bytes that are asked for at once: more than most files of the kernel have. Each read costs, and some of these files are
+/// made anew for each.
+const CHUNK: usize = 4096;
+
+/// All of a file of the kernel, whose size is not known before.
+fn whole(file: File) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::with_capacity(CHUNK);
+    // Without the limit the standard library would ask for the size first.
+    file.take(u64::MAX).read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// Why a file of the host could not be read.

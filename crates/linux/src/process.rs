@@ -4,13 +4,13 @@
 //! `ENOENT`, also when its number has been given to another. `pagemap` and `mem` hold its address space in the same way
 //! and answer with nothing once it was left by exit or exec.
 
-use crate::{LiveHost, absent, contents};
+use crate::{LiveHost, absent, contents, whole};
 use pagefold_host::{Mapping, PageView, Process, Run, Way, parse};
 use pagefold_model::{Absent, AddressRange, Pid, ProcessId, Reading};
 use pagefold_sys::pagemap::ResidentRange;
 use rustix::fs::{Dir, Mode, OFlags, openat, readlinkat};
 use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::OnceLock;
@@ -144,9 +144,7 @@ impl Process for LiveProcess<'_> {
     }
 
     fn read(&self, file: &str) -> Reading<Vec<u8>> {
-        let mut bytes = Vec::new();
-        self.open_file(file)?.read_to_end(&mut bytes).map_err(|error| self.why(&error))?;
-        Ok(bytes)
+        whole(self.open_file(file)?).map_err(|error| self.why(&error))
     }
 
     fn links(&self, directory: &str) -> Reading<Vec<String>> {

@@ -27,6 +27,7 @@ pub(super) struct Section {
     min_memory: Word,
     min_profit: Word,
     pressure: Word,
+    slowdown: Word,
     #[serde(default)]
     quiet_hours: Vec<Spanned<String>>,
     across_domains: Option<bool>,
@@ -127,6 +128,7 @@ impl Section {
             burst: place.one(self.burst, |text| duration(&text))?.unwrap_or(rules.burst),
             price: price.unwrap_or(rules.price),
             pressure: place.one(self.pressure, |text| percent(&text))?.map_or(rules.pressure, |share| share * 100.0),
+            slowdown: place.one(self.slowdown, |text| percent(&text))?.unwrap_or(rules.slowdown),
             quiet: place.each(self.quiet_hours, |hours| hours_of(&hours))?,
             force: self.force.unwrap_or(rules.force),
             ..rules
@@ -177,12 +179,13 @@ mod tests {
 
     #[test]
     fn what_is_said_is_in_force() {
-        let text = "[daemon]\nmode = \"act\"\nkeep_available = \"8GiB\"\ncpu = \"25%\"\nburst = \"1m\"\n\
+        let text = "[daemon]\nmode = \"act\"\nkeep_available = \"8GiB\"\ncpu = \"25%\"\nburst = \"1m\"\nslowdown = \"5%\"\n\
                     max_regions = 1000\nquiet_hours = [\"22:00-06:30\"]\nsplit_huge_pages = false\n";
         let settings = Config::parse(text).unwrap().daemon();
         assert_eq!(settings.rules.mode, Mode::Act);
         assert_eq!(settings.rules.keep_available, Some(Bytes(8 << 30)));
         assert_eq!((settings.rules.cpu, settings.rules.burst), (0.25, Duration::from_secs(60)));
+        assert_eq!(settings.rules.slowdown, 0.05);
         assert_eq!((settings.max_regions, settings.split_huge_pages), (Some(1000), false));
         assert_eq!(settings.rules.quiet, [Hours { from: 22 * 3600, to: 6 * 3600 + 1800 }]);
         assert_eq!(settings.min_profit, Settings::default().min_profit);

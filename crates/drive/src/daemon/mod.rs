@@ -1,26 +1,31 @@
 //! The daemon: the loop with a clock.
 //!
 //! One thread takes in what happens, hands it to [`pagefold_model::daemon::step`] and gives out what that decides; another
-//! carries it out, since a merge takes seconds in which somebody may ask or stop. Who runs is found out by polling.
+//! carries it out, since a merge takes seconds in which somebody may ask or stop. Who runs is told by the host or found out by polling
+//! ([`roster`]).
 //! While it may act, the daemon has the host's one [`Session`](crate::Session) all the time and ksmd rests between merges;
 //! paused, or where somebody else drives KSM, it has not, and the settings are what they were.
-//!
-//! Limits: what merging does to the speed of programs is seen only where merged pages are written.
+//! What programs wait for is read at each tick while it works and now and then while it rests ([`probe`]).
 
+mod probe;
 mod roster;
+mod settings;
+mod snapshot;
 mod worker;
+
+pub use settings::Settings;
+pub use snapshot::{Pass, Said, Snapshot, Told, Used};
 
 use crate::ksmd::Ksmd;
 use crate::merge::own_cpu;
 use pagefold_census::tally::Party;
 use pagefold_host::{Host, observe};
-use pagefold_model::census::Matrix;
-use pagefold_model::daemon::{Action, Decision, Event, Readings, Reason, Rules, State, step};
-use pagefold_model::domain::{Domains, Group};
-use pagefold_model::exclusion::Exclusions;
+use pagefold_model::daemon::{Action, Decision, Event, Readings, Standing, State, step};
 use pagefold_model::process::Process;
-use pagefold_model::{Absent, Bytes, Counts, NetBytes, Pages, ProcessId};
+use pagefold_model::{Absent, Bytes, NetBytes, ProcessId};
+use probe::Probe;
 use roster::Roster;
+use snapshot::Meter;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
@@ -32,68 +37,14 @@ use worker::{Order, Worker};
 /// Between two polls while somebody has just come or work is under way.
 const QUICK: Duration = Duration::from_millis(250);
 
-/// Between two polls otherwise.
-const CALM: Duration = Duration::from_secs(1);
+/// Between two polls otherwise, where the host tells of programs as they begin, and where it does not.
+const CALM: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(1)];
 
 /// Decisions that are kept.
 const DECISIONS: usize = 100;
 
 /// Processes that a decision names at most.
 const NAMES: usize = 4;
-
-/// What what is used in a minute is measured over.
-const MINUTE: Duration = Duration::from_secs(60);
-
-/// What is in force.
-#[derive(Clone, Debug)]
-pub struct Settings {
-    /// What to do and to keep to.
-    pub rules: Rules,
-    /// Who trusts whom.
-    pub domains: Domains,
-    /// Who is left alone.
-    pub exclusions: Exclusions,
-    /// Who is managed; `None` for everybody.
-    pub only: Option<Group>,
-    /// Whether pages of different domains may be merged.
-    pub across_domains: bool,
-    /// Processes with less resident memory are not managed.
-    pub min_resident: Bytes,
-    /// Processes that would give back less, net, are left alone.
-    pub min_profit: Bytes,
-    /// ksmd's metadata at most.
-    pub max_metadata: Option<Bytes>,
-    /// Regions that enrolling may bring a process to.
-    pub max_regions: Option<u64>,
-    /// Whether huge pages may be split.
-    pub split_huge_pages: bool,
-    /// The pause between the two looks of a census.
-    pub settle: Duration,
-    /// For how long merged pages are watched at least at the end of a merge.
-    pub watch: Duration,
-    /// Threads of a census.
-    pub threads: usize,
-}
-
-impl Default for Settings {
-    fn default() -> Self {
-        Self {
-            rules: Rules::default(),
-            domains: Domains::default(),
-            exclusions: Exclusions::default(),
-            only: None,
-            across_domains: false,
-            min_resident: Bytes(16 << 20),
-            min_profit: Bytes(1 << 20),
-            max_metadata: None,
-            max_regions: None,
-            split_huge_pages: true,
-            settle: Duration::from_millis(500),
-            watch: Duration::from_millis(500),
-            threads: 1,
-        }
-    }
-}
 
 /// What is said to the daemon.
 pub enum Message {
@@ -106,117 +57,6 @@ pub enum Message {
     /// What the worker tells.
     #[doc(hidden)]
     Told(Told),
-}
-
-/// What came of a piece of work, for whoever asks.
-#[derive(Debug)]
-pub enum Told {
-    /// A census was taken.
-    Census {
-        /// What each process holds.
-        counts: BTreeMap<ProcessId, Counts>,
-        /// Processes that were chosen and not seen.
-        unseen: u64,
-        /// Who shares with whom.
-        matrix: Matrix,
-        /// Wall time.
-        seconds: f64,
-        /// CPU time.
-        cost: Duration,
-    },
-    /// A merge has ended.
-    Merge {
-        /// Ranges of the plan.
-        ranges: BTreeMap<ProcessId, u64>,
-        /// What should have come back.
-        predicted: Bytes,
-        /// What came back.
-        net: NetBytes,
-        /// Wall time.
-        seconds: Duration,
-        /// CPU time of ksmd and pagefold.
-        cost: Duration,
-    },
-    /// Something that a killed run had left was put back.
-    PutBack(String),
-    /// Something could not be put back or withdrawn.
-    Remains(String),
-}
-
-/// A pass: a census, and the merge where there was one.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Pass {
-    /// When it ended.
-    pub at: SystemTime,
-    /// Wall time.
-    pub seconds: f64,
-    /// CPU time of ksmd and pagefold.
-    pub cost: Duration,
-    /// Who was looked at.
-    pub processes: u64,
-    /// What its plan should give back.
-    pub predicted: Bytes,
-    /// What came back, if anything was merged.
-    pub net: Option<NetBytes>,
-}
-
-/// CPU time of somebody.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Used {
-    /// Since the daemon started.
-    pub all: Duration,
-    /// Its share of one CPU over the last minute.
-    pub share: f64,
-}
-
-/// A decision that was said.
-#[derive(Clone, Debug)]
-pub struct Said {
-    /// When.
-    pub at: SystemTime,
-    /// About whom: names, or `this host`.
-    pub whom: String,
-    /// What.
-    pub decision: Decision,
-}
-
-/// How the daemon stands.
-#[derive(Clone, Debug)]
-pub struct Snapshot {
-    /// What was decided and is remembered.
-    pub state: State,
-    /// What is in force.
-    pub settings: Arc<Settings>,
-    /// When the daemon started.
-    pub started: SystemTime,
-    /// The latest decisions, the latest first.
-    pub decisions: VecDeque<Said>,
-    /// All decisions, by reason.
-    pub reasons: BTreeMap<Reason, u64>,
-    /// Who is known.
-    pub who: Vec<Process>,
-    /// What the last census of each found.
-    pub counts: BTreeMap<ProcessId, Counts>,
-    /// When the last census was taken, and who was not seen in it.
-    pub census: Option<(SystemTime, u64)>,
-    /// Pages of the first whose content the second has, by label, from the last census in which both were.
-    pub shared: BTreeMap<(String, String), Pages>,
-    /// Ranges that were enrolled of each.
-    pub ranges: BTreeMap<ProcessId, u64>,
-    /// Passes so far, and those that merged.
-    pub passes: (u64, u64),
-    /// What all merges should have given back, and did.
-    pub reached: (Bytes, NetBytes),
-    /// The last pass.
-    pub last: Option<Pass>,
-    /// CPU time of ksmd, where it can be read.
-    pub ksmd: Option<Used>,
-    /// CPU time of the daemon.
-    pub own: Used,
-    /// `thp_split_page` and `cow_ksm` when the daemon started.
-    pub before: (Option<u64>, Option<u64>),
-    /// What could not be put back or withdrawn.
-    pub remains: Vec<String>,
 }
 
 /// Why the daemon cannot run.
@@ -241,39 +81,16 @@ fn second_of_day() -> u32 {
     (since.as_secs() % 86400) as u32
 }
 
-/// Readings of CPU time over the last minute.
-#[derive(Default)]
-struct Meter {
-    first: Option<Duration>,
-    last: VecDeque<(Duration, Duration)>,
-}
-
-impl Meter {
-    fn read(&mut self, now: Duration, used: Duration) {
-        self.first.get_or_insert(used);
-        if self.last.back().is_none_or(|(at, _)| now >= *at + CALM) {
-            self.last.push_back((now, used));
-        }
-        while self.last.front().is_some_and(|(at, _)| now > *at + MINUTE) {
-            self.last.pop_front();
-        }
-    }
-
-    fn used(&self) -> Option<Used> {
-        let (first, (from, before), (to, after)) = (self.first?, *self.last.front()?, *self.last.back()?);
-        let elapsed = (to - from).as_secs_f64();
-        let share = if elapsed > 0.0 { after.saturating_sub(before).as_secs_f64() / elapsed } else { 0.0 };
-        Some(Used { all: after.saturating_sub(first), share })
-    }
-}
-
 /// The loop, until it is told to stop and has put everything back.
 pub struct Daemon<'h, 'a> {
     host: &'h dyn Host,
     began: Instant,
+    /// The time since then at which what happens is taken in.
+    now: Duration,
     state: Option<State>,
     settings: Arc<Settings>,
     roster: Roster,
+    probe: Probe,
     tuner: Option<String>,
     orders: Sender<Order>,
     /// Ends the work under way soon.
@@ -337,6 +154,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             passes: (0, 0),
             reached: (Bytes::ZERO, NetBytes(0)),
             last: None,
+            programs: Ok(()),
             ksmd: None,
             own: Used::default(),
             before: (vmstat.get("thp_split_page").copied(), vmstat.get("cow_ksm").copied()),
@@ -345,9 +163,11 @@ impl<'h, 'a> Daemon<'h, 'a> {
         Self {
             host,
             began,
+            now: Duration::ZERO,
             state: Some(state),
             settings,
-            roster: Roster::new(),
+            roster: Roster::new(host),
+            probe: Probe::default(),
             tuner: None,
             orders,
             halt: Arc::default(),
@@ -366,13 +186,24 @@ impl<'h, 'a> Daemon<'h, 'a> {
         alive: &mut dyn FnMut(&State),
         dead: impl Fn() -> bool,
     ) -> Result<(), Error> {
+        if let Err(why) = self.roster.follows() {
+            (self.log)(&format!("new programs are found by polling; the process connector: {why}"));
+        }
         let mut polled: Option<Instant> = None;
         while !self.ended {
-            let pause = if self.is_quick() { QUICK } else { CALM };
+            let pause = match self.roster.follows() {
+                _ if self.is_quick() => QUICK,
+                Ok(()) => CALM[0],
+                Err(_) => CALM[1],
+            };
             let left = polled.map_or(Duration::ZERO, |at| pause.saturating_sub(at.elapsed()));
             match messages.recv_timeout(left) {
-                Ok(message) => self.take(message),
+                Ok(message) => {
+                    self.now = self.began.elapsed();
+                    self.take(message);
+                }
                 Err(RecvTimeoutError::Timeout) => {
+                    self.now = self.began.elapsed();
                     self.tick()?;
                     polled = Some(Instant::now());
                     alive(self.state());
@@ -392,8 +223,8 @@ impl<'h, 'a> Daemon<'h, 'a> {
     }
 
     fn is_quick(&self) -> bool {
-        use pagefold_model::daemon::Standing;
         self.roster.is_young()
+            || self.roster.grows()
             || self.state().standing().0 == Standing::Working
             || self.state().members().values().any(|member| member.is_new() && member.is_open())
     }
@@ -416,7 +247,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
     }
 
     fn tick(&mut self) -> Result<(), Error> {
-        let now = self.began.elapsed();
+        let now = self.now;
         let polled = self.roster.poll(self.host, now, &self.settings).map_err(Error::Processes)?;
         for event in polled.events {
             if let Event::Went(process) = &event {
@@ -436,10 +267,14 @@ impl<'h, 'a> Daemon<'h, 'a> {
         if let Some(ksmd) = ksmd {
             self.ksmd.read(now, ksmd);
         }
+        let works = self.state().standing().0 == Standing::Working;
+        let members = self.roster.members().map(|member| member.id);
+        let waits = self.probe.read(self.host, now, works, members);
         self.step(Event::Tick(Readings {
             spent: own + ksmd.unwrap_or_default(),
             available: observe::memory(self.host).and_then(|memory| memory.available).ok(),
             pressure: observe::pressure(self.host).ok().map(|pressure| pressure.some.avg10),
+            waits,
             second: second_of_day(),
             resident: polled.resident,
         }));
@@ -448,7 +283,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
 
     fn step(&mut self, event: Event) {
         let state = self.state.take().expect("it is put back after every step");
-        let (state, actions) = step(state, self.began.elapsed(), event);
+        let (state, actions) = step(state, self.now, event);
         self.state = Some(state);
         for action in actions {
             match action {
@@ -531,9 +366,13 @@ impl<'h, 'a> Daemon<'h, 'a> {
             state: self.state().clone(),
             settings: Arc::clone(&self.settings),
             who,
+            programs: self.roster.follows(),
             ksmd: self.ksmd.used(),
             own: self.own.used().unwrap_or_default(),
             ..self.snapshot.clone()
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

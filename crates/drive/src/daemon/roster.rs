@@ -1,23 +1,37 @@
-//! Who runs, found out by polling: who has come and is big enough to be managed, who went, who grew.
+//! Who runs: who has come and is big enough to be managed, who went, who grew.
 //!
-//! The list of processes costs next to nothing, and only those are looked at whose turn it is: a process that has just
-//! come at every poll for a few seconds, since a virtual machine is small when it starts, and longer and longer ones
-//! afterwards. A number that was given to another process between two polls is noticed when its turn comes.
+//! Where the host tells of programs as they begin, those are looked at, and all processes are listed now and then: for
+//! those that forked and did not become another program, and to see who went. Elsewhere they are listed at every poll.
+//!
+//! Only those are looked at whose turn it is: a process that has just come at every poll for a few seconds, since a
+//! virtual machine is small when it starts, and longer and longer ones afterwards. A look at who is not managed is one
+//! read of its size, so that thousands of short-lived programs cost little. A number that was given to another process is
+//! noticed when its turn comes.
 
 use super::Settings;
-use pagefold_host::{Host, Process as Handle, observe, parse};
+use pagefold_host::{Begun, Host, Process as Handle, Programs, observe, parse};
 use pagefold_model::daemon::{Arrival, Event};
 use pagefold_model::doctor::{Tuner, tuner};
 use pagefold_model::process::Process;
-use pagefold_model::{Bytes, Pid, ProcessId, Reading};
+use pagefold_model::{Absent, Bytes, Pid, ProcessId, Reading};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// The longest pause between two looks at a process that is not managed.
-const RAREST: Duration = Duration::from_secs(30);
+const RAREST: Duration = Duration::from_secs(60);
 
-/// Between two looks at the memory of one that is.
+/// The longest pause between two looks at the memory of one that is and has come lately, or at a program that writes KSM's
+/// settings.
 const MEMORY: Duration = Duration::from_secs(2);
+
+/// The same for one that has not come lately.
+const STEADY: Duration = Duration::from_secs(16);
+
+/// For how long it has come lately.
+const LATELY: Duration = Duration::from_secs(60);
+
+/// Growth between two looks with which it fills.
+const GROWS: Bytes = Bytes(1 << 20);
 
 /// Between two looks at who it is: it may have become another program.
 const IDENTITY: Duration = Duration::from_secs(60);
@@ -25,20 +39,56 @@ const IDENTITY: Duration = Duration::from_secs(60);
 /// The first pause.
 const FIRST: Duration = Duration::from_millis(200);
 
+/// The pause after which a process is asked what program it is. Most have ended before.
+const LASTING: Duration = Duration::from_millis(800);
+
+/// Between two lists of all processes where the host tells of programs as they begin.
+const LISTED: Duration = Duration::from_secs(30);
+
+/// The same after some were lost.
+const LOST: Duration = Duration::from_secs(1);
+
 struct Known {
-    process: ProcessId,
-    kernel_thread: bool,
+    /// Which it was when it was taken hold of.
+    process: Option<ProcessId>,
+    came: Duration,
     pause: Duration,
     next: Duration,
+    resident: Bytes,
     /// Who it is, and when that is looked at again, if it is managed.
     who: Option<(Process, Duration)>,
+    /// Until when it is taken to be nobody who is managed, whatever its size.
+    foreign: Duration,
+    /// Whether it was asked what program it is.
+    asked: bool,
     tuner: Option<Tuner>,
+}
+
+impl Known {
+    fn new(now: Duration) -> Self {
+        Self {
+            process: None,
+            came: now,
+            pause: FIRST,
+            next: now,
+            resident: Bytes::ZERO,
+            who: None,
+            foreign: Duration::ZERO,
+            asked: false,
+            tuner: None,
+        }
+    }
 }
 
 /// The processes of a host.
 pub(super) struct Roster {
     known: BTreeMap<Pid, Known>,
     own: Pid,
+    programs: Reading<Box<dyn Programs>>,
+    /// When all processes were listed last.
+    listed: Option<Duration>,
+    /// Whether programs have begun that are not known.
+    lost: bool,
 }
 
 /// What a poll found.
@@ -49,8 +99,19 @@ pub(super) struct Polled {
 }
 
 impl Roster {
-    pub fn new() -> Self {
-        Self { known: BTreeMap::new(), own: Pid(std::process::id()) }
+    pub fn new(host: &dyn Host) -> Self {
+        Self {
+            known: BTreeMap::new(),
+            own: Pid(std::process::id()),
+            programs: host.follow_programs(),
+            listed: None,
+            lost: false,
+        }
+    }
+
+    /// Whether the host tells of programs as they begin, or why not.
+    pub fn follows(&self) -> Reading<()> {
+        self.programs.as_ref().map(drop).map_err(Absent::clone)
     }
 
     /// Who is managed.
@@ -65,13 +126,18 @@ impl Roster {
 
     /// Whether anybody has come so lately that it may still fill.
     pub fn is_young(&self) -> bool {
-        self.known.values().any(|known| known.who.is_none() && !known.kernel_thread && known.pause < FIRST * 16)
+        self.known.values().any(|known| known.who.is_none() && known.pause < FIRST * 16)
+    }
+
+    /// Whether anybody who is managed has grown so lately that it may still fill.
+    pub fn grows(&self) -> bool {
+        self.known.values().any(|known| known.who.is_some() && known.pause < MEMORY)
     }
 
     /// Everybody is to be judged anew.
     pub fn forget(&mut self) {
         for known in self.known.values_mut() {
-            (known.pause, known.next) = (FIRST, Duration::ZERO);
+            (known.pause, known.next, known.foreign) = (FIRST, Duration::ZERO, Duration::ZERO);
             if let Some((_, again)) = &mut known.who {
                 *again = Duration::ZERO;
             }
@@ -80,69 +146,148 @@ impl Roster {
 
     /// See who came, went and grew.
     pub fn poll(&mut self, host: &dyn Host, now: Duration, settings: &Settings) -> Reading<Polled> {
-        let pids = host.pids()?;
         let mut polled = Polled::default();
-        self.known.retain(|pid, known| {
-            let there = pids.binary_search(pid).is_ok();
-            if !there && known.who.is_some() {
-                polled.events.push(Event::Went(known.process));
-            }
-            there
-        });
-        let own = self.own;
-        for pid in pids.into_iter().filter(|pid| *pid != own) {
-            let turn = self.known.get(&pid).is_none_or(|known| known.next <= now && !known.kernel_thread);
-            if turn && let Ok(handle) = host.open(pid) {
-                self.look(host, &*handle, now, settings, &mut polled);
-            }
+        self.hear(now);
+        let pause = match (&self.programs, self.lost) {
+            (Err(_), _) => Duration::ZERO,
+            (Ok(_), true) => LOST,
+            (Ok(_), false) => LISTED,
+        };
+        if self.listed.is_none_or(|listed| now >= listed + pause) {
+            self.list(host, now, &mut polled)?;
+        }
+        let due: Vec<Pid> = self.known.iter().filter(|(_, known)| known.next <= now).map(|(pid, _)| *pid).collect();
+        for pid in due {
+            self.look(host, pid, now, settings, &mut polled);
         }
         Ok(polled)
     }
 
-    fn look(&mut self, host: &dyn Host, handle: &dyn Handle, now: Duration, settings: &Settings, polled: &mut Polled) {
-        let process = handle.id();
-        if let Some(other) = self.known.get(&process.pid).filter(|known| known.process != process) {
-            if other.who.is_some() {
-                polled.events.push(Event::Went(other.process));
+    /// Take in which programs have begun.
+    fn hear(&mut self, now: Duration) {
+        let Ok(programs) = &mut self.programs else { return };
+        let Begun { mut pids, lost } = match programs.begun() {
+            Ok(begun) => begun,
+            Err(why) => return self.programs = Err(why),
+        };
+        self.lost |= lost;
+        pids.remove(&self.own);
+        for pid in pids {
+            let known = self.known.entry(pid).or_insert_with(|| Known::new(now));
+            (known.came, known.pause, known.next) = (now, FIRST, now);
+            (known.foreign, known.asked) = (Duration::ZERO, false);
+            if let Some((_, again)) = &mut known.who {
+                *again = now;
             }
-            self.known.remove(&process.pid);
         }
-        let known = self.known.entry(process.pid).or_insert_with(|| {
-            let stat = handle.read("stat").and_then(|bytes| parse::stat(&bytes));
-            let kernel_thread = stat.as_ref().is_ok_and(|stat| stat.flags & parse::PF_KTHREAD != 0);
-            let comm = stat.map(|stat| stat.comm).unwrap_or_default();
-            let arguments = handle.read("cmdline").map(|bytes| parse::arguments(&bytes)).unwrap_or_default();
-            let tuner = tuner(&comm, &arguments).filter(|tuner| tuner.writes_rate() && !kernel_thread);
-            Known { process, kernel_thread, pause: FIRST, next: now, who: None, tuner }
+    }
+
+    /// List all processes.
+    fn list(&mut self, host: &dyn Host, now: Duration, polled: &mut Polled) -> Reading<()> {
+        let pids = host.pids()?;
+        self.known.retain(|pid, known| {
+            let there = pids.binary_search(pid).is_ok();
+            if !there {
+                polled.went(known);
+            }
+            there
         });
-        if known.kernel_thread {
+        // Who was there before is asked at once: a program that writes KSM's settings is heeded before anything is done.
+        let pause = if self.listed.is_none() { LASTING } else { FIRST };
+        for pid in pids.into_iter().filter(|pid| *pid != self.own) {
+            self.known.entry(pid).or_insert_with(|| Known { pause, ..Known::new(now) });
+        }
+        (self.listed, self.lost) = (Some(now), false);
+        Ok(())
+    }
+
+    /// Look at somebody whose turn it is.
+    fn look(&mut self, host: &dyn Host, pid: Pid, now: Duration, settings: &Settings, polled: &mut Polled) {
+        let Some(known) = self.known.get_mut(&pid) else { return };
+        if known.who.is_none()
+            && known.tuner.is_none()
+            && let Ok(resident) = size(host, host.read(&format!("proc/{pid}/statm")))
+            && (resident < settings.min_resident || now < known.foreign)
+            && (known.asked || known.pause < LASTING)
+        {
+            // Kernel threads have no memory, nor has who has ended and was not waited for.
+            known.pause = if resident == Bytes::ZERO { RAREST } else { (known.pause * 2).min(RAREST) };
+            known.next = now + known.pause;
             return;
         }
-        let Ok(resident) = resident(host, handle) else { return };
-        let managed = known.who.is_some();
+        match host.open(pid) {
+            Ok(handle) => known.look(host, &*handle, now, settings, polled),
+            Err(Absent::Vanished) => {
+                polled.went(known);
+                self.known.remove(&pid);
+            }
+            Err(_) => known.next = now + known.pause,
+        }
+    }
+}
+
+impl Known {
+    fn look(&mut self, host: &dyn Host, handle: &dyn Handle, now: Duration, settings: &Settings, polled: &mut Polled) {
+        let process = handle.id();
+        if self.process.is_some_and(|known| known != process) {
+            polled.went(self);
+            *self = Self::new(now);
+        }
+        self.process = Some(process);
+        if !self.asked {
+            self.tuner = asked(handle);
+            self.asked = true;
+        }
+        let Ok(resident) = resident(host, handle) else {
+            self.next = now + self.pause;
+            return;
+        };
+        let grows = resident.saturating_sub(self.resident) >= GROWS;
+        self.resident = resident;
+        let managed = self.who.is_some();
         if managed {
             polled.resident.push((process, resident));
         }
-        known.pause = if managed { MEMORY } else { (known.pause * 2).min(RAREST) };
-        known.next = now + known.pause;
-        let due = known.who.as_ref().is_none_or(|(_, again)| now >= *again);
+        self.pause = match (managed, self.tuner) {
+            (true, _) if grows => FIRST,
+            (true, _) if now >= self.came + LATELY => (self.pause * 2).min(STEADY),
+            (true, _) | (_, Some(_)) => (self.pause * 2).min(MEMORY),
+            (false, None) => (self.pause * 2).min(RAREST),
+        };
+        self.next = now + self.pause;
+        let due = self.who.as_ref().is_none_or(|(_, again)| now >= *again);
         if !due || !managed && resident < settings.min_resident {
             return;
         }
         let Ok(who) = observe::process(handle) else { return };
         if settings.only.as_ref().is_some_and(|only| !only.has(&who)) {
-            polled.events.extend(known.who.take().map(|_| Event::Went(process)));
+            polled.went(self);
+            self.foreign = now + IDENTITY;
             return;
         }
-        known.next = now + MEMORY;
         let same = |(before, again): &(Process, Duration)| {
             (&before.comm, &before.arguments) == (&who.comm, &who.arguments) && !again.is_zero()
         };
-        if !known.who.as_ref().is_some_and(same) {
+        if !self.who.as_ref().is_some_and(same) {
             polled.events.push(Event::Came(arrival(&who, resident, settings)));
         }
-        known.who = Some((who, now + IDENTITY));
+        self.who = Some((who, now + IDENTITY));
     }
+}
+
+impl Polled {
+    /// Somebody is managed no more.
+    fn went(&mut self, known: &mut Known) {
+        self.events.extend(known.who.take().map(|(who, _)| Event::Went(who.id)));
+    }
+}
+
+/// Whether a process is a program that writes KSM's settings again and again.
+fn asked(handle: &dyn Handle) -> Option<Tuner> {
+    let stat = handle.read("stat").and_then(|bytes| parse::stat(&bytes)).ok()?;
+    let arguments = handle.read("cmdline").map(|bytes| parse::arguments(&bytes)).unwrap_or_default();
+    let is_program = stat.flags & parse::PF_KTHREAD == 0;
+    tuner(&stat.comm, &arguments).filter(|tuner| tuner.writes_rate() && is_program)
 }
 
 fn arrival(who: &Process, resident: Bytes, settings: &Settings) -> Arrival {
@@ -157,14 +302,14 @@ fn arrival(who: &Process, resident: Bytes, settings: &Settings) -> Arrival {
     }
 }
 
-/// Resident memory: the second number of `statm`, else the sum over the regions.
-pub(super) fn resident(host: &dyn Host, handle: &dyn Handle) -> Reading<Bytes> {
-    let pages = handle.read("statm").and_then(|statm| {
-        let word = statm.split(u8::is_ascii_whitespace).nth(1).unwrap_or_default();
-        parse::number::<u64>(word)
-    });
-    match pages {
-        Ok(pages) => Ok(Bytes(pages.saturating_mul(host.page_size().bytes()))),
-        Err(_) => Ok(observe::regions(handle)?.iter().map(|region| region.rss).sum()),
-    }
+/// Resident memory: the second number of `statm`.
+fn size(host: &dyn Host, statm: Reading<Vec<u8>>) -> Reading<Bytes> {
+    let statm = statm?;
+    let word = statm.split(u8::is_ascii_whitespace).nth(1).unwrap_or_default();
+    Ok(Bytes(parse::number::<u64>(word)?.saturating_mul(host.page_size().bytes())))
+}
+
+/// Resident memory by `statm`, else the sum over the regions.
+fn resident(host: &dyn Host, handle: &dyn Handle) -> Reading<Bytes> {
+    size(host, handle.read("statm")).or_else(|_| Ok(observe::regions(handle)?.iter().map(|region| region.rss).sum()))
 }

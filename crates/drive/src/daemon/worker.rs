@@ -10,9 +10,10 @@ use crate::prepare::{Prepared, Request, prepare};
 use crate::session::{self, Session};
 use crate::trial::{Moment, Trial};
 use crate::unmerge;
+use crate::watch::Whom;
 use pagefold_census::{Ages, Selection};
 use pagefold_host::{Host, observe};
-use pagefold_model::daemon::{Action, Censused, Event, Merged, Planned as Worth, Strikes};
+use pagefold_model::daemon::{Action, Censused, Event, Looked, Merged, Planned as Worth, Strikes};
 use pagefold_model::ksm::{RMAP_ITEM_BYTES, Setting, Settings as Values};
 use pagefold_model::outcome::{Change, End, Outcome};
 use pagefold_model::plan::{Plan, Target};
@@ -114,6 +115,7 @@ impl<'h> Worker<'h> {
 
     fn carry_out(&mut self, Order { action, settings, halt }: Order) -> Event {
         self.halt = halt;
+        self.trial.heed_pressure(settings.rules.pressure);
         let done = match action {
             Action::Hold => Ok(Event::Held(self.hold().map_err(|error| error.to_string()))),
             Action::Census(processes) => self.census(&processes, &settings).map(Event::Censused),
@@ -252,6 +254,7 @@ impl<'h> Worker<'h> {
             cost,
             withdrawn: page_size.of(outcome.watched.withdrawn),
             refused: refused(&outcome, &pids),
+            stuck: self.trial.stuck(),
             yielded: match outcome.end {
                 End::Yielded(why) => Some(why),
                 _ => None,
@@ -268,14 +271,17 @@ impl<'h> Worker<'h> {
     }
 
     /// Look at what is merged, and withdraw what does not last.
-    fn look(&mut self, withdraw: bool) -> Result<Bytes, Error> {
+    fn look(&mut self, withdraw: bool) -> Result<Looked, Error> {
+        let before = own_cpu();
         let session = self.session.as_mut().ok_or(Error::NotHeld)?;
-        if !self.trial.look(false) || !withdraw {
-            return Ok(Bytes::ZERO);
+        let mut looked = Looked::default();
+        if self.trial.look(Whom::Faulted) && withdraw {
+            looked.withdrawn = self.host.page_size().of(self.trial.withdraw(session, Moment::Between)?);
+            looked.stuck = self.trial.stuck();
+            self.count_strikes();
         }
-        let gone = self.trial.withdraw(session, Moment::Between)?;
-        self.count_strikes();
-        Ok(self.host.page_size().of(gone))
+        looked.cost = own_cpu().saturating_sub(before);
+        Ok(looked)
     }
 
     /// Withdraw all of some processes, as far as there is memory for it. Tells who has nothing merged any more.

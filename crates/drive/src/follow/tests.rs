@@ -46,7 +46,7 @@ fn broken(host: &Fake) -> Trial<'_> {
     host.map(PID, (RANGE.start, RANGE.end), MERGED, true);
     let mut trial = Trial::new(host);
     trial.add(&plan());
-    assert!(!trial.look(true), "they are merged");
+    assert!(!trial.look(Whom::All), "they are merged");
     host.map(PID, (RANGE.start, RANGE.end), "", true);
     host.ran(PID, 1);
     trial
@@ -106,6 +106,15 @@ fn what_is_refused_between_rounds_is_told_until_it_is_taken() {
     told(&host, directory.path(), &mut trial);
     assert_eq!(refused(&trial), ["there is no memory for copies"]);
     host.free(5_000_000);
+    trial.heed_pressure(10.0);
+    let pressure = |part: u32| {
+        let line = |who: &str| format!("{who} avg10={part}.00 avg60=0.00 avg300=0.00 total=0\n");
+        host.file("proc/pressure/memory", &(line("some") + &line("full")));
+    };
+    pressure(10);
+    told(&host, directory.path(), &mut trial);
+    assert_eq!(refused(&trial), ["memory is short"]);
+    pressure(9);
     told(&host, directory.path(), &mut trial);
     assert!(refused(&trial).is_empty(), "in the end it was taken");
     assert_eq!(trial.withdrawn()[&ProcessId { pid: Pid(PID), start_time: 1 }].ours, [RANGE]);

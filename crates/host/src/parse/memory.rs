@@ -32,6 +32,11 @@ pub fn pressure(bytes: &[u8]) -> Reading<Pressure> {
     Ok(Pressure { some: line("some")?, full: line("full")? })
 }
 
+/// The `some` line of a file under `/proc/pressure`, which `cpu` has on all kernels.
+pub fn pressure_some(bytes: &[u8]) -> Reading<PressureLine> {
+    field(bytes, "some").and_then(pressure_line)
+}
+
 fn pressure_line(text: &[u8]) -> Reading<PressureLine> {
     let value = |key: &str| {
         text.split(|&byte| byte == b' ')
@@ -113,6 +118,7 @@ mod tests {
     fn pressure_of_another_form() {
         let some = "some avg10=0.00 avg60=0.00 avg300=0.00 total=0\n";
         assert_eq!(pressure(some.as_bytes()), Err(Absent::NotOnThisKernel), "cpu before 5.13");
+        assert_eq!(pressure_some(some.as_bytes()).map(|line| line.total), Ok(0));
         for full in [
             "full avg10=nan avg60=0.00 avg300=0.00 total=0\n",
             "full avg10=1e9 avg60=0.00 avg300=0.00 total=0\n",
@@ -159,7 +165,7 @@ mod tests {
 
         #[test]
         fn nothing_panics(bytes: Vec<u8>) {
-            let _ = (meminfo(&bytes), pressure(&bytes), vmstat(&bytes));
+            let _ = (meminfo(&bytes), pressure(&bytes), pressure_some(&bytes), vmstat(&bytes));
             let _ = pressure(&[b"some ".as_slice(), &bytes, b"\nfull ", &bytes, b"\n"].concat());
         }
     }

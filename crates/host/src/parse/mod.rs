@@ -12,6 +12,7 @@
 //! at.
 
 mod cgroup;
+mod connector;
 mod ksm;
 mod memory;
 mod process;
@@ -19,11 +20,12 @@ mod smaps;
 mod text;
 
 pub use cgroup::{limit as cgroup_limit, reclaimable as cgroup_reclaimable};
+pub use connector::{EXEC, ProcEvent, ProcRequest, proc_event, proc_request};
 pub use ksm::{ksm, process_ksm};
-pub use memory::{cache, meminfo, pressure, vmstat};
+pub use memory::{cache, meminfo, pressure, pressure_some, vmstat};
 pub use process::{PF_KTHREAD, Stat, Status, arguments, cgroup, job_environment, stat, status};
 pub use smaps::{maps, rollup, smaps};
-pub use text::{bracketed, number, number_list, schedstat};
+pub use text::{Schedstat, Stolen, bracketed, number, number_list, schedstat, stolen};
 
 #[cfg(doc)]
 use pagefold_model::Absent;

@@ -22,6 +22,8 @@ pub struct Stat {
     pub ppid: Pid,
     /// Field 9, the `PF_` flags.
     pub flags: u64,
+    /// Fields 10 and 12, page faults so far, without those of children: each write to a merged page is one.
+    pub faults: u64,
     /// Field 14, clock ticks in user mode.
     pub utime: u64,
     /// Field 15, clock ticks in kernel mode.
@@ -52,6 +54,7 @@ pub fn stat(bytes: &[u8]) -> Reading<Stat> {
         state,
         ppid: Pid(at(4).and_then(number)?),
         flags: at(9).and_then(number)?,
+        faults: at(10).and_then(number::<u64>)?.saturating_add(at(12).and_then(number)?),
         utime: at(14).and_then(number)?,
         stime: at(15).and_then(number)?,
         start_time: at(22).and_then(number)?,
@@ -154,6 +157,7 @@ mod tests {
             state: 'S',
             ppid: Pid(12281),
             flags: 4_194_304,
+            faults: 3255,
             utime: 4,
             stime: 3,
             start_time: 206_924,
@@ -263,7 +267,7 @@ mod tests {
                 "{pid} ({comm}) {state} {ppid} 1 1 0 -1 {flags} 9 9 9 9 {utime} {stime} 0 0 20 0 1 0 {start_time} 0 0\n"
             );
             let state = state.chars().next().unwrap();
-            let expected = Stat { pid: Pid(pid), comm, state, ppid: Pid(ppid), flags, utime, stime, start_time };
+            let expected = Stat { pid: Pid(pid), comm, state, ppid: Pid(ppid), flags, faults: 18, utime, stime, start_time };
             prop_assert_eq!(stat(text.as_bytes()), Ok(expected));
         }
 

@@ -42,9 +42,48 @@ pub fn number<T: FromStr>(bytes: &[u8]) -> Reading<T> {
         .ok_or_else(|| malformed("not a number in range", bytes))
 }
 
-/// `/proc/PID/schedstat`: the nanoseconds that a thread ran (fs/proc/base.c, `proc_pid_schedstat`).
-pub fn schedstat(bytes: &[u8]) -> Reading<u64> {
-    number(bytes.split(|&byte| byte == b' ').next().unwrap_or_default())
+/// `/proc/PID/schedstat`: what a thread did, in nanoseconds (fs/proc/base.c, `proc_pid_schedstat`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Schedstat {
+    /// For how long it ran.
+    pub ran: u64,
+    /// For how long it stood in a run queue.
+    pub queued: u64,
+}
+
+/// `/proc/PID/schedstat`.
+pub fn schedstat(bytes: &[u8]) -> Reading<Schedstat> {
+    let mut words = bytes.split(|&byte| byte == b' ');
+    let mut word = || words.next().ok_or_else(|| malformed("no line of schedstat", bytes)).and_then(number);
+    Ok(Schedstat { ran: word()?, queued: word()? })
+}
+
+/// The first line of `/proc/stat`: ticks of all CPUs together (fs/proc/stat.c, `show_stat`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stolen {
+    /// Fields 1 to 8: all but what guests used, which is among them.
+    pub all: u64,
+    /// Field 8: the time that a hypervisor gave to others.
+    pub stolen: u64,
+}
+
+impl Stolen {
+    /// The share that was stolen from one reading to a later one.
+    pub fn share(self, later: Self) -> f64 {
+        let all = later.all.saturating_sub(self.all).max(1);
+        (later.stolen.saturating_sub(self.stolen) as f64 / all as f64).min(1.0)
+    }
+}
+
+/// The first line of `/proc/stat`.
+pub fn stolen(bytes: &[u8]) -> Reading<Stolen> {
+    let wrong = || malformed("no line of all CPUs", bytes);
+    let line =
+        bytes.strip_prefix(b"cpu ").and_then(|rest| rest.split(|&byte| byte == b'\n').next()).ok_or_else(wrong)?;
+    let words = line.split(|&byte| byte == b' ').filter(|word| !word.is_empty()).take(8);
+    let ticks = words.map(number::<u64>).collect::<Reading<Vec<u64>>>()?;
+    let stolen = *ticks.get(7).ok_or_else(wrong)?;
+    Ok(Stolen { all: ticks.iter().fold(0, |sum: u64, ticks| sum.saturating_add(*ticks)), stolen })
 }
 
 /// A signed count, also where an older kernel printed it as unsigned after it had fallen below zero.

@@ -46,6 +46,9 @@ impl State {
         if self.rules.keep_available.is_some_and(enough) && !self.is_pressed() {
             return self.rest(Reason::Goal, "there is as much memory as it is to keep", actions);
         }
+        if self.now < self.slowdown.until() && !self.is_pressed() {
+            return;
+        }
         self.census(actions);
     }
 
@@ -113,7 +116,7 @@ impl State {
             due = all(TOGETHER.max(sooner));
         }
         if due.is_empty() {
-            if self.told == Some(Reason::Budget) || self.told == Some(Reason::Goal) {
+            if matches!(self.told, Some(Reason::Budget | Reason::Goal | Reason::SlowDown)) {
                 self.told = None;
             }
             return;

@@ -1,6 +1,6 @@
 //! What happens, what is done about it, and what is said of it.
 
-use super::{Arrival, Cause, Rules};
+use super::{Arrival, Cause, Rules, Waits};
 use crate::units::{Bytes, NetBytes, ProcessId};
 use std::time::Duration;
 
@@ -19,8 +19,8 @@ pub enum Event {
     Censused(Censused),
     /// Answers [`Action::Merge`].
     Merged(Merged),
-    /// Answers [`Action::Look`]: what was withdrawn because it did not last.
-    Looked(Bytes),
+    /// Answers [`Action::Look`].
+    Looked(Looked),
     /// Answers [`Action::Withdraw`]: what these processes have no longer merged.
     Withdrawn(Vec<ProcessId>),
     /// Answers [`Action::Restore`].
@@ -57,6 +57,8 @@ pub struct Readings {
     pub available: Option<Bytes>,
     /// Percent of the last ten seconds in which some task waited for memory.
     pub pressure: Option<f64>,
+    /// What programs waited for, where it was read.
+    pub waits: Option<Waits>,
     /// Seconds since midnight.
     pub second: u32,
     /// Resident memory of those of which it was read.
@@ -102,8 +104,21 @@ pub struct Merged {
     pub withdrawn: Bytes,
     /// Who refused, and why.
     pub refused: Vec<(ProcessId, String)>,
+    /// In whom something should have been withdrawn and could not be, and why.
+    pub stuck: Vec<(ProcessId, String)>,
     /// What somebody else wrote, if that ended it.
     pub yielded: Option<String>,
+}
+
+/// What came of a look at what is merged.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Looked {
+    /// What was withdrawn because it did not last.
+    pub withdrawn: Bytes,
+    /// CPU time that it took.
+    pub cost: Duration,
+    /// In whom something should have been withdrawn and could not be, and why.
+    pub stuck: Vec<(ProcessId, String)>,
 }
 
 /// Something to be done.
@@ -198,6 +213,7 @@ words! {
         Goal = "goal",
         QuietHours = "quiet_hours",
         Pressure = "pressure",
+        SlowDown = "slow_down",
         Excluded = "excluded",
         Refused = "refused",
         Operator = "operator",

@@ -18,7 +18,7 @@
 //! expected is halted, and what is merged for more CPU time than [`Rules::price`] allows is left alone for long.
 //!
 //! # When nothing is done
-//! Above the goal, in quiet hours, while paused, while somebody else writes KSM's settings. Nothing is withdrawn while
+//! While programs wait longer for a CPU than they do without it ([`slowdown`]), unless memory is short. Above the goal, in quiet hours, while paused, while somebody else writes KSM's settings. Nothing is withdrawn while
 //! memory is short: unmerging takes memory.
 
 pub mod budget;
@@ -26,15 +26,17 @@ mod choose;
 mod event;
 pub mod member;
 mod rules;
+mod slowdown;
 mod strikes;
 mod take;
 #[cfg(test)]
 mod tests;
 
 pub use budget::Budget;
-pub use event::{Action, Censused, Decision, Event, Merged, Planned, Readings, Reason, What};
+pub use event::{Action, Censused, Decision, Event, Looked, Merged, Planned, Readings, Reason, What};
 pub use member::{Arrival, Cause, Member};
 pub use rules::{Hours, Mode, Rules};
+pub use slowdown::{Slowdown, Waits};
 pub use strikes::Strikes;
 
 use crate::units::{Bytes, ProcessId};
@@ -79,6 +81,7 @@ pub struct State {
     budget: Budget,
     available: Option<Bytes>,
     pressure: Option<f64>,
+    slowdown: Slowdown,
     second: u32,
     members: BTreeMap<ProcessId, Member>,
     work: Option<Work>,
@@ -94,6 +97,9 @@ pub struct State {
     ended: bool,
     /// Who is to be withdrawn, and why.
     leaving: BTreeMap<ProcessId, Reason>,
+    /// What could not be withdrawn the last time that it was tried, and why.
+    stuck: BTreeMap<ProcessId, String>,
+    /// When what is merged is looked at next, and the pause before that.
     watch: (Duration, Duration),
     census_seconds: f64,
     looks: u64,
@@ -123,6 +129,7 @@ impl State {
             now: at,
             available: None,
             pressure: None,
+            slowdown: Slowdown::default(),
             second: 0,
             members: BTreeMap::new(),
             work: None,
@@ -136,6 +143,7 @@ impl State {
             stopping: None,
             ended: false,
             leaving: BTreeMap::new(),
+            stuck: BTreeMap::new(),
             census_seconds: CENSUS_SECONDS,
             looks: 0,
             told: None,
@@ -176,6 +184,7 @@ impl State {
             _ => match self.told {
                 Some(Reason::Budget) => (Standing::Resting, "its CPU time is used up for now".to_owned()),
                 Some(Reason::Goal) => (Standing::Resting, "there is as much memory as it is to keep".to_owned()),
+                Some(Reason::SlowDown) => (Standing::Resting, "programs waited longer while it worked".to_owned()),
                 Some(Reason::QuietHours) => (Standing::Resting, "these are quiet hours".to_owned()),
                 _ => (Standing::Resting, "nobody's turn has come".to_owned()),
             },

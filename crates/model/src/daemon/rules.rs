@@ -57,6 +57,8 @@ pub struct Rules {
     pub rarest: Duration,
     /// Percent of ten seconds in which some task waited for memory, from which on memory is short.
     pub pressure: f64,
+    /// The part of their time by which programs may wait longer for a CPU while it works, before it backs off.
+    pub slowdown: f64,
     /// When nothing is begun.
     pub quiet: Vec<Hours>,
     /// Whether to act although another program tunes KSM.
@@ -75,6 +77,7 @@ impl Default for Rules {
             ripens: Duration::from_millis(5200),
             rarest: Duration::from_secs(1800),
             pressure: 10.0,
+            slowdown: 0.1,
             quiet: Vec::new(),
             force: false,
         }

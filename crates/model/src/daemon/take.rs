@@ -1,7 +1,7 @@
 //! Taking note of an event.
 
 use super::{Action, Arrival};
-use super::{Censused, Decision, Event, Member, Merged, Planned, Readings, Reason, State, What, Work};
+use super::{Censused, Decision, Event, Looked, Member, Merged, Planned, Readings, Reason, State, Waits, What, Work};
 use crate::units::{Bytes, NetBytes, ProcessId};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,13 +12,16 @@ const WEIGHT: f64 = 0.3;
 /// The longest pause between two looks at what is merged.
 const WATCH: Duration = Duration::from_secs(60);
 
+/// The pause after a look that found nothing, in times of what it took: looking stays below a thousandth of one CPU.
+const REST: u32 = 1000;
+
 /// When the right to change the host is asked for again after somebody else had it.
 const AGAIN: Duration = Duration::from_secs(10);
 
 impl State {
     pub(super) fn take(&mut self, event: Event, actions: &mut Vec<Action>) {
         match event {
-            Event::Tick(readings) => self.read(readings),
+            Event::Tick(readings) => self.read(readings, actions),
             Event::Came(arrival) => self.came(arrival, actions),
             Event::Went(process) => {
                 self.members.remove(&process);
@@ -38,16 +41,7 @@ impl State {
             }
             Event::Censused(found) => self.censused(found, actions),
             Event::Merged(merged) => self.merged(merged, actions),
-            Event::Looked(withdrawn) => {
-                self.work = None;
-                let found = withdrawn > Bytes::ZERO;
-                if found {
-                    let why = format!("{withdrawn} were written before they paid");
-                    actions.push(self.say(What::Withdraw, &[], Reason::Broken, why));
-                }
-                let pause = if found { self.rules.ripens } else { (self.watch.1 * 2).min(WATCH) };
-                self.watch = (self.now + pause, pause);
-            }
+            Event::Looked(looked) => self.looked(looked, actions),
             Event::Withdrawn(processes) => {
                 self.work = None;
                 for process in processes {
@@ -89,13 +83,31 @@ impl State {
         }
     }
 
-    fn read(&mut self, readings: Readings) {
+    fn read(&mut self, readings: Readings, actions: &mut Vec<Action>) {
         self.budget.read(self.now, readings.spent);
         (self.available, self.pressure, self.second) = (readings.available, readings.pressure, readings.second);
         for (process, resident) in readings.resident {
             if let Some(member) = self.members.get_mut(&process) {
                 member.grew_to(resident, self.now, &self.rules);
             }
+        }
+        if let Some(waits) = readings.waits {
+            self.wait(&waits, actions);
+        }
+    }
+
+    /// Back off where programs are slowed down. A census comes to its end, or there would be none on a host that is always
+    /// busy; a merge is done again at a lower pace.
+    fn wait(&mut self, waits: &Waits, actions: &mut Vec<Action>) {
+        let works = matches!(self.work, Some(Work::Census(..) | Work::Merge(_)));
+        let slowest = self.slowdown.is_slowest();
+        let Some((pause, why)) = self.slowdown.read(waits, works, self.rules.slowdown, self.now) else { return };
+        let why = format!("{why}: it rests for {} s and then merges more slowly", pause.as_secs());
+        actions.push(self.say(What::Rest, &[], Reason::SlowDown, why));
+        self.told = Some(Reason::SlowDown);
+        if matches!(self.work, Some(Work::Merge(_))) && !slowest && !self.halted {
+            self.halted = true;
+            actions.push(Action::Halt);
         }
     }
 
@@ -169,7 +181,32 @@ impl State {
         if acts {
             // At the pace at which the budget fills up again there is no end to it.
             let share = if cost * 1.5 <= self.budget.left() { 1.0 } else { (self.rules.cpu / 2.0).clamp(0.001, 1.0) };
+            let share = (share * self.slowdown.pace()).max(0.001);
             self.start(Work::Merge(processes.clone()), Action::Merge { processes, share }, actions);
+        }
+    }
+
+    fn looked(&mut self, looked: Looked, actions: &mut Vec<Action>) {
+        self.work = None;
+        let found = looked.withdrawn > Bytes::ZERO;
+        if found {
+            let why = format!("{} were written before they paid", looked.withdrawn);
+            actions.push(self.say(What::Withdraw, &[], Reason::Broken, why));
+        }
+        self.stick(looked.stuck, actions);
+        let calm = (self.watch.1 * 2).min(WATCH).max(looked.cost * REST);
+        let pause = if found { self.rules.ripens } else { calm };
+        self.watch = (self.now + pause, pause);
+    }
+
+    /// Say what cannot be withdrawn, where that is news.
+    fn stick(&mut self, stuck: Vec<(ProcessId, String)>, actions: &mut Vec<Action>) {
+        let before = std::mem::take(&mut self.stuck);
+        for (process, why) in stuck {
+            if before.get(&process) != Some(&why) {
+                actions.push(self.say(What::Refuse, &[process], Reason::Refused, format!("not withdrawn: {why}")));
+            }
+            self.stuck.insert(process, why);
         }
     }
 
@@ -188,6 +225,7 @@ impl State {
             let why = format!("{} were written before they paid", merged.withdrawn);
             actions.push(self.say(What::Withdraw, &merged.enrolled, Reason::Broken, why));
         }
+        self.stick(merged.stuck, actions);
         self.watch = (self.now + self.rules.ripens, self.rules.ripens);
         if let Some(why) = merged.yielded {
             return self.contest(why, actions);

@@ -37,6 +37,14 @@ struct Host {
     cores: f64,
     /// Seconds that a census takes.
     long: f64,
+    /// Seconds that a merge takes.
+    merging: f64,
+    /// The part of their time that programs wait for while it works.
+    slow: f64,
+    /// Milliseconds that a look takes.
+    look: u64,
+    /// What cannot be withdrawn.
+    stuck: Vec<(ProcessId, String)>,
     trace: Vec<(Duration, Action)>,
     readings: Vec<(f64, f64)>,
 }
@@ -56,6 +64,10 @@ impl Host {
             gain: 16 * MIB as i64,
             cores: 1.0,
             long: 0.2,
+            merging: 0.5,
+            slow: 0.0,
+            look: 0,
+            stuck: Vec::new(),
             trace: Vec::new(),
             readings: vec![(0.0, 0.0)],
         }
@@ -117,14 +129,22 @@ impl Host {
                     cost: Duration::from_millis(100),
                     ..Merged::default()
                 };
-                self.answer(0.5, Event::Merged(merged));
+                self.answer(self.merging, Event::Merged(merged));
             }
             Action::Look { .. } => {
                 assert!(self.holds);
-                self.answer(0.0, Event::Looked(Bytes::ZERO));
+                self.answer(
+                    0.0,
+                    Event::Looked(Looked {
+                        cost: Duration::from_millis(self.look),
+                        stuck: self.stuck.clone(),
+                        ..Looked::default()
+                    }),
+                );
             }
             Action::Withdraw(processes) => {
                 assert!(self.holds);
+                assert!(!self.state.is_pressed() || self.state.stopping.is_some(), "unmerging takes memory");
                 for process in &processes {
                     self.enrolled.remove(process);
                 }
@@ -143,6 +163,7 @@ impl Host {
             spent: self.spent,
             available: Some(self.available),
             pressure: Some(self.pressure),
+            waits: Some(self.waits()),
             second: self.second,
             resident: Vec::new(),
         };
@@ -150,6 +171,21 @@ impl Host {
         while let Some((_, event)) = self.answer.take_if(|(at, _)| *at <= self.now) {
             self.happen(event);
         }
+    }
+
+    /// Programs that want half a CPU, and wait for a fiftieth of their time anyway.
+    fn waits(&self) -> Waits {
+        let part = if self.answer.is_some() { self.slow.max(0.02) } else { 0.02 };
+        let [queued, ran] = [part, 1.0 - part].map(|part| Duration::from_secs_f64(part * 0.125));
+        Waits { elapsed: Duration::from_millis(250), queued: Some((queued, ran)), ..Waits::default() }
+    }
+
+    fn shares(&self) -> Vec<f64> {
+        let shares = self.trace.iter().filter_map(|(_, action)| match action {
+            Action::Merge { share, .. } => Some(*share),
+            _ => None,
+        });
+        shares.collect()
     }
 
     fn run(&mut self, seconds: u64) {
@@ -273,6 +309,83 @@ fn an_enrolment_that_loses_is_taken_back_once_memory_is_there() {
     host.run(1);
     assert!(host.enrolled.is_empty());
     assert_eq!(host.said(What::Withdraw, Reason::Loses), 1);
+}
+
+#[test]
+fn it_backs_off_where_it_slows_programs_down_and_comes_back() {
+    let mut host = Host::new(rules(Mode::Act));
+    (host.merging, host.slow) = (5.0, 0.4);
+    host.run(5);
+    host.happen(arrival(1));
+    host.run(8);
+    assert_eq!((host.shares(), host.said(What::Rest, Reason::SlowDown)), (vec![1.0], 1));
+    assert_eq!(host.did(|action| *action == Action::Halt), 1, "it is not merged at the pace that slows them down");
+    assert_eq!(host.state.standing(), (Standing::Resting, "programs waited longer while it worked".into()));
+    let censuses = host.did(is_census);
+    host.happen(arrival(3));
+    host.run(5);
+    assert_eq!(host.did(is_census), censuses, "who comes waits, too");
+    host.slow = 0.0;
+    host.run(20);
+    assert_eq!(host.shares(), [1.0, 0.5]);
+    host.happen(arrival(5));
+    host.run(20);
+    assert_eq!(host.shares(), [1.0, 0.5, 1.0], "nobody waited longer meanwhile");
+    host.slow = 0.4;
+    host.pressure = 50.0;
+    host.happen(arrival(7));
+    host.run(20);
+    assert!(host.said(What::Rest, Reason::SlowDown) > 1);
+    host.happen(arrival(2));
+    host.run(3);
+    assert!(host.state.members()[&id(2)].looked.is_some(), "memory that is short comes first");
+}
+
+#[test]
+fn looks_at_what_stays_merged_cost_little() {
+    let looks = |host: &Host| host.did(|action| matches!(action, Action::Look { .. }));
+    let mut host = Host::new(rules(Mode::Act));
+    host.look = 500;
+    host.happen(arrival(1));
+    host.run(60);
+    let before = looks(&host);
+    host.run(5000);
+    assert!((9..=11).contains(&(looks(&host) - before)), "one in 500 s, a thousand times what it takes");
+}
+
+#[test]
+fn what_cannot_be_withdrawn_is_told_once() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.happen(arrival(1));
+    host.run(10);
+    host.stuck = vec![(id(1), "there is no memory for copies".into())];
+    host.run(300);
+    assert_eq!(host.said(What::Refuse, Reason::Refused), 1);
+    host.stuck[0].1 = "it does not stop".into();
+    host.run(300);
+    assert_eq!(host.said(What::Refuse, Reason::Refused), 2, "another reason is news");
+    host.stuck.clear();
+    host.run(300);
+    host.stuck = vec![(id(1), "it does not stop".into())];
+    host.run(300);
+    assert_eq!(host.said(What::Refuse, Reason::Refused), 3, "and so is what was over");
+}
+
+#[test]
+fn what_costs_more_than_it_gives_back_is_not_merged() {
+    // 50 ms of ksmd for 16 MiB are 0.003 s for each.
+    let mut host = Host::new(Rules { price: 0.002, ..rules(Mode::Act) });
+    host.happen(arrival(1));
+    host.run(60);
+    assert!(host.shares().is_empty());
+    assert!(host.said(What::Leave, Reason::Unprofitable) > 0);
+    // 100 ms for 16 MiB are 0.006 s for each: as it was foreseen it pays, and as it came out it does not.
+    let mut host = Host::new(Rules { price: 0.005, ..rules(Mode::Act) });
+    host.happen(arrival(1));
+    host.run(12);
+    assert_eq!(host.shares(), [1.0]);
+    let member = &host.state.members()[&id(1)];
+    assert!(member.pause >= host.state.rules().ripens * 2, "{member:?}");
 }
 
 #[test]

@@ -64,6 +64,8 @@ pub struct Status {
     /// Resident memory of the daemon.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resident: Option<u64>,
+    /// How it learns of new programs.
+    pub arrivals: Arrivals,
     /// What the passes came to.
     pub passes: Passes,
     /// Decisions since the daemon started, by the word of their reason.
@@ -103,6 +105,16 @@ pub enum Mode {
     Advise,
     /// Merge what pays.
     Act,
+}
+
+/// How the daemon learns of new programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Arrivals {
+    /// The kernel's process connector tells of them.
+    ProcConnector,
+    /// It lists all processes again and again.
+    Polling,
 }
 
 /// What the daemon does.

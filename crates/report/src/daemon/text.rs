@@ -1,6 +1,6 @@
 //! How the daemon stands, for people.
 
-use super::{Member, MemberState, Status};
+use super::{Arrivals, Member, MemberState, Status};
 use crate::text::{Style, bytes, cut, net, printable};
 use pagefold_model::Bytes;
 
@@ -47,11 +47,15 @@ pub fn render(status: &Status, top: usize, style: Style) -> String {
     let passes = &status.passes;
     text.push_str(&style.paragraph(
         &format!(
-            "Passes: {}, of which {} merged: {} predicted, {} reached.",
+            "Passes: {}, of which {} merged: {} predicted, {} reached. New programs are {}.",
             passes.passes,
             passes.merges,
             Bytes(passes.predicted),
-            net(passes.reached)
+            net(passes.reached),
+            match status.arrivals {
+                Arrivals::ProcConnector => "told by the kernel",
+                Arrivals::Polling => "found by polling",
+            }
         ),
         2,
     ));

@@ -77,6 +77,7 @@ pub fn status(host: &dyn Host, snapshot: &Snapshot, whom: Whom, findings: Vec<Fi
         saved: counters.as_ref().map(|counters| saved(counters, page)).unwrap_or_default(),
         cpu: Cpu { ksmd: snapshot.ksmd.map(used), pagefold: Some(used(snapshot.own)) },
         resident: own_resident(page),
+        arrivals: if snapshot.programs.is_ok() { Arrivals::ProcConnector } else { Arrivals::Polling },
         passes: passes(snapshot),
         decisions_by_reason: snapshot
             .reasons

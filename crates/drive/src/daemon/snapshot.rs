@@ -1,0 +1,155 @@
+//! How the daemon stands, for whoever asks.
+
+use super::Settings;
+use pagefold_model::census::Matrix;
+use pagefold_model::daemon::{Decision, Reason, State};
+use pagefold_model::process::Process;
+use pagefold_model::{Bytes, Counts, NetBytes, Pages, ProcessId, Reading};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+/// Between two readings of CPU time that are kept.
+const SECOND: Duration = Duration::from_secs(1);
+
+/// What what is used in a minute is measured over.
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// What came of a piece of work, for whoever asks.
+#[derive(Debug)]
+pub enum Told {
+    /// A census was taken.
+    Census {
+        /// What each process holds.
+        counts: BTreeMap<ProcessId, Counts>,
+        /// Processes that were chosen and not seen.
+        unseen: u64,
+        /// Who shares with whom.
+        matrix: Matrix,
+        /// Wall time.
+        seconds: f64,
+        /// CPU time.
+        cost: Duration,
+    },
+    /// A merge has ended.
+    Merge {
+        /// Ranges of the plan.
+        ranges: BTreeMap<ProcessId, u64>,
+        /// What should have come back.
+        predicted: Bytes,
+        /// What came back.
+        net: NetBytes,
+        /// Wall time.
+        seconds: Duration,
+        /// CPU time of ksmd and pagefold.
+        cost: Duration,
+    },
+    /// Something that a killed run had left was put back.
+    PutBack(String),
+    /// Something could not be put back or withdrawn.
+    Remains(String),
+}
+
+/// A pass: a census, and the merge where there was one.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Pass {
+    /// When it ended.
+    pub at: SystemTime,
+    /// Wall time.
+    pub seconds: f64,
+    /// CPU time of ksmd and pagefold.
+    pub cost: Duration,
+    /// Who was looked at.
+    pub processes: u64,
+    /// What its plan should give back.
+    pub predicted: Bytes,
+    /// What came back, if anything was merged.
+    pub net: Option<NetBytes>,
+}
+
+/// CPU time of somebody.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Used {
+    /// Since the daemon started.
+    pub all: Duration,
+    /// Its share of one CPU over the last minute.
+    pub share: f64,
+}
+
+/// A decision that was said.
+#[derive(Clone, Debug)]
+pub struct Said {
+    /// When.
+    pub at: SystemTime,
+    /// About whom: names, or `this host`.
+    pub whom: String,
+    /// What.
+    pub decision: Decision,
+}
+
+/// How the daemon stands.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    /// What was decided and is remembered.
+    pub state: State,
+    /// What is in force.
+    pub settings: Arc<Settings>,
+    /// When the daemon started.
+    pub started: SystemTime,
+    /// The latest decisions, the latest first.
+    pub decisions: VecDeque<Said>,
+    /// All decisions, by reason.
+    pub reasons: BTreeMap<Reason, u64>,
+    /// Who is known.
+    pub who: Vec<Process>,
+    /// What the last census of each found.
+    pub counts: BTreeMap<ProcessId, Counts>,
+    /// When the last census was taken, and who was not seen in it.
+    pub census: Option<(SystemTime, u64)>,
+    /// Pages of the first whose content the second has, by label, from the last census in which both were.
+    pub shared: BTreeMap<(String, String), Pages>,
+    /// Ranges that were enrolled of each.
+    pub ranges: BTreeMap<ProcessId, u64>,
+    /// Passes so far, and those that merged.
+    pub passes: (u64, u64),
+    /// What all merges should have given back, and did.
+    pub reached: (Bytes, NetBytes),
+    /// The last pass.
+    pub last: Option<Pass>,
+    /// Whether the host tells of programs as they begin, or why they are found by polling.
+    pub programs: Reading<()>,
+    /// CPU time of ksmd, where it can be read.
+    pub ksmd: Option<Used>,
+    /// CPU time of the daemon.
+    pub own: Used,
+    /// `thp_split_page` and `cow_ksm` when the daemon started.
+    pub before: (Option<u64>, Option<u64>),
+    /// What could not be put back or withdrawn.
+    pub remains: Vec<String>,
+}
+
+/// Readings of CPU time over the last minute.
+#[derive(Default)]
+pub(super) struct Meter {
+    first: Option<Duration>,
+    last: VecDeque<(Duration, Duration)>,
+}
+
+impl Meter {
+    pub fn read(&mut self, now: Duration, used: Duration) {
+        self.first.get_or_insert(used);
+        if self.last.back().is_none_or(|(at, _)| now >= *at + SECOND) {
+            self.last.push_back((now, used));
+        }
+        while self.last.front().is_some_and(|(at, _)| now > *at + MINUTE) {
+            self.last.pop_front();
+        }
+    }
+
+    pub fn used(&self) -> Option<Used> {
+        let (first, (from, before), (to, after)) = (self.first?, *self.last.front()?, *self.last.back()?);
+        let elapsed = (to - from).as_secs_f64();
+        let share = if elapsed > 0.0 { after.saturating_sub(before).as_secs_f64() / elapsed } else { 0.0 };
+        Some(Used { all: after.saturating_sub(first), share })
+    }
+}

@@ -1,0 +1,139 @@
+use super::*;
+use crate::fake::Fake;
+use pagefold_host::faulty::{Fault, Faulty};
+use pagefold_model::Pid;
+use std::sync::atomic::AtomicUsize;
+
+/// Pages of 4 KiB of a process that is managed, and of one that is not.
+const BIG: u64 = 50_000;
+const SMALL: u64 = 100;
+
+/// The first of those who are managed.
+const FIRST: u32 = 1000;
+
+/// Forty small processes and four that are managed.
+fn host() -> Fake {
+    let host = Fake::new();
+    host.free(5_000_000);
+    (1..=40).for_each(|pid| host.start(pid, SMALL));
+    (FIRST..FIRST + 4).for_each(|pid| host.start(pid, BIG));
+    host
+}
+
+/// So many polls of a roster, half a second after each other, and what they told.
+fn poll(roster: &mut Roster, host: &dyn Host, now: &mut Duration, times: u32) -> Vec<Event> {
+    let settings = Settings::default();
+    let mut poll = || {
+        *now += CALM[0];
+        roster.poll(host, *now, &settings).unwrap().events
+    };
+    (0..times).flat_map(|_| poll()).collect()
+}
+
+fn came(events: &[Event], pid: u32) -> bool {
+    events.iter().any(|event| matches!(event, Event::Came(arrival) if arrival.process.pid == Pid(pid)))
+}
+
+#[test]
+fn a_quiet_host_that_is_merged_is_hardly_asked_anything() {
+    let (fake, asked) = (host(), AtomicUsize::new(0));
+    fake.tells_of_programs();
+    let count = |_: &str| {
+        asked.fetch_add(1, Ordering::Relaxed);
+        None::<Fault>
+    };
+    let host = Faulty::new(&fake, count);
+    let (orders, work) = mpsc::channel();
+    let mut log = |_: &str| {};
+    let mut daemon = Daemon::new(&host, Settings::default(), 0, orders, &mut log);
+    let mut ticks = |count: usize| {
+        for _ in 0..count {
+            daemon.now += CALM[0];
+            daemon.tick().unwrap();
+            // Nothing is found, as on a host where all is merged.
+            while work.try_recv().is_ok() {
+                daemon.step(Event::Censused(pagefold_model::daemon::Censused::default()));
+            }
+        }
+    };
+    // Half an hour, and then another: whoever does not change is asked less and less.
+    ticks(3600);
+    let before = asked.swap(0, Ordering::Relaxed);
+    ticks(3600);
+    let after = asked.load(Ordering::Relaxed);
+    // Each tick reads how much memory there is and how it is waited for. Everybody's size once a minute, those of four
+    // each 16 s and who they are each minute, what is waited for each 2 s and a list each 30 s come to about one more.
+    assert!(after <= 3600 * 4, "{after} questions in 3600 ticks, {before} in those before");
+}
+
+#[test]
+fn who_begins_is_seen_at_once_and_who_only_forks_soon() {
+    let (host, mut now) = (host(), Duration::ZERO);
+    host.tells_of_programs();
+    let mut roster = Roster::new(&host);
+    assert!(came(&poll(&mut roster, &host, &mut now, 1), FIRST));
+    poll(&mut roster, &host, &mut now, 20);
+    host.start(7000, BIG);
+    host.begins(7000);
+    assert!(came(&poll(&mut roster, &host, &mut now, 1), 7000));
+    host.start(7001, BIG);
+    assert!(came(&poll(&mut roster, &host, &mut now, 61), 7001), "nobody told of it");
+    // One that becomes another program is told of again, and one that ends as well.
+    host.begins(7000);
+    host.file("proc/7000/stat", "7000 (other) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 1\n");
+    assert!(came(&poll(&mut roster, &host, &mut now, 1), 7000));
+    host.ended(7000);
+    let process = ProcessId { pid: Pid(7000), start_time: 1 };
+    assert!(poll(&mut roster, &host, &mut now, 61).contains(&Event::Went(process)));
+    assert_eq!(roster.members().count(), 5);
+}
+
+#[test]
+fn without_being_told_everybody_is_listed_each_time() {
+    let (host, mut now) = (host(), Duration::ZERO);
+    let mut roster = Roster::new(&host);
+    assert!(roster.follows().is_err());
+    poll(&mut roster, &host, &mut now, 1);
+    host.start(7000, BIG);
+    assert!(came(&poll(&mut roster, &host, &mut now, 1), 7000));
+}
+
+#[test]
+fn a_storm_of_programs_costs_little_and_hides_nobody() {
+    let (fake, mut now, asked) = (host(), Duration::ZERO, AtomicUsize::new(0));
+    fake.tells_of_programs();
+    let count = |_: &str| {
+        asked.fetch_add(1, Ordering::Relaxed);
+        None::<Fault>
+    };
+    let host = Faulty::new(&fake, count);
+    let mut roster = Roster::new(&host);
+    poll(&mut roster, &host, &mut now, 20);
+    asked.store(0, Ordering::Relaxed);
+    // Programs that have ended before anybody looks, and more that are lost, among them one that stays.
+    for _ in 0..20 {
+        (10_000..10_500).for_each(|pid| fake.begins(pid));
+        fake.loses();
+        poll(&mut roster, &host, &mut now, 1);
+    }
+    let questions = asked.load(Ordering::Relaxed);
+    assert!(questions <= 20 * 1000 + 1000, "{questions}: two for each that is told");
+    fake.start(7000, BIG);
+    fake.loses();
+    assert!(came(&poll(&mut roster, &host, &mut now, 2), 7000), "all are listed within a second");
+    assert!(roster.follows().is_ok() && roster.members().count() == 5);
+}
+
+#[test]
+fn who_drives_ksm_is_known_before_anything_is_done() {
+    let (host, mut now) = (host(), Duration::ZERO);
+    host.start(77, SMALL);
+    host.file("proc/77/stat", "77 (ksmtuned) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 1\n");
+    host.file("proc/77/cmdline", "/bin/bash\0/usr/sbin/ksmtuned\0");
+    let mut roster = Roster::new(&host);
+    poll(&mut roster, &host, &mut now, 1);
+    assert!(roster.tuner().is_some());
+    host.ended(77);
+    poll(&mut roster, &host, &mut now, 5);
+    assert!(roster.tuner().is_none());
+}
