@@ -163,7 +163,8 @@ mod tests {
             start_time: 206_924,
         };
         assert_eq!(stat(SAMPLE), Ok(expected));
-        let expected = Status { uid: Ok(0), seccomp: Ok(0), pinned: Ok(Bytes::ZERO), threads: Ok(1) };
+        let anonymous = Ok(Bytes(10_571_776));
+        let expected = Status { uid: Ok(0), seccomp: Ok(0), pinned: Ok(Bytes::ZERO), threads: Ok(1), anonymous };
         assert_eq!(status(include_bytes!("samples/status")), expected);
     }
 
