@@ -7,6 +7,7 @@
 //!
 //! Limits: what merging does to the speed of programs is seen only where merged pages are written.
 
+pub mod replay;
 mod roster;
 mod worker;
 
@@ -67,7 +68,8 @@ pub struct Settings {
     pub max_regions: Option<u64>,
     /// Whether huge pages may be split.
     pub split_huge_pages: bool,
-    /// The pause between the two looks of a census.
+    /// The pause between the two looks of a census; none where each look but the first of a process is compared with the
+    /// one before.
     pub settle: Duration,
     /// For how long merged pages are watched at least at the end of a merge.
     pub watch: Duration,
@@ -88,7 +90,7 @@ impl Default for Settings {
             max_metadata: None,
             max_regions: None,
             split_huge_pages: true,
-            settle: Duration::from_millis(500),
+            settle: Duration::ZERO,
             watch: Duration::from_millis(500),
             threads: 1,
         }
@@ -395,7 +397,16 @@ impl<'h, 'a> Daemon<'h, 'a> {
         use pagefold_model::daemon::Standing;
         self.roster.is_young()
             || self.state().standing().0 == Standing::Working
-            || self.state().members().values().any(|member| member.is_new() && member.is_open())
+            || self.roster.grows()
+            || self.is_soon()
+    }
+
+    /// Whether somebody's turn comes before the next calm poll.
+    fn is_soon(&self) -> bool {
+        let now = self.began.elapsed();
+        // Not those whose turn has come long ago, and who wait for something else.
+        let soon = now.saturating_sub(CALM)..=now + CALM;
+        self.state().members().values().any(|member| member.is_open() && soon.contains(&member.next))
     }
 
     fn take(&mut self, message: Message) {
@@ -442,6 +453,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             pressure: observe::pressure(self.host).ok().map(|pressure| pressure.some.avg10),
             second: second_of_day(),
             resident: polled.resident,
+            ran: polled.ran,
         }));
         Ok(())
     }

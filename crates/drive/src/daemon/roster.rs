@@ -2,12 +2,12 @@
 //!
 //! The list of processes costs next to nothing, and only those are looked at whose turn it is: a process that has just
 //! come at every poll for a few seconds, since a virtual machine is small when it starts, and longer and longer ones
-//! afterwards. A number that was given to another process between two polls is noticed when its turn comes.
+//! afterwards. One that is managed is looked at every other moment while it grows. A number that was given to another process between two polls is noticed when its turn comes.
 
 use super::Settings;
 use pagefold_host::{Host, Process as Handle, observe, parse};
 use pagefold_model::daemon::{Arrival, Event};
-use pagefold_model::doctor::{Tuner, tuner};
+use pagefold_model::doctor::{Tuner, USER_HZ, tuner};
 use pagefold_model::process::Process;
 use pagefold_model::{Bytes, Pid, ProcessId, Reading};
 use std::collections::BTreeMap;
@@ -16,11 +16,17 @@ use std::time::Duration;
 /// The longest pause between two looks at a process that is not managed.
 const RAREST: Duration = Duration::from_secs(30);
 
-/// Between two looks at the memory of one that is.
+/// Between two looks at the memory of one that is, while it does not grow.
 const MEMORY: Duration = Duration::from_secs(2);
+
+/// Growth between two looks with which it fills.
+const GROWS: Bytes = Bytes(1 << 20);
 
 /// Between two looks at who it is: it may have become another program.
 const IDENTITY: Duration = Duration::from_secs(60);
+
+/// How long somebody has not been there for long: what it does is followed.
+const YOUNG: Duration = Duration::from_secs(60);
 
 /// The first pause.
 const FIRST: Duration = Duration::from_millis(200);
@@ -32,6 +38,8 @@ struct Known {
     next: Duration,
     /// Who it is, and when that is looked at again, if it is managed.
     who: Option<(Process, Duration)>,
+    resident: Bytes,
+    came: Duration,
     tuner: Option<Tuner>,
 }
 
@@ -46,6 +54,7 @@ pub(super) struct Roster {
 pub(super) struct Polled {
     pub events: Vec<Event>,
     pub resident: Vec<(ProcessId, Bytes)>,
+    pub ran: Vec<(ProcessId, Duration)>,
 }
 
 impl Roster {
@@ -66,6 +75,11 @@ impl Roster {
     /// Whether anybody has come so lately that it may still fill.
     pub fn is_young(&self) -> bool {
         self.known.values().any(|known| known.who.is_none() && !known.kernel_thread && known.pause < FIRST * 16)
+    }
+
+    /// Whether anybody who is managed has grown so lately that it may still fill.
+    pub fn grows(&self) -> bool {
+        self.known.values().any(|known| known.who.is_some() && known.pause < MEMORY)
     }
 
     /// Everybody is to be judged anew.
@@ -113,7 +127,16 @@ impl Roster {
             let comm = stat.map(|stat| stat.comm).unwrap_or_default();
             let arguments = handle.read("cmdline").map(|bytes| parse::arguments(&bytes)).unwrap_or_default();
             let tuner = tuner(&comm, &arguments).filter(|tuner| tuner.writes_rate() && !kernel_thread);
-            Known { process, kernel_thread, pause: FIRST, next: now, who: None, tuner }
+            Known {
+                process,
+                kernel_thread,
+                pause: FIRST,
+                next: now,
+                who: None,
+                resident: Bytes::ZERO,
+                came: now,
+                tuner,
+            }
         });
         if known.kernel_thread {
             return;
@@ -123,7 +146,17 @@ impl Roster {
         if managed {
             polled.resident.push((process, resident));
         }
-        known.pause = if managed { MEMORY } else { (known.pause * 2).min(RAREST) };
+        let young = managed && now < known.came + YOUNG;
+        if young && let Ok(ran) = cpu_time(handle) {
+            polled.ran.push((process, ran));
+        }
+        let grows = resident.saturating_sub(known.resident) >= GROWS;
+        known.resident = resident;
+        known.pause = match managed {
+            true if grows || young => FIRST,
+            true => (known.pause * 2).min(MEMORY),
+            false => (known.pause * 2).min(RAREST),
+        };
         known.next = now + known.pause;
         let due = known.who.as_ref().is_none_or(|(_, again)| now >= *again);
         if !due || !managed && resident < settings.min_resident {
@@ -134,7 +167,6 @@ impl Roster {
             polled.events.extend(known.who.take().map(|_| Event::Went(process)));
             return;
         }
-        known.next = now + MEMORY;
         let same = |(before, again): &(Process, Duration)| {
             (&before.comm, &before.arguments) == (&who.comm, &who.arguments) && !again.is_zero()
         };
@@ -155,6 +187,12 @@ fn arrival(who: &Process, resident: Bytes, settings: &Settings) -> Arrival {
         excluded: settings.exclusions.reason(who),
         resident,
     }
+}
+
+/// CPU time of all threads, in ticks.
+fn cpu_time(handle: &dyn Handle) -> Reading<Duration> {
+    let stat = parse::stat(&handle.read("stat")?)?;
+    Ok(Duration::from_secs_f64(stat.utime.saturating_add(stat.stime) as f64 / USER_HZ))
 }
 
 /// Resident memory: the second number of `statm`, else the sum over the regions.

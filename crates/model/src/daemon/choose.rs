@@ -118,13 +118,17 @@ impl State {
             }
             return;
         }
-        // Those who are new are only taken note of, which others need not wait for.
+        let left = self.budget.left();
+        let all: f64 = due.iter().map(|(.., process)| self.cost(&self.members[process])).sum();
         let new = |&(_, _, process): &(Cause, Duration, ProcessId)| self.members[&process].is_new();
-        if due.iter().any(new) {
+        due.sort_unstable();
+        if all > left {
+            // Where CPU time is short, taking note of ever more would leave none to merge what was noted.
+            due.sort_by_key(new);
+        } else if due.iter().any(new) {
+            // Those who are new are only taken note of, which others need not wait for.
             due.retain(new);
         }
-        due.sort_unstable();
-        let left = self.budget.left();
         let (mut chosen, mut cost) = (BTreeSet::new(), 0.0);
         let mut impossible = Vec::new();
         for &(_, _, process) in &due {
@@ -161,10 +165,15 @@ impl State {
             due.iter().map(|&(.., process)| process).filter(|process| processes.contains(process)).collect();
         let why = match cause {
             Cause::Arrived => "new here",
-            Cause::Filled => "it has grown since it was looked at",
+            Cause::Filled => "it has grown, or been at work, since it was looked at",
             Cause::Due => "not looked at for long",
         };
         actions.push(self.say(What::Census, &turns, cause.into(), why));
+        for process in &turns {
+            if let Some(member) = self.members.get_mut(process) {
+                member.begin(self.now);
+            }
+        }
         self.start(Work::Census(turns, processes.clone()), Action::Census(processes), actions);
     }
 

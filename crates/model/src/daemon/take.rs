@@ -92,6 +92,11 @@ impl State {
     fn read(&mut self, readings: Readings) {
         self.budget.read(self.now, readings.spent);
         (self.available, self.pressure, self.second) = (readings.available, readings.pressure, readings.second);
+        for (process, ran) in readings.ran {
+            if let Some(member) = self.members.get_mut(&process) {
+                member.ran_for(ran, self.now, &self.rules);
+            }
+        }
         for (process, resident) in readings.resident {
             if let Some(member) = self.members.get_mut(&process) {
                 member.grew_to(resident, self.now, &self.rules);
@@ -144,7 +149,8 @@ impl State {
         for &process in &turns {
             let spread = self.spread(process);
             if let Some(member) = self.members.get_mut(&process) {
-                member.looked(self.now, pays && processes.contains(&process), spread, &self.rules);
+                let ripens = found.young.contains(&process);
+                member.looked(self.now, pays && processes.contains(&process), ripens, spread, &self.rules);
             }
         }
         if young || worth.is_empty() {

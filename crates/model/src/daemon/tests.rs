@@ -106,7 +106,7 @@ impl Host {
                 let planned = fresh.into_iter().map(plan).collect();
                 let cost = Duration::from_secs_f64(self.long * self.cores);
                 let looked = Bytes(64 * MIB * processes.len() as u64);
-                self.answer(self.long, Event::Censused(Censused { cost, looked, planned, partial: false }));
+                self.answer(self.long, Event::Censused(Censused { cost, looked, planned, ..Censused::default() }));
             }
             Action::Merge { processes, share } => {
                 assert!(self.holds && share > 0.0 && share <= 1.0);
@@ -145,6 +145,7 @@ impl Host {
             pressure: Some(self.pressure),
             second: self.second,
             resident: Vec::new(),
+            ..Readings::default()
         };
         self.happen(Event::Tick(readings));
         while let Some((_, event)) = self.answer.take_if(|(at, _)| *at <= self.now) {
@@ -199,6 +200,8 @@ fn what_does_not_change_is_looked_at_less_and_less() {
     let grown = Readings { resident: vec![(id(1), Bytes(200 * MIB))], spent: host.spent, ..Readings::default() };
     let before = host.did(is_census);
     host.happen(Event::Tick(grown));
+    assert_eq!(host.did(is_census), before, "it may fill still");
+    host.run(1);
     assert_eq!(host.did(is_census), before + 1, "it has filled");
     assert_eq!(host.said(What::Census, Reason::Filled), 1);
 }
@@ -487,4 +490,70 @@ proptest! {
         let [first, again] = [0, 1].map(|_| played(&strokes, &rules(Mode::Act), 0.5, 0.3).trace);
         prop_assert_eq!(first, again);
     }
+}
+
+/// A guest whose memory is there already while it boots and is filled: only its CPU time tells when it is ready.
+#[test]
+fn who_comes_is_looked_at_when_it_is_no_longer_busy() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.happen(arrival(1));
+    let mut ran = Duration::ZERO;
+    let mut work = |host: &mut Host, seconds: f64, busy: bool| {
+        for _ in 0..(seconds * 4.0) as u32 {
+            ran += Duration::from_millis(if busy { 240 } else { 5 });
+            host.tick();
+            let (spent, available) = (host.spent, Some(host.available));
+            host.happen(Event::Tick(Readings { ran: vec![(id(1), ran)], spent, available, ..Readings::default() }));
+        }
+    };
+    work(&mut host, 4.0, true);
+    assert_eq!(host.did(is_census), 0, "it is busy still");
+    work(&mut host, 1.0, false);
+    assert_eq!(host.did(is_census), 1, "it is ready");
+    work(&mut host, 4.0, true);
+    let before = host.did(is_census);
+    work(&mut host, 1.0, false);
+    assert_eq!(host.did(is_census), before + 1, "it was busy again");
+    assert_eq!(host.said(What::Census, Reason::Filled), 1);
+}
+
+#[test]
+fn who_is_busy_all_the_time_is_looked_at_all_the_same() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.happen(arrival(1));
+    for tick in 1..=40 {
+        host.tick();
+        let ran = vec![(id(1), Duration::from_millis(250 * tick))];
+        host.happen(Event::Tick(Readings { ran, spent: host.spent, ..Readings::default() }));
+    }
+    assert!((1..=2).contains(&host.did(is_census)), "{:?}", host.trace);
+}
+
+/// What is not old enough when it is looked at is looked at again when it is, but not for ever.
+#[test]
+fn what_ripens_is_waited_for_twice() {
+    let rules = rules(Mode::Act);
+    let Event::Came(arrival) = arrival(1) else { unreachable!() };
+    let mut member = Member::new(arrival, Duration::ZERO, &rules);
+    let mut pauses = Vec::new();
+    for _ in 0..4 {
+        let now = member.next;
+        member.begin(now);
+        member.looked(now, false, true, 0.5, &rules);
+        pauses.push(member.next.saturating_sub(now) > rules.ripens);
+    }
+    assert_eq!(pauses, [false, false, true, true]);
+}
+
+/// Where newcomers alone would use up the budget, those who were noted before are merged all the same.
+#[test]
+fn newcomers_do_not_keep_others_from_being_merged() {
+    // A census of one costs two seconds, and one comes each five.
+    let mut host = Host::new(Rules { cpu: 0.5, burst: Duration::from_secs(8), price: 10.0, ..rules(Mode::Act) });
+    host.long = 2.0;
+    for pid in 1..40 {
+        host.happen(arrival(pid * 2));
+        host.run(5);
+    }
+    assert!(host.enrolled.len() > 5, "{:?}", host.enrolled);
 }
