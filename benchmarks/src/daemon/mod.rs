@@ -64,6 +64,9 @@ pub struct Arguments {
     /// For how long a hostile mix goes on
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = humantime::parse_duration)]
     hostile: Duration,
+    /// Seconds between two programs on the host that is driven to its memory limit
+    #[arg(long, value_name = "SECONDS", default_value_t = 15)]
+    pause: u32,
     /// Measure although something else works on the machine
     #[arg(long)]
     regardless: bool,
@@ -202,7 +205,8 @@ fn measure(section: Section, arguments: &Arguments, program: &Path, folder: &Pat
             hostile.measure(&folder.join("daemon.log"))
         }
         Section::Oom => {
-            let limit = Limit { memory: 384, mib: 24, duplicate: 50, pause: 15, pagefold: program.to_owned() };
+            let limit =
+                Limit { memory: 384, mib: 24, duplicate: 50, pause: arguments.pause, pagefold: program.to_owned() };
             limit.measure(folder)
         }
     }

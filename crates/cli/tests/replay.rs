@@ -93,7 +93,7 @@ fn moments_of_a_host_are_recorded_until_their_time_is_over() {
     for host in [root.clone(), root.join("000000")] {
         let census = text(&pagefold(&[&format!("--host=recording:{}", host.display()), "census", "--json"]));
         let census: serde_json::Value = serde_json::from_str(&census).unwrap();
-        assert_eq!(census["subjects"].as_array().map(Vec::len), Some(1), "{census}");
+        assert_eq!(census["processes"].as_array().map(Vec::len), Some(1), "{census}");
     }
     text(&pagefold(&[&format!("--host=recording:{path}"), "daemon"]));
     let full = pagefold(&["record", "--every", "1s", &pid, &path]);

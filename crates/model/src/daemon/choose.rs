@@ -124,7 +124,7 @@ impl State {
         due.sort_unstable();
         if all > left {
             // Where CPU time is short, taking note of ever more would leave none to merge what was noted.
-            due.sort_by_key(new);
+            due.sort_by_key(|&(_, _, process)| self.members[&process].urgency(&self.rules));
         } else if due.iter().any(new) {
             // Those who are new are only taken note of, which others need not wait for.
             due.retain(new);

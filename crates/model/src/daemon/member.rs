@@ -124,6 +124,16 @@ impl Member {
         self.looked.is_none()
     }
 
+    /// Who comes first where CPU time is short, the least first: who was noted and may be merged, who was merged before,
+    /// who is to be noted.
+    pub fn urgency(&self, rules: &Rules) -> u8 {
+        match self.looked {
+            Some(_) if !self.enrolled && self.pause <= rules.ripens => 0,
+            Some(_) => 1,
+            None => 2,
+        }
+    }
+
     /// Whether it waits longer and longer.
     pub fn is_backed_off(&self, rules: &Rules) -> bool {
         self.pause > rules.ripens * 8

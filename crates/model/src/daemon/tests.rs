@@ -545,15 +545,15 @@ fn what_ripens_is_waited_for_twice() {
     assert_eq!(pauses, [false, false, true, true]);
 }
 
-/// Where newcomers alone would use up the budget, those who were noted before are merged all the same.
+/// Where CPU time is short, who was noted comes before those who are to be noted: else nobody would be merged.
 #[test]
 fn newcomers_do_not_keep_others_from_being_merged() {
-    // A census of one costs two seconds, and one comes each five.
-    let mut host = Host::new(Rules { cpu: 0.5, burst: Duration::from_secs(8), price: 10.0, ..rules(Mode::Act) });
-    host.long = 2.0;
-    for pid in 1..40 {
-        host.happen(arrival(pid * 2));
-        host.run(5);
-    }
-    assert!(host.enrolled.len() > 5, "{:?}", host.enrolled);
+    let rules = rules(Mode::Act);
+    let Event::Came(arrival) = arrival(1) else { unreachable!() };
+    let new = Member::new(arrival, Duration::ZERO, &rules);
+    let mut noted = new.clone();
+    noted.looked(Duration::from_secs(1), false, true, 0.0, &rules);
+    let merged = Member { enrolled: true, ..noted.clone() };
+    let urgency = |member: &Member| member.urgency(&rules);
+    assert!(urgency(&noted) < urgency(&merged) && urgency(&merged) < urgency(&new));
 }
