@@ -553,7 +553,8 @@ fn newcomers_do_not_keep_others_from_being_merged() {
     let new = Member::new(arrival, Duration::ZERO, &rules);
     let mut noted = new.clone();
     noted.looked(Duration::from_secs(1), false, true, 0.0, &rules);
-    let merged = Member { enrolled: true, ..noted.clone() };
+    let mut merged = noted.clone();
+    merged.enrolled = true;
     let urgency = |member: &Member| member.urgency(&rules);
     assert!(urgency(&noted) < urgency(&merged) && urgency(&merged) < urgency(&new));
 }
