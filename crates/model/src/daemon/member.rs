@@ -21,6 +21,9 @@ const BUSY: f64 = 0.2;
 /// written all the time is never old.
 const UNRIPE: u32 = 2;
 
+/// Doublings of what a look is taken to cost, at most.
+const OVERRUNS: u32 = 10;
+
 /// How long it has not grown, or been busy, when it is taken to be filled.
 const FILLED: Duration = Duration::from_millis(750);
 
@@ -81,6 +84,8 @@ pub struct Member {
     ran: Option<(Duration, Duration)>,
     /// When it was busy last, if that has not been looked at.
     busy: Option<Duration>,
+    /// How often a look at it has used up the budget, less those that have not.
+    pub overran: u32,
     /// Looks one after the other that found only what was not old enough.
     unripe: u32,
     /// When the last look at it began.
@@ -108,6 +113,7 @@ impl Member {
             filling: None,
             ran: None,
             busy: None,
+            overran: 0,
             unripe: 0,
             begun: now,
             seen: Bytes::ZERO,
@@ -204,6 +210,21 @@ impl Member {
         let spread = if self.pause > rules.ripens { spread / 8.0 } else { 0.0 };
         self.next = self.begun + self.pause.mul_f64(1.0 + spread);
         self.cause = Cause::Due;
+    }
+
+    /// A look in which it took part has used up the budget: it is taken to cost twice as much.
+    pub fn overrun(&mut self) {
+        self.overran = (self.overran + 1).min(OVERRUNS);
+    }
+
+    /// A look in which it took part has come to its end.
+    pub fn keep_to_budget(&mut self) {
+        self.overran = self.overran.saturating_sub(1);
+    }
+
+    /// How many times as much a look at it costs as one at others of its size: one with very many regions, say.
+    pub fn weight(&self) -> f64 {
+        f64::from(1_u32 << self.overran)
     }
 
     /// Little is expected of it for twice as long.

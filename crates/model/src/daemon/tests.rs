@@ -4,6 +4,8 @@ use crate::units::{NetBytes, Pid};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
+mod turns;
+
 const MIB: u64 = 1 << 20;
 
 fn id(pid: u32) -> ProcessId {
@@ -37,6 +39,8 @@ struct Host {
     cores: f64,
     /// Seconds that a census takes.
     long: f64,
+    /// With whom in it a census takes so much longer.
+    costly: Option<(ProcessId, f64)>,
     trace: Vec<(Duration, Action)>,
     readings: Vec<(f64, f64)>,
 }
@@ -56,6 +60,7 @@ impl Host {
             gain: 16 * MIB as i64,
             cores: 1.0,
             long: 0.2,
+            costly: None,
             trace: Vec::new(),
             readings: vec![(0.0, 0.0)],
         }
@@ -104,9 +109,11 @@ impl Host {
                 };
                 let fresh: Vec<_> = processes.iter().filter(|process| !self.enrolled.contains(process)).collect();
                 let planned = fresh.into_iter().map(plan).collect();
-                let cost = Duration::from_secs_f64(self.long * self.cores);
+                let more = self.costly.filter(|(costly, _)| processes.contains(costly)).map_or(0.0, |(_, more)| more);
+                let long = self.long + more;
+                let cost = Duration::from_secs_f64(long * self.cores);
                 let looked = Bytes(64 * MIB * processes.len() as u64);
-                self.answer(self.long, Event::Censused(Censused { cost, looked, planned, ..Censused::default() }));
+                self.answer(long, Event::Censused(Censused { cost, looked, planned, ..Censused::default() }));
             }
             Action::Merge { processes, share } => {
                 assert!(self.holds && share > 0.0 && share <= 1.0);
@@ -490,71 +497,4 @@ proptest! {
         let [first, again] = [0, 1].map(|_| played(&strokes, &rules(Mode::Act), 0.5, 0.3).trace);
         prop_assert_eq!(first, again);
     }
-}
-
-/// A guest whose memory is there already while it boots and is filled: only its CPU time tells when it is ready.
-#[test]
-fn who_comes_is_looked_at_when_it_is_no_longer_busy() {
-    let mut host = Host::new(rules(Mode::Act));
-    host.happen(arrival(1));
-    let mut ran = Duration::ZERO;
-    let mut work = |host: &mut Host, seconds: f64, busy: bool| {
-        for _ in 0..(seconds * 4.0) as u32 {
-            ran += Duration::from_millis(if busy { 240 } else { 5 });
-            host.tick();
-            let (spent, available) = (host.spent, Some(host.available));
-            host.happen(Event::Tick(Readings { ran: vec![(id(1), ran)], spent, available, ..Readings::default() }));
-        }
-    };
-    work(&mut host, 4.0, true);
-    assert_eq!(host.did(is_census), 0, "it is busy still");
-    work(&mut host, 1.0, false);
-    assert_eq!(host.did(is_census), 1, "it is ready");
-    work(&mut host, 4.0, true);
-    let before = host.did(is_census);
-    work(&mut host, 1.0, false);
-    assert_eq!(host.did(is_census), before + 1, "it was busy again");
-    assert_eq!(host.said(What::Census, Reason::Filled), 1);
-}
-
-#[test]
-fn who_is_busy_all_the_time_is_looked_at_all_the_same() {
-    let mut host = Host::new(rules(Mode::Act));
-    host.happen(arrival(1));
-    for tick in 1..=40 {
-        host.tick();
-        let ran = vec![(id(1), Duration::from_millis(250 * tick))];
-        host.happen(Event::Tick(Readings { ran, spent: host.spent, ..Readings::default() }));
-    }
-    assert!((1..=2).contains(&host.did(is_census)), "{:?}", host.trace);
-}
-
-/// What is not old enough when it is looked at is looked at again when it is, but not for ever.
-#[test]
-fn what_ripens_is_waited_for_twice() {
-    let rules = rules(Mode::Act);
-    let Event::Came(arrival) = arrival(1) else { unreachable!() };
-    let mut member = Member::new(arrival, Duration::ZERO, &rules);
-    let mut pauses = Vec::new();
-    for _ in 0..4 {
-        let now = member.next;
-        member.begin(now);
-        member.looked(now, false, true, 0.5, &rules);
-        pauses.push(member.next.saturating_sub(now) > rules.ripens);
-    }
-    assert_eq!(pauses, [false, false, true, true]);
-}
-
-/// Where CPU time is short, who was noted comes before those who are to be noted: else nobody would be merged.
-#[test]
-fn newcomers_do_not_keep_others_from_being_merged() {
-    let rules = rules(Mode::Act);
-    let Event::Came(arrival) = arrival(1) else { unreachable!() };
-    let new = Member::new(arrival, Duration::ZERO, &rules);
-    let mut noted = new.clone();
-    noted.looked(Duration::from_secs(1), false, true, 0.0, &rules);
-    let mut merged = noted.clone();
-    merged.enrolled = true;
-    let urgency = |member: &Member| member.urgency(&rules);
-    assert!(urgency(&noted) < urgency(&merged) && urgency(&merged) < urgency(&new));
 }
