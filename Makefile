@@ -47,6 +47,11 @@ bench-merge: setup ## Measure what merging brings and costs under all policies (
 	$(CARGO) build $(LOCKED) --release -p pagefold -p pagefold-labs -p pagefold-benchmarks
 	target/release/pagefold-benchmarks merge $(ARGS)
 
+.PHONY: bench-daemon
+bench-daemon: setup ## Measure the daemon on guests that come and go, on a quiet host, on hostile programs, at the memory limit
+	$(CARGO) build $(LOCKED) --release -p pagefold -p pagefold-labs -p pagefold-benchmarks
+	target/release/pagefold-benchmarks daemon $(ARGS)
+
 .PHONY: bench-hera
 bench-hera: setup ## Measure the user engine: a stand-in for HERA in all modes of memory, and throughput (as root; an hour)
 	$(CARGO) build $(LOCKED) --release -p pagefold -p pagefold-engine -p pagefold-benchmarks

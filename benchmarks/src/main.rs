@@ -7,10 +7,11 @@
 //!
 //! What is measured are children of this program ([`target`]), and whole censuses run in children too ([`measure`]).
 //! Memory is asked for only as far as it is available. Started with the word `merge` it measures merging instead
-//! ([`merge`]).
+//! ([`merge`]), with `daemon` the daemon ([`daemon`]).
 
 #![forbid(unsafe_code)]
 
+mod daemon;
 mod hashes;
 mod measure;
 mod merge;
@@ -128,6 +129,7 @@ fn run() -> Result<bool> {
         [_, "held", how, program, ref arguments @ ..] => merge::hold(how, program, arguments).map(|()| true),
         [_, "probe"] => merge::work().map(|()| true),
         [_, "merge", ..] => merge::benchmark(&merge::Arguments::parse_from(&words[1..])),
+        [_, "daemon", ..] => daemon::benchmark(&daemon::Arguments::parse_from(&words[1..])),
         _ => benchmark(&Arguments::parse()),
     }
 }

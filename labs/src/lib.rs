@@ -10,5 +10,6 @@ pub mod client;
 pub mod content;
 pub mod ksm;
 pub mod lines;
+pub mod machine;
 pub mod mixture;
 pub mod spec;

@@ -8,17 +8,17 @@
 mod bars;
 mod compare;
 mod hera;
-mod holder;
+pub(crate) mod holder;
 mod hot;
 mod plot;
-mod policies;
+pub(crate) mod policies;
 mod probe;
-mod readings;
+pub(crate) mod readings;
 mod reports;
 mod stops;
 mod throughput;
-mod trial;
-mod truth;
+pub(crate) mod trial;
+pub(crate) mod truth;
 mod workloads;
 
 pub use holder::hold;
@@ -40,6 +40,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 use workloads::Workload;
+pub(crate) use workloads::lab_file;
 
 /// Measure what merging brings and costs, under all policies.
 #[derive(Debug, Parser)]
@@ -160,7 +161,7 @@ pub fn benchmark(arguments: &Arguments) -> Result<bool> {
             ksm,
             versions: versions(&pagefold),
         };
-        let folder = vacant(arguments.out.as_deref(), &settings.common, section)?;
+        let folder = vacant(arguments.out.as_deref(), &settings.common, "merge", section.name())?;
         write(&folder, "settings.toml", &toml::to_string(&settings)?)?;
         let started = Instant::now();
         met &= Kept { folder: &folder, arguments, pagefold: &pagefold }
@@ -275,22 +276,22 @@ fn are_met(all: &[(&str, Findings)]) -> bool {
 }
 
 /// A folder for a section that is not there yet.
-fn vacant(out: Option<&Path>, settings: &Settings, section: Section) -> Result<PathBuf> {
+pub(crate) fn vacant(out: Option<&Path>, settings: &Settings, kind: &str, section: &str) -> Result<PathBuf> {
     let run = match out {
         Some(folder) => folder.to_owned(),
         None => {
             Path::new(env!("CARGO_MANIFEST_DIR")).join("runs").join(format!("{}-{}", settings.date, settings.revision))
         }
     };
-    let first = run.join(format!("merge-{}", section.name()));
-    let numbered = (2..).map(|number| run.join(format!("merge-{}-{number}", section.name())));
+    let first = run.join(format!("{kind}-{section}"));
+    let numbered = (2..).map(|number| run.join(format!("{kind}-{section}-{number}")));
     let folder = std::iter::once(first).chain(numbered).find(|folder| !folder.exists()).expect("numbers do not end");
     fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
     Ok(folder)
 }
 
 /// What can be written, as the host has it. To be called by who holds KSM, for others may be changing it.
-fn ksm_settings() -> BTreeMap<String, String> {
+pub(crate) fn ksm_settings() -> BTreeMap<String, String> {
     let files = pagefold_model::ksm::Setting::ALL.map(|setting| setting.file());
     let read = |file: &str| {
         let text = fs::read_to_string(format!("/sys/kernel/mm/ksm/{file}")).ok()?;
@@ -300,7 +301,7 @@ fn ksm_settings() -> BTreeMap<String, String> {
 }
 
 /// Of what takes part and is there.
-fn versions(pagefold: &Pagefold) -> BTreeMap<String, String> {
+pub(crate) fn versions(pagefold: &Pagefold) -> BTreeMap<String, String> {
     let pagefold = pagefold.program.display().to_string();
     let programs = [
         ("pagefold", vec![pagefold.as_str(), "--version"]),

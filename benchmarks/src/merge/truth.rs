@@ -26,20 +26,42 @@ const BATCH: usize = 512;
 /// # Errors
 /// If a process ends meanwhile, or cannot be read.
 pub fn count(pids: &[u32]) -> Result<Truth> {
-    let mut copies: HashMap<[u8; 32], u64> = HashMap::new();
+    let mut copies = Contents::new();
     for &pid in pids {
-        let open = |name: &str| File::open(format!("/proc/{pid}/{name}")).with_context(|| format!("{name} of {pid}"));
-        let (memory, pagemap) = (open("mem")?, open("pagemap")?);
-        for line in fs::read_to_string(format!("/proc/{pid}/maps"))?.lines() {
-            if let Some((start, end)) = private_anonymous(line) {
-                region(&memory, &pagemap, start, end, &mut copies)
-                    .with_context(|| format!("memory of process {pid} at {start:x}"))?;
-            }
-        }
+        add(pid, &mut copies)?;
     }
-    let zero = blake3::hash(&vec![0; pagefold_sys::mapping::page_size()]);
-    let zeros = copies.remove(zero.as_bytes()).unwrap_or(0);
+    let zeros = copies.remove(&zero()).unwrap_or(0);
     Ok(tally(zeros, copies.into_values()))
+}
+
+/// How many pages have each content, by its hash.
+pub type Contents = HashMap<[u8; 32], u64>;
+
+/// The hash of a page of zeros.
+pub fn zero() -> [u8; 32] {
+    *blake3::hash(&vec![0; pagefold_sys::mapping::page_size()]).as_bytes()
+}
+
+/// Add what a process holds.
+///
+/// # Errors
+/// If it ends meanwhile, or cannot be read.
+pub fn add(pid: u32, copies: &mut Contents) -> Result<()> {
+    let open = |name: &str| File::open(format!("/proc/{pid}/{name}")).with_context(|| format!("{name} of {pid}"));
+    let (memory, pagemap) = (open("mem")?, open("pagemap")?);
+    for (start, end) in regions(pid)? {
+        region(&memory, &pagemap, start, end, copies)
+            .with_context(|| format!("memory of process {pid} at {start:x}"))?;
+    }
+    Ok(())
+}
+
+/// The private regions of no file that a process has: first address, and the one behind the last.
+///
+/// # Errors
+/// If it has ended, or cannot be read.
+pub fn regions(pid: u32) -> Result<Vec<(u64, u64)>> {
+    Ok(fs::read_to_string(format!("/proc/{pid}/maps"))?.lines().filter_map(private_anonymous).collect())
 }
 
 fn tally(zeros: u64, copies: impl Iterator<Item = u64>) -> Truth {
@@ -61,7 +83,7 @@ fn private_anonymous(line: &str) -> Option<(u64, u64)> {
 }
 
 /// Hash the pages of a region that are there: neither swapped out nor of a file (pagemap(5), bits 63 and 61).
-fn region(memory: &File, pagemap: &File, start: u64, end: u64, copies: &mut HashMap<[u8; 32], u64>) -> Result<()> {
+fn region(memory: &File, pagemap: &File, start: u64, end: u64, copies: &mut Contents) -> Result<()> {
     let page = pagefold_sys::mapping::page_size();
     let mut bytes = vec![0; BATCH * page];
     let mut entries = vec![0; BATCH * 8];

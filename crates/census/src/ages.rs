@@ -13,7 +13,7 @@ use crate::index::Index;
 use pagefold_model::census::Census;
 use pagefold_model::lasting::ripe_after;
 use pagefold_model::plan::{Plan, PlannedRange};
-use pagefold_model::{AddressRange, Fingerprint, PageClass, PageSize, ProcessId};
+use pagefold_model::{AddressRange, Bytes, Fingerprint, PageClass, PageSize, ProcessId};
 use pagefold_sys::fingerprint::Hasher;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -43,8 +43,13 @@ struct Aged {
 impl Ages {
     /// Nothing seen yet. The key is drawn here.
     pub fn new(page_size: PageSize) -> Result<Self, Error> {
+        Self::since(page_size, Instant::now())
+    }
+
+    /// Nothing seen before a time.
+    pub fn since(page_size: PageSize, began: Instant) -> Result<Self, Error> {
         let hasher = Hasher::random(page_size.as_len()).map_err(Error::Key)?;
-        Ok(Self { hasher, page_size, began: Instant::now(), processes: BTreeMap::new() })
+        Ok(Self { hasher, page_size, began, processes: BTreeMap::new() })
     }
 
     /// The fingerprint of all censuses that are compared.
@@ -54,8 +59,14 @@ impl Ages {
 
     /// Take note of what a census under this key found at `now`, and leave those pieces out of its plan of which most
     /// pages that should merge are not ripe. What a program enrolled itself of them is withdrawn while ksmd works, unless
-    /// some of it is merged. Of processes that the census has not what is known stays.
-    pub fn sift(&mut self, plan: &mut Plan, census: &Census, index: &Index, now: Instant) {
+    /// some of it is merged. Of processes that the census has not what is known stays. Tells how much of each was left out.
+    pub fn sift(
+        &mut self,
+        plan: &mut Plan,
+        census: &Census,
+        index: &Index,
+        now: Instant,
+    ) -> BTreeMap<ProcessId, Bytes> {
         let now = now.saturating_duration_since(self.began).as_millis() as u64;
         self.note(census, index, now);
         let least = ripe_after(self.page_size.bytes()).as_millis() as u64;
@@ -69,13 +80,16 @@ impl Ages {
                 Some((target.process.id, young))
             })
             .collect();
+        let mut left_out = BTreeMap::new();
         for (process, ranges) in young {
+            left_out.insert(process, Bytes(ranges.iter().map(|range| range.bytes().0).sum()));
             let own = self.unmerged(plan, census, index, process, &ranges);
             plan.leave_out(process, ranges);
             for target in plan.targets.iter_mut().filter(|target| target.process.id == process) {
                 target.narrowed = AddressRange::union([&target.narrowed[..], &own[..]].concat());
             }
         }
+        left_out
     }
 
     /// Which of some ranges a program has enrolled itself, and nothing is merged in: ksmd would take them all the same.

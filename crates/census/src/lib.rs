@@ -42,6 +42,8 @@ pub mod tally;
 
 pub use ages::Ages;
 pub use index::Index;
+/// The key of fingerprints: equal only under one.
+pub use pagefold_sys::fingerprint::Hasher;
 use pairs::Pairs;
 pub use plan::plan;
 pub use probes::Probes;
@@ -53,7 +55,6 @@ use pagefold_model::census::Census;
 use pagefold_model::domain::Domains;
 use pagefold_model::savings::{Costs, Sharing};
 use pagefold_model::{Absent, PageSize, Pages, ProcessId, Reading};
-use pagefold_sys::fingerprint::Hasher;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 

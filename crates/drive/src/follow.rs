@@ -131,7 +131,7 @@ impl<'h> Follow<'h, '_> {
         let request = Request { selection, ..self.request.clone() };
         let progress = pagefold_census::Progress::default();
         let Prepared { mut plan, probes, .. } =
-            prepare(self.host, &request, self.excluded, Some(ages), &progress, stop)?;
+            prepare(self.host, &request, self.excluded, Some((ages, Instant::now())), &progress, stop)?;
         for (&process, withdrawn) in trial.withdrawn() {
             plan.leave_out(process, withdrawn.ranges());
         }

@@ -48,17 +48,19 @@ pub struct Prepared {
     pub plan: Plan,
     /// By what one can tell afterwards why it came out differently.
     pub probes: Probes,
+    /// What is left out because it is not old enough.
+    pub young: BTreeMap<ProcessId, Bytes>,
 }
 
 /// Take the census and make the plan. `excluded` tells why a process must not be enrolled, if it must not. With `ages`,
-/// what is not yet old enough is left out.
+/// what is not yet old enough now, at the time that is given, is left out.
 ///
 /// The plan takes pages of zeros to be mapped to the kernel's page of zeros, as a merge has it done.
 pub fn prepare(
     host: &dyn Host,
     request: &Request,
     excluded: &dyn Fn(&Process) -> Option<String>,
-    ages: Option<&mut Ages>,
+    ages: Option<(&mut Ages, Instant)>,
     progress: &pagefold_census::Progress,
     stop: &AtomicBool,
 ) -> Result<Prepared, pagefold_census::Error> {
@@ -80,7 +82,7 @@ pub fn prepare(
         ..Default::default()
     };
     let hasher = match &ages {
-        Some(ages) => ages.hasher().clone(),
+        Some((ages, _)) => ages.hasher().clone(),
         None => Hasher::random(host.page_size().as_len()).map_err(pagefold_census::Error::Key)?,
     };
     let (census, index) = pagefold_census::take_under(&hasher, host, &options, progress, stop)?;
@@ -95,11 +97,9 @@ pub fn prepare(
         first_look: observe::kernel(host).is_ok_and(|release| merges_at_first_look(&release)),
     };
     let mut plan = plan(&census, &index, &constraints, excluded);
-    if let Some(ages) = ages {
-        ages.sift(&mut plan, &census, &index, Instant::now());
-    }
+    let young = ages.map(|(ages, now)| ages.sift(&mut plan, &census, &index, now)).unwrap_or_default();
     let probes = Probes::of(&plan, &census, &index, &hasher);
-    Ok(Prepared { census, plan, probes })
+    Ok(Prepared { census, plan, probes, young })
 }
 
 /// How many regions each process with anything to enrol has now: the census keeps to what there was when it began, and

@@ -104,7 +104,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     needs_ksm(&*host)?;
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
     let session = if options.dry_run { None } else { Some(begin(&*host, options, global)?) };
-    let Prepared { census, plan, probes } = prepared(&*host, options, global, &stop)?;
+    let Prepared { census, plan, probes, .. } = prepared(&*host, options, global, &stop)?;
     let page_size = host.page_size();
     let huge_page_size = observe::huge_page_bytes(&*host).unwrap_or(page_size.bytes() * 512);
     let mut report = MergeReport::of_plan(host.describe(), page_size, huge_page_size, &census, &plan);
@@ -149,7 +149,7 @@ fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBo
         max_regions: None,
         parties: 0,
     };
-    let Prepared { census, mut plan, probes } =
+    let Prepared { census, mut plan, probes, young } =
         progress::show(host.page_size(), stop, |progress| prepare(host, &request, &excluded, None, progress, stop))?;
     source::seen(!census.subjects.is_empty(), &request.selection, &census.unseen, global)?;
     if census.partial {
@@ -161,7 +161,7 @@ fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBo
             target.guest = guest(host, target, options, global)?;
         }
     }
-    Ok(Prepared { census, plan, probes })
+    Ok(Prepared { census, plan, probes, young })
 }
 
 /// Refuse to enrol processes whole where other trust domains are, or have been enrolled before: in KSM's one tree all

@@ -1,28 +1,30 @@
 //! `pagefold record`: a folder from which every read-only command can be run again, elsewhere.
 
-use crate::arguments::{Global, Targets, duration};
+use crate::arguments::{Global, Targets, bytes, duration};
 use crate::{Outcome, output, progress, source};
-use anyhow::Context;
+use anyhow::{Context, bail};
 use clap::Args;
-use pagefold_census::Index;
 use pagefold_census::pages::Pages;
+use pagefold_census::{Hasher, Index, Selection};
 use pagefold_drive::policy;
 use pagefold_host::act::setting_now;
 use pagefold_host::observe::{self, Nodes};
+use pagefold_host::recording::moments::Moments;
 use pagefold_host::recording::{Tap, pages::kind_line};
 use pagefold_host::{Host, examine, parse, room};
-use pagefold_model::Pid;
 use pagefold_model::census::Census;
 use pagefold_model::doctor::tuner;
 use pagefold_model::domain::DomainRule;
 use pagefold_model::identity::Identity;
 use pagefold_model::ksm::Setting;
+use pagefold_model::{Bytes, Pid};
 use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant, SystemTime};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -30,6 +32,8 @@ Examples:
   pagefold record --name 'qemu-*' /tmp/vms
   pagefold --host recording:/tmp/host census
   tar czf host.tar.gz -C /tmp host
+  pagefold record --every 1m --for 8h --vm 'web-*' /var/tmp/day
+  pagefold --host recording:/var/tmp/day daemon
 
 Page contents are replaced by fingerprints under a key that is thrown away. Of environments only the
 variables that name a job are kept, of command lines the first word, except for virtual machines and
@@ -47,85 +51,215 @@ pub struct Options {
     /// Pause between the two passes that tell volatile pages; 0 for one pass
     #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = duration)]
     settle: Duration,
+    /// Record again and again, with this pause from beginning to beginning; what has not changed is kept once
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    every: Option<Duration>,
+    /// End after so long [default: when it is told to, or by --limit]
+    #[arg(long = "for", value_name = "TIME", value_parser = duration, requires = "every")]
+    length: Option<Duration>,
+    /// End when what was recorded takes so much room
+    #[arg(long, value_name = "BYTES", default_value = "4GiB", value_parser = bytes, requires = "every")]
+    limit: Bytes,
     #[command(flatten)]
     targets: Targets,
 }
 
+/// Looks for a signal while the next moment is waited for.
+const TICK: Duration = Duration::from_millis(50);
+
 /// Make the recording.
 pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let host = source::open(global)?;
-    let root = &options.directory;
-    let tap = Tap::new(&*host, root, keeps_arguments)
-        .with_context(|| format!("cannot record into {}: name a new folder", root.display()))?;
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
-    let census_options = pagefold_census::Options {
-        selection: source::selection(&options.targets, global)?,
-        domains: DomainRule::default().into(),
+    let recorder = Recorder {
+        host: &*host,
+        hasher: Hasher::random(host.page_size().as_len()).context("there is no key for fingerprints")?,
         settle: options.settle,
-        threads: std::thread::available_parallelism().map_or(1, Into::into),
-        sample: None,
-        seed: 0,
-        top: KINDS,
-        rows: 0,
-        matrix: Default::default(),
-        ..Default::default()
+        selection: source::selection(&options.targets, global)?,
+        stop: &stop,
+        global,
     };
-    let (census, index) = progress::show(host.page_size(), &stop, |progress| {
-        pagefold_census::take(&tap, &census_options, progress, &stop)
-    })?;
-    source::seen(!census.subjects.is_empty(), &census_options.selection, &census.unseen, global)?;
-    tap.show_only(shown(&*host, &census));
-    // What the doctor and the account read beside; the tap keeps it.
-    let facts = examine::facts(&tap, &[], &Default::default());
-    for process in &facts.processes {
-        let handle = tap.open(process.process.id.pid);
-        // Absence is kept too.
-        let _ = handle.map(|handle| observe::rollup(&*handle));
+    match options.every {
+        Some(every) => recorder.moments(options, every),
+        None => {
+            let Recorded { processes, lines, whole } = recorder.moment(&options.directory, "", true)?;
+            output::print(&format!(
+                "Recorded {} with {lines} lines of pages in {path}.\n\
+                 Look it through, then attach it: tar czf recording.tar.gz -C {path} .\n",
+                counted(processes),
+                path = options.directory.display(),
+            ))?;
+            Ok(if whole { Outcome::Done } else { Outcome::Partial })
+        }
     }
-    let _ = observe::huge_page_bytes(&tap);
-    // The same for what `policy show` and `unmerge --dry-run` go by.
-    for setting in Setting::ALL {
-        let _ = setting_now(&tap, setting);
-    }
-    let _ = policy::observe(&tap);
-    let cgroups = census.subjects.iter().filter_map(|subject| subject.process.cgroup.clone().ok()).collect();
-    let _ = room::room(&tap, &cgroups);
-    let nodes = Nodes::observe(&tap).unwrap_or_default();
-    let lines = write_pages(&tap, &census, &index, &nodes, root)?;
-    write_lines(
-        &root.join("contents.txt"),
-        census.contents.iter().filter_map(|content| Some(kind_line(content.fingerprint, content.kind?))),
-    )?;
-    let about = format!(
-        "kernel = {:?}\narchitecture = {:?}\npagefold = {:?}\nsettle_seconds = {}\npartial = {}\n",
-        observe::kernel(&tap).unwrap_or_default(),
-        std::env::consts::ARCH,
-        env!("CARGO_PKG_VERSION"),
-        census.settle.unwrap_or_default().as_secs_f64(),
-        census.partial,
-    );
-    tap.finish(&about).with_context(|| format!("cannot write to {}", root.display()))?;
-    output::print(&format!(
-        "Recorded {} with {lines} lines of pages in {path}.\n\
-         Look it through, then attach it: tar czf recording.tar.gz -C {path} .\n",
-        match census.subjects.len() {
-            1 => "1 process".to_owned(),
-            count => format!("{count} processes"),
-        },
-        path = root.display(),
-    ))?;
-    Ok(if census.partial || !census.unseen.is_empty() { Outcome::Partial } else { Outcome::Done })
 }
 
-/// The processes of the census, and ksmd, of which the doctor wants to know the CPU.
-fn shown(host: &dyn Host, census: &Census) -> BTreeSet<Pid> {
+fn counted(processes: usize) -> String {
+    match processes {
+        1 => "1 process".to_owned(),
+        count => format!("{count} processes"),
+    }
+}
+
+/// What records a host.
+struct Recorder<'a> {
+    host: &'a dyn Host,
+    /// One for all moments, so that their contents can be compared.
+    hasher: Hasher,
+    settle: Duration,
+    selection: Selection,
+    stop: &'a AtomicBool,
+    global: &'a Global,
+}
+
+/// What was recorded.
+struct Recorded {
+    processes: usize,
+    lines: usize,
+    /// Whether all that was chosen was seen.
+    whole: bool,
+}
+
+impl Recorder<'_> {
+    /// Record again and again, until it is told to end, its time is over or its room is used up.
+    fn moments(&self, options: &Options, every: Duration) -> anyhow::Result<Outcome> {
+        if every.is_zero() {
+            bail!("--every 0: there is no pause to keep");
+        }
+        let root = &options.directory;
+        let cannot = || format!("cannot record into {}: name a new folder", root.display());
+        let mut moments = Moments::begin(root).with_context(cannot)?;
+        let (began, mut whole, mut processes) = (Instant::now(), true, 0);
+        let why = loop {
+            let at = began.elapsed();
+            let time = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+            let about = format!("at_seconds = {:.3}\ntime = {:.3}\n", at.as_secs_f64(), time.as_secs_f64());
+            match self.moment(&moments.next(), &about, moments.count() == 0) {
+                // What was interrupted tells less than was there.
+                Ok(_) if self.stop.load(Ordering::Relaxed) => {
+                    moments.discard();
+                    break "it was told to end";
+                }
+                Ok(recorded) => {
+                    moments.add().with_context(|| format!("cannot write to {}", root.display()))?;
+                    whole &= recorded.whole;
+                    processes = recorded.processes.max(processes);
+                }
+                Err(error) => {
+                    moments.discard();
+                    return Err(error);
+                }
+            }
+            if moments.bytes() >= options.limit.0 {
+                break "its room is used up (--limit)";
+            }
+            // A moment that took longer than the pause puts off those after it.
+            let next = every * (at.as_secs_f64() / every.as_secs_f64()).floor() as u32 + every;
+            if options.length.is_some_and(|length| next >= length) {
+                break "its time is over";
+            }
+            while began.elapsed() < next && !self.stop.load(Ordering::Relaxed) {
+                std::thread::sleep(TICK.min(next.saturating_sub(began.elapsed())));
+            }
+            if self.stop.load(Ordering::Relaxed) {
+                break "it was told to end";
+            }
+        };
+        if moments.count() == 0 {
+            bail!("nothing was recorded: {why}");
+        }
+        output::print(&format!(
+            "Recorded {} moments of up to {} in {}, {}: {why}.\n\
+             What the daemon would have done: pagefold --host recording:{} daemon\n",
+            moments.count(),
+            counted(processes),
+            root.display(),
+            Bytes(moments.bytes()),
+            root.display(),
+        ))?;
+        Ok(if whole { Outcome::Done } else { Outcome::Partial })
+    }
+
+    /// Record the host as it is now, with these lines about it beside those of every recording, and with somebody in it
+    /// if it must be so.
+    fn moment(&self, root: &Path, about: &str, somebody: bool) -> anyhow::Result<Recorded> {
+        let host = self.host;
+        let tap = Tap::new(host, root, keeps_arguments)
+            .with_context(|| format!("cannot record into {}: name a new folder", root.display()))?;
+        let options = pagefold_census::Options {
+            selection: self.selection.clone(),
+            domains: DomainRule::default().into(),
+            settle: self.settle,
+            threads: std::thread::available_parallelism().map_or(1, Into::into),
+            sample: None,
+            seed: 0,
+            top: KINDS,
+            rows: 0,
+            matrix: Default::default(),
+            ..Default::default()
+        };
+        let (census, index) = progress::show(host.page_size(), self.stop, |progress| {
+            pagefold_census::take_under(&self.hasher, &tap, &options, progress, self.stop)
+        })?;
+        source::seen(!somebody || !census.subjects.is_empty(), &options.selection, &census.unseen, self.global)?;
+        tap.show_only(shown(host, &census));
+        read_beside(host, &tap, &census);
+        let nodes = Nodes::observe(&tap).unwrap_or_default();
+        let lines = write_pages(&tap, &census, &index, &nodes, root)?;
+        write_lines(
+            &root.join("contents.txt"),
+            census.contents.iter().filter_map(|content| Some(kind_line(content.fingerprint, content.kind?))),
+        )?;
+        let about = format!(
+            "kernel = {:?}\narchitecture = {:?}\npagefold = {:?}\nsettle_seconds = {}\npartial = {}\n{about}",
+            observe::kernel(&tap).unwrap_or_default(),
+            std::env::consts::ARCH,
+            env!("CARGO_PKG_VERSION"),
+            census.settle.unwrap_or_default().as_secs_f64(),
+            census.partial,
+        );
+        tap.finish(&about).with_context(|| format!("cannot write to {}", root.display()))?;
+        let whole = !census.partial && census.unseen.is_empty();
+        Ok(Recorded { processes: census.subjects.len(), lines, whole })
+    }
+}
+
+/// What the other commands read beside; the tap keeps it, absence too.
+fn read_beside(host: &dyn Host, tap: &Tap<'_>, census: &Census) {
+    let facts = examine::facts(tap, &[], &Default::default());
+    for process in &facts.processes {
+        if let Ok(handle) = tap.open(process.process.id.pid) {
+            let _ = observe::rollup(&*handle);
+            let _ = handle.read("statm");
+        }
+    }
+    let _ = observe::huge_page_bytes(tap);
+    // The same for what `policy show` and `unmerge --dry-run` go by.
+    for setting in Setting::ALL {
+        let _ = setting_now(tap, setting);
+    }
+    let _ = policy::observe(tap);
+    // And the daemon.
+    let _ = observe::pressure(tap);
+    if let Some(ksmd) = ksmd(host).and_then(|ksmd| tap.open(ksmd).ok()) {
+        let _ = ksmd.read("schedstat");
+    }
+    let cgroups = census.subjects.iter().filter_map(|subject| subject.process.cgroup.clone().ok()).collect();
+    let _ = room::room(tap, &cgroups);
+}
+
+fn ksmd(host: &dyn Host) -> Option<Pid> {
     let is_ksmd = |pid: &Pid| {
         let stat = host.open(*pid).and_then(|handle| handle.read("stat")).and_then(|stat| parse::stat(&stat));
         stat.is_ok_and(|stat| stat.comm == "ksmd" && stat.flags & parse::PF_KTHREAD != 0)
     };
-    let ksmd = host.pids().unwrap_or_default().into_iter().find(is_ksmd);
+    host.pids().unwrap_or_default().into_iter().find(is_ksmd)
+}
+
+/// The processes of the census, and ksmd, of which the doctor wants to know the CPU.
+fn shown(host: &dyn Host, census: &Census) -> BTreeSet<Pid> {
     let seen = census.subjects.iter().map(|subject| subject.process.id.pid);
-    seen.chain(census.unseen.iter().map(|unseen| unseen.pid)).chain(ksmd).collect()
+    seen.chain(census.unseen.iter().map(|unseen| unseen.pid)).chain(ksmd(host)).collect()
 }
 
 /// Whether a command line is kept whole.

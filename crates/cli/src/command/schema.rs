@@ -4,7 +4,7 @@ use crate::{Outcome, output};
 use clap::{Args, ValueEnum};
 use pagefold_report::account::AccountReport;
 use pagefold_report::census::CensusReport;
-use pagefold_report::daemon::Status;
+use pagefold_report::daemon::{Decision, Status};
 use pagefold_report::doctor::DoctorReport;
 use pagefold_report::engine::EngineReport;
 use pagefold_report::history::History;
@@ -49,6 +49,8 @@ enum Report {
     /// `pagefold report --json`
     #[value(name = "report")]
     OverTime,
+    /// A line of `pagefold daemon --json` over a recording
+    Decision,
 }
 
 /// Print the schema.
@@ -65,6 +67,7 @@ pub fn run(options: &Options) -> anyhow::Result<Outcome> {
         Report::Status => wire::schema::<Status>(),
         Report::History => wire::schema::<History>(),
         Report::OverTime => wire::schema::<HistoryReport>(),
+        Report::Decision => wire::schema::<Decision>(),
     })?;
     Ok(Outcome::Done)
 }

@@ -1,13 +1,13 @@
 //! The daemon: the loop with a clock.
 //!
 //! One thread takes in what happens, hands it to [`pagefold_model::daemon::step`] and gives out what that decides; another
-//! carries it out, since a merge takes seconds in which somebody may ask or stop. Who runs is told by the host or found out by polling
-//! ([`roster`]).
-//! While it may act, the daemon has the host's one [`Session`](crate::Session) all the time and ksmd rests between merges;
+//! carries it out, since a merge takes seconds in which somebody may ask or stop. Who runs is told by the host or found out
+//! by polling ([`roster`]). While it may act, the daemon has the host's one [`Session`](crate::Session) all the time and ksmd rests between merges;
 //! paused, or where somebody else drives KSM, it has not, and the settings are what they were.
 //! What programs wait for is read at each tick while it works and now and then while it rests ([`probe`]).
 
 mod probe;
+pub mod replay;
 mod roster;
 mod settings;
 mod snapshot;
@@ -226,7 +226,15 @@ impl<'h, 'a> Daemon<'h, 'a> {
         self.roster.is_young()
             || self.roster.grows()
             || self.state().standing().0 == Standing::Working
-            || self.state().members().values().any(|member| member.is_new() && member.is_open())
+            || self.is_soon()
+    }
+
+    /// Whether somebody's turn comes before the next calm poll.
+    fn is_soon(&self) -> bool {
+        let now = self.began.elapsed();
+        // Not those whose turn has come long ago, and who wait for something else.
+        let soon = now.saturating_sub(CALM[1])..=now + CALM[1];
+        self.state().members().values().any(|member| member.is_open() && soon.contains(&member.next))
     }
 
     fn take(&mut self, message: Message) {
@@ -277,6 +285,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             waits,
             second: second_of_day(),
             resident: polled.resident,
+            ran: polled.ran,
         }));
         Ok(())
     }

@@ -11,7 +11,7 @@
 use super::Settings;
 use pagefold_host::{Begun, Host, Process as Handle, Programs, observe, parse};
 use pagefold_model::daemon::{Arrival, Event};
-use pagefold_model::doctor::{Tuner, tuner};
+use pagefold_model::doctor::{Tuner, USER_HZ, tuner};
 use pagefold_model::process::Process;
 use pagefold_model::{Absent, Bytes, Pid, ProcessId, Reading};
 use std::collections::BTreeMap;
@@ -20,21 +20,20 @@ use std::time::Duration;
 /// The longest pause between two looks at a process that is not managed.
 const RAREST: Duration = Duration::from_secs(60);
 
-/// The longest pause between two looks at the memory of one that is and has come lately, or at a program that writes KSM's
-/// settings.
+/// The longest pause between two looks at a program that writes KSM's settings.
 const MEMORY: Duration = Duration::from_secs(2);
 
-/// The same for one that has not come lately.
+/// The longest pause between two looks at the memory of one that is managed and has been there for long.
 const STEADY: Duration = Duration::from_secs(16);
-
-/// For how long it has come lately.
-const LATELY: Duration = Duration::from_secs(60);
 
 /// Growth between two looks with which it fills.
 const GROWS: Bytes = Bytes(1 << 20);
 
 /// Between two looks at who it is: it may have become another program.
 const IDENTITY: Duration = Duration::from_secs(60);
+
+/// How long somebody has not been there for long: what it does is followed.
+const YOUNG: Duration = Duration::from_secs(60);
 
 /// The first pause.
 const FIRST: Duration = Duration::from_millis(200);
@@ -96,6 +95,7 @@ pub(super) struct Roster {
 pub(super) struct Polled {
     pub events: Vec<Event>,
     pub resident: Vec<(ProcessId, Bytes)>,
+    pub ran: Vec<(ProcessId, Duration)>,
 }
 
 impl Roster {
@@ -248,10 +248,14 @@ impl Known {
         if managed {
             polled.resident.push((process, resident));
         }
+        let young = managed && now < self.came + YOUNG;
+        if young && let Ok(ran) = cpu_time(handle) {
+            polled.ran.push((process, ran));
+        }
         self.pause = match (managed, self.tuner) {
-            (true, _) if grows => FIRST,
-            (true, _) if now >= self.came + LATELY => (self.pause * 2).min(STEADY),
-            (true, _) | (_, Some(_)) => (self.pause * 2).min(MEMORY),
+            (true, _) if grows || young => FIRST,
+            (true, _) => (self.pause * 2).min(STEADY),
+            (false, Some(_)) => (self.pause * 2).min(MEMORY),
             (false, None) => (self.pause * 2).min(RAREST),
         };
         self.next = now + self.pause;
@@ -302,6 +306,12 @@ fn arrival(who: &Process, resident: Bytes, settings: &Settings) -> Arrival {
     }
 }
 
+/// CPU time of all threads, in ticks.
+fn cpu_time(handle: &dyn Handle) -> Reading<Duration> {
+    let stat = parse::stat(&handle.read("stat")?)?;
+    Ok(Duration::from_secs_f64(stat.utime.saturating_add(stat.stime) as f64 / USER_HZ))
+}
+
 /// Resident memory: the second number of `statm`.
 fn size(host: &dyn Host, statm: Reading<Vec<u8>>) -> Reading<Bytes> {
     let statm = statm?;
@@ -310,6 +320,6 @@ fn size(host: &dyn Host, statm: Reading<Vec<u8>>) -> Reading<Bytes> {
 }
 
 /// Resident memory by `statm`, else the sum over the regions.
-fn resident(host: &dyn Host, handle: &dyn Handle) -> Reading<Bytes> {
+pub(super) fn resident(host: &dyn Host, handle: &dyn Handle) -> Reading<Bytes> {
     size(host, handle.read("statm")).or_else(|_| Ok(observe::regions(handle)?.iter().map(|region| region.rss).sum()))
 }

@@ -29,7 +29,8 @@ pub struct Settings {
     pub max_regions: Option<u64>,
     /// Whether huge pages may be split.
     pub split_huge_pages: bool,
-    /// The pause between the two looks of a census.
+    /// The pause between the two looks of a census; none where each look but the first of a process is compared with the
+    /// one before.
     pub settle: Duration,
     /// For how long merged pages are watched at least at the end of a merge.
     pub watch: Duration,
@@ -50,7 +51,7 @@ impl Default for Settings {
             max_metadata: None,
             max_regions: None,
             split_huge_pages: true,
-            settle: Duration::from_millis(500),
+            settle: Duration::ZERO,
             watch: Duration::from_millis(500),
             threads: 1,
         }

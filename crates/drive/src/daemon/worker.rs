@@ -166,19 +166,7 @@ impl<'h> Worker<'h> {
         self.prepared = None;
         let before = own_cpu();
         let chosen: BTreeSet<ProcessId> = processes.iter().copied().collect();
-        let pids = processes.iter().map(|process| process.pid).collect();
-        let request = Request {
-            selection: Selection { pids, ..Selection::default() },
-            domains: settings.domains.clone(),
-            across_domains: settings.across_domains,
-            settle: settings.settle,
-            threads: settings.threads,
-            whole: false,
-            min_profit: settings.min_profit,
-            share: 1.0,
-            max_regions: settings.max_regions,
-            parties: PARTIES,
-        };
+        let request = request(processes, settings);
         let excluded = |process: &Process| settings.exclusions.reason(process);
         let progress = pagefold_census::Progress::default();
         let host = self.host;
@@ -188,7 +176,8 @@ impl<'h> Worker<'h> {
         for (process, range) in self.strikes.over(self.began.elapsed()) {
             self.trial.pardon(process, range);
         }
-        let mut prepared = prepare(self.host, &request, &excluded, Some(&mut self.ages), &progress, &self.halt)?;
+        let ages = Some((&mut self.ages, Instant::now()));
+        let mut prepared = prepare(self.host, &request, &excluded, ages, &progress, &self.halt)?;
         for (&process, withdrawn) in self.trial.withdrawn() {
             prepared.plan.leave_out(process, withdrawn.ranges());
         }
@@ -200,6 +189,7 @@ impl<'h> Worker<'h> {
             cost: own_cpu().saturating_sub(before),
             looked: Bytes(looked * self.host.page_size().bytes()),
             planned: worth(&prepared.plan),
+            young: young(&prepared, settings),
             partial: census.partial,
         };
         let mut counts = BTreeMap::new();
@@ -308,8 +298,31 @@ impl<'h> Worker<'h> {
     }
 }
 
+/// What a census of some processes is to plan.
+pub(super) fn request(processes: &[ProcessId], settings: &Settings) -> Request {
+    let pids = processes.iter().map(|process| process.pid).collect();
+    Request {
+        selection: Selection { pids, ..Selection::default() },
+        domains: settings.domains.clone(),
+        across_domains: settings.across_domains,
+        settle: settings.settle,
+        threads: settings.threads,
+        whole: false,
+        min_profit: settings.min_profit,
+        share: 1.0,
+        max_regions: settings.max_regions,
+        parties: PARTIES,
+    }
+}
+
+/// In whom enough is left out for now because it is not old enough.
+pub(super) fn young(prepared: &Prepared, settings: &Settings) -> Vec<ProcessId> {
+    let enough = prepared.young.iter().filter(|(_, bytes)| **bytes >= settings.min_profit);
+    enough.map(|(process, _)| *process).collect()
+}
+
 /// What a plan would do for each of its targets.
-fn worth(plan: &Plan) -> Vec<Worth> {
+pub(super) fn worth(plan: &Plan) -> Vec<Worth> {
     let pages = |target: &Target| -> Pages { target.ranges.iter().map(|range| range.pages).sum() };
     let all = plan.targets.iter().map(pages).sum::<Pages>().0.max(1) as f64;
     let of = |target: &Target| {

@@ -16,9 +16,12 @@
 //! contents.txt          kinds of the most frequent contents, by fingerprint
 //! ```
 //!
+//! A recording of many moments has a folder with such a recording for each: see [`moments`].
+//!
 //! [`Tap`] makes one: it is a host that passes every question on to another and keeps the answers, so a recording holds
 //! exactly what the commands read that were run through it.
 
+pub mod moments;
 pub mod pages;
 mod tap;
 
@@ -72,17 +75,16 @@ pub struct Recording {
 }
 
 impl Recording {
-    /// Open the recording in a folder.
+    /// Open the recording in a folder; of many moments the last one.
     pub fn open(root: &Path) -> Result<Self, Error> {
+        let last = moments::folders(root)?.and_then(|mut folders| folders.pop());
+        let root = last.as_deref().unwrap_or(root);
         let about = read_text(&root.join("recording.toml"))?;
-        let field = |name: &str| {
-            about.lines().find_map(|line| Some(line.strip_prefix(name)?.trim_start().strip_prefix('=')?.trim()))
-        };
         let malformed = |what: String| Error::Malformed { path: root.join("recording.toml"), what };
-        if field("schema") != Some(&format!("\"{SCHEMA}\"")) {
+        if field(&about, "schema") != Some(&format!("\"{SCHEMA}\"")) {
             return Err(malformed(format!("expected schema = \"{SCHEMA}\"")));
         }
-        let page_size = field("page_size")
+        let page_size = field(&about, "page_size")
             .and_then(|bytes| PageSize::new(bytes.parse().ok()?))
             .ok_or_else(|| malformed("page_size is no power of two".to_owned()))?;
         let lines = |name: &str| optional_text(&root.join(name));
@@ -312,6 +314,11 @@ impl Process for RecordedProcess<'_> {
         }
         Ok(())
     }
+}
+
+/// What a line of `recording.toml` says.
+fn field<'a>(about: &'a str, name: &str) -> Option<&'a str> {
+    about.lines().find_map(|line| Some(line.strip_prefix(name)?.trim_start().strip_prefix('=')?.trim()))
 }
 
 fn read_text(path: &Path) -> Result<String, Error> {

@@ -2,6 +2,7 @@
 
 use super::{Action, Cause, Member, Mode, Reason, State, What, Work};
 use crate::units::{Bytes, ProcessId};
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -95,83 +96,112 @@ impl State {
     }
 
     fn cost(&self, member: &Member) -> f64 {
-        member.resident.0 as f64 / 1048576.0 * self.census_seconds
+        member.resident.0 as f64 / 1048576.0 * self.census_seconds * member.weight()
     }
 
     /// Take a census of those whose turn it is, as far as there is CPU time for it.
     fn census(&mut self, actions: &mut Vec<Action>) {
-        let pressed = self.is_pressed();
-        // Who waits for long may be what is needed when memory is short.
-        let sooner = if pressed { 0.75 } else { 0.0 };
-        let turn = |member: &Member, sooner: f64| {
-            member.is_open() && member.next.saturating_sub(member.pause.mul_f64(sooner)) <= self.now
-        };
-        let all = |sooner: f64| -> Vec<(Cause, Duration, ProcessId)> {
-            let due = self.members.iter().filter(|(_, member)| turn(member, sooner));
-            due.map(|(process, member)| (member.cause, member.next, *process)).collect()
-        };
-        let mut due = all(sooner);
-        if !due.is_empty() {
-            // One census of several is less work than several.
-            due = all(TOGETHER.max(sooner));
-        }
+        let due = self.due();
         if due.is_empty() {
             if matches!(self.told, Some(Reason::Budget | Reason::Goal | Reason::SlowDown)) {
                 self.told = None;
             }
             return;
         }
-        // Those who are new are only taken note of, which others need not wait for.
-        let new = |&(_, _, process): &(Cause, Duration, ProcessId)| self.members[&process].is_new();
-        if due.iter().any(new) {
-            due.retain(new);
-        }
-        due.sort_unstable();
-        let left = self.budget.left();
-        let (mut chosen, mut cost) = (BTreeSet::new(), 0.0);
-        let mut impossible = Vec::new();
-        for &(_, _, process) in &due {
-            let member = self.cost(&self.members[&process]);
-            if self.budget.until(member).is_none() {
-                impossible.push(process);
-            } else if cost + member <= left {
-                chosen.insert(process);
-                cost += member;
-            }
-        }
+        let never = |&process: &ProcessId| self.budget.until(self.cost(&self.members[&process])).is_none();
+        let (impossible, possible): (Vec<ProcessId>, Vec<ProcessId>) = due.iter().copied().partition(never);
+        let chosen = self.affordable(&possible);
         if !impossible.is_empty() {
             let why = "a census of it takes more CPU time than may be saved up: give it a larger burst";
             actions.push(self.say(What::Refuse, &impossible, Reason::Budget, why));
             self.back_off(&impossible);
         }
-        if chosen.is_empty() {
-            if impossible.len() < due.len() {
+        let Some(chosen) = chosen else {
+            if !possible.is_empty() {
                 self.rest(Reason::Budget, "the CPU time that it may use is used up for now", actions);
             }
             return;
-        }
-        let (cause, ..) = due.iter().find(|(_, _, process)| chosen.contains(process)).copied().unwrap_or(due[0]);
-        for partner in self.partners(&chosen) {
-            let member = self.cost(&self.members[&partner]);
-            if cost + member <= left {
-                chosen.insert(partner);
-                cost += member;
-            }
-        }
+        };
         self.told = None;
-        let processes: Vec<ProcessId> = chosen.into_iter().collect();
-        let turns: Vec<ProcessId> =
-            due.iter().map(|&(.., process)| process).filter(|process| processes.contains(process)).collect();
+        let turns: Vec<ProcessId> = possible.into_iter().filter(|process| chosen.contains(process)).collect();
+        let cause = self.members[&turns[0]].cause;
         let why = match cause {
             Cause::Arrived => "new here",
-            Cause::Filled => "it has grown since it was looked at",
+            Cause::Filled => "it has grown, or been at work, since it was looked at",
             Cause::Due => "not looked at for long",
         };
         actions.push(self.say(What::Census, &turns, cause.into(), why));
+        for process in &turns {
+            if let Some(member) = self.members.get_mut(process) {
+                member.begin(self.now);
+            }
+        }
+        let processes: Vec<ProcessId> = chosen.into_iter().collect();
         self.start(Work::Census(turns, processes.clone()), Action::Census(processes), actions);
     }
 
-    /// Known members of the same domains: those most alike, then the biggest.
+    /// Whose turn it is, in the order in which they come.
+    fn due(&self) -> Vec<ProcessId> {
+        // Who waits for long may be what is needed when memory is short.
+        let sooner = if self.is_pressed() { 0.75 } else { 0.0 };
+        let all = |sooner: f64| -> Vec<(Cause, Duration, ProcessId)> {
+            let turn = |member: &Member| {
+                member.is_open() && member.next.saturating_sub(member.pause.mul_f64(sooner)) <= self.now
+            };
+            let due = self.members.iter().filter(|(_, member)| turn(member));
+            due.map(|(process, member)| (member.cause, member.next, *process)).collect()
+        };
+        if all(sooner).is_empty() {
+            return Vec::new();
+        }
+        // One census of several is less work than several.
+        let mut due = all(TOGETHER.max(sooner));
+        due.sort_unstable();
+        let mut due: Vec<ProcessId> = due.into_iter().map(|(.., process)| process).collect();
+        let member = |process: &ProcessId| &self.members[process];
+        let cost: f64 = due.iter().map(|process| self.cost(member(process))).sum();
+        if cost > self.budget.left() {
+            // Where CPU time is short, taking note of ever more would leave none to merge what was noted.
+            due.sort_by_key(|process| member(process).urgency(&self.rules));
+        } else if due.iter().any(|process| member(process).is_new()) {
+            // Those who are new are only taken note of, which others need not wait for.
+            due.retain(|process| member(process).is_new());
+        }
+        due.sort_by_key(|process| member(process).overran);
+        if member(&due[0]).overran == 0 {
+            due.retain(|process| member(process).overran == 0);
+        }
+        due
+    }
+
+    /// Those of whose turn it is, and of others beside them, for whom there is CPU time now; `None` while it is waited for.
+    fn affordable(&self, due: &[ProcessId]) -> Option<BTreeSet<ProcessId>> {
+        // Who was in a look that used up the budget is looked at with one other alone, so that it is found out who costs it.
+        let apart = due.first().is_some_and(|process| self.members[process].overran > 0);
+        let most = if apart { 1 } else { usize::MAX };
+        let (mut chosen, mut cost) = (BTreeSet::new(), 0.0);
+        let mut join = |chosen: &mut BTreeSet<ProcessId>, process: ProcessId, most: usize| {
+            let member = self.cost(&self.members[&process]);
+            let joins = chosen.len() < most && cost + member <= self.budget.left();
+            if joins {
+                chosen.insert(process);
+                cost += member;
+            }
+            joins
+        };
+        for &process in due {
+            join(&mut chosen, process, most);
+        }
+        let first = *chosen.first()?;
+        let (alone, partners) = (chosen.len() == 1, self.partners(&chosen));
+        let joined = partners.iter().filter(|partner| join(&mut chosen, **partner, most.saturating_add(1))).count();
+        // Without anybody to share with there is little to be found: that is waited for.
+        let both = |partner: &ProcessId| self.cost(&self.members[&first]) + self.cost(&self.members[partner]);
+        let waits = alone && joined == 0 && partners.iter().any(|partner| self.budget.until(both(partner)).is_some());
+        (!waits).then_some(chosen)
+    }
+
+    /// Known members of the same domains: those most alike, then the biggest; last those that cost much to look at.
     fn partners(&self, chosen: &BTreeSet<ProcessId>) -> Vec<ProcessId> {
         let mut partners = Vec::new();
         let domains: BTreeSet<_> = chosen.iter().map(|process| &self.members[process].domain).collect();
@@ -179,15 +209,18 @@ impl State {
             let of_domain = |process: &ProcessId| &self.members[process].domain == domain;
             let alike: BTreeSet<_> =
                 chosen.iter().filter(|process| of_domain(process)).map(|p| &self.members[p].likeness).collect();
-            let mut known: Vec<(bool, bool, Bytes, ProcessId)> = self
+            let mut known: Vec<(bool, Reverse<u32>, bool, Bytes, ProcessId)> = self
                 .members
                 .iter()
                 .filter(|(process, member)| of_domain(process) && !chosen.contains(process) && member.is_open())
-                .map(|(process, member)| (alike.contains(&member.likeness), member.enrolled, member.resident, *process))
+                .map(|(process, member)| {
+                    let (alike, costly) = (alike.contains(&member.likeness), Reverse(member.overran));
+                    (alike, costly, member.enrolled, member.resident, *process)
+                })
                 .collect();
             known.sort_unstable_by(|a, b| b.cmp(a));
             let (like, other): (Vec<_>, Vec<_>) = known.into_iter().partition(|known| known.0);
-            partners.extend(like.into_iter().take(PARTNERS).chain(other.into_iter().take(PARTNERS)).map(|k| k.3));
+            partners.extend(like.into_iter().take(PARTNERS).chain(other.into_iter().take(PARTNERS)).map(|k| k.4));
         }
         partners
     }

@@ -63,6 +63,8 @@ pub struct Readings {
     pub second: u32,
     /// Resident memory of those of which it was read.
     pub resident: Vec<(ProcessId, Bytes)>,
+    /// CPU time so far of those that have not been there for long.
+    pub ran: Vec<(ProcessId, Duration)>,
 }
 
 /// What a census found.
@@ -74,6 +76,8 @@ pub struct Censused {
     pub looked: Bytes,
     /// Who has something to merge that pays.
     pub planned: Vec<Planned>,
+    /// Who has something that would pay, but is not old enough to be merged.
+    pub young: Vec<ProcessId>,
     /// Whether it was halted.
     pub partial: bool,
 }

@@ -6,14 +6,33 @@ use crate::units::{Bytes, ProcessId};
 use std::time::Duration;
 
 /// Growth from which memory counts as filled anew: an eighth, and no less than this.
-const GROWTH: Bytes = Bytes(16 << 20);
+const GROWTH: (u64, Bytes) = (8, Bytes(16 << 20));
+
+/// The same for who has come within so long: a machine that boots and is then filled, all within seconds.
+const YOUNG: (Duration, u64, Bytes) = (Duration::from_secs(60), 32, Bytes(2 << 20));
+
+/// Growth between two readings by which memory still fills: looking at it now would be in vain.
+const FILLS: Bytes = Bytes(1 << 20);
+
+/// The share of one CPU from which on somebody is busy.
+const BUSY: f64 = 0.2;
+
+/// Looks one after the other that may find only what is not old enough before the next one waits longer: memory that is
+/// written all the time is never old.
+const UNRIPE: u32 = 2;
+
+/// Doublings of what a look is taken to cost, at most.
+const OVERRUNS: u32 = 10;
+
+/// How long it has not grown, or been busy, when it is taken to be filled.
+const FILLED: Duration = Duration::from_millis(750);
 
 /// Why somebody is looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Cause {
     /// It has come, or an operator asks for it.
     Arrived,
-    /// It has grown since it was looked at.
+    /// It has grown since it was looked at, or has just come and was busy.
     Filled,
     /// The pause is over.
     Due,
@@ -57,7 +76,21 @@ pub struct Member {
     pub next: Duration,
     /// Why.
     pub cause: Cause,
-    /// Resident memory when it was looked at last.
+    /// When it has come.
+    came: Duration,
+    /// Since when it fills, if that has not been looked at.
+    filling: Option<Duration>,
+    /// Its CPU time, and when that was read.
+    ran: Option<(Duration, Duration)>,
+    /// When it was busy last, if that has not been looked at.
+    busy: Option<Duration>,
+    /// How often a look at it has used up the budget, less those that have not.
+    pub overran: u32,
+    /// Looks one after the other that found only what was not old enough.
+    unripe: u32,
+    /// When the last look at it began.
+    begun: Duration,
+    /// Resident memory then.
     seen: Bytes,
 }
 
@@ -76,6 +109,13 @@ impl Member {
             pause: rules.ripens,
             next: now + rules.debounce,
             cause: Cause::Arrived,
+            came: now,
+            filling: None,
+            ran: None,
+            busy: None,
+            overran: 0,
+            unripe: 0,
+            begun: now,
             seen: Bytes::ZERO,
         }
     }
@@ -90,39 +130,101 @@ impl Member {
         self.looked.is_none()
     }
 
+    /// Who comes first where CPU time is short, the least first: who was noted and may be merged, who was merged before,
+    /// who is to be noted.
+    pub fn urgency(&self, rules: &Rules) -> u8 {
+        match self.looked {
+            Some(_) if !self.enrolled && self.pause <= rules.ripens => 0,
+            Some(_) => 1,
+            None => 2,
+        }
+    }
+
     /// Whether it waits longer and longer.
     pub fn is_backed_off(&self, rules: &Rules) -> bool {
         self.pause > rules.ripens * 8
     }
 
-    /// Take note of its memory. One that fills is looked at soon.
+    /// Take note of its memory. What fills is looked at once it has stopped to, or has filled for long.
     pub fn grew_to(&mut self, resident: Bytes, now: Duration, rules: &Rules) {
+        let fills = resident.saturating_sub(self.resident) >= FILLS;
         self.resident = resident;
         let more = resident.saturating_sub(self.seen);
-        if self.looked.is_some() && more >= GROWTH && more.0 >= self.seen.0 / 8 {
-            let soon = now.max(self.looked.unwrap_or_default() + rules.ripens / 2);
-            if soon < self.next {
-                (self.next, self.cause) = (soon, Cause::Filled);
-            }
+        let (part, least) = if now < self.came + YOUNG.0 { (YOUNG.1, YOUNG.2) } else { GROWTH };
+        if more < least || more.0 < self.seen.0 / part {
+            return;
+        }
+        let soon = if fills {
+            let since = *self.filling.get_or_insert(now);
+            (now + FILLED).min(since + rules.ripens)
+        } else {
+            now.max(self.begun + rules.ripens / 2)
+        };
+        if self.is_new() {
+            self.next = self.next.max(soon);
+        } else if soon < self.next || fills && self.cause == Cause::Filled {
+            (self.next, self.cause) = (soon, Cause::Filled);
             self.pause = rules.ripens;
-            // What it grew is noted once; the look that follows sees all of it.
-            self.seen = resident;
         }
     }
 
-    /// It was looked at. What had something to merge is looked at again sooner, what had nothing later; `spread` between 0
-    /// and 1 keeps those apart that came together, so that none meets a program's own rhythm each time.
-    pub fn looked(&mut self, now: Duration, found: bool, spread: f64, rules: &Rules) {
+    /// Take note of its CPU time. Who has just come and is no longer busy is as it will be: memory that was there before,
+    /// as in huge pages, fills without growing.
+    pub fn ran_for(&mut self, ran: Duration, now: Duration, rules: &Rules) {
+        let (before, at) = self.ran.replace((ran, now)).unwrap_or((ran, now));
+        if ran.saturating_sub(before) > (now.saturating_sub(at)).mul_f64(BUSY) {
+            self.busy = Some(now);
+            if self.is_new() {
+                self.next = self.next.max((now + FILLED).min(self.came + rules.ripens));
+            }
+        } else if self.busy.is_some_and(|busy| now >= busy + FILLED) && !self.is_new() {
+            self.busy = None;
+            if self.next > now {
+                (self.next, self.cause, self.pause) = (now, Cause::Filled, rules.ripens);
+            }
+        }
+    }
+
+    /// A look at it begins.
+    pub fn begin(&mut self, now: Duration) {
+        (self.begun, self.seen, self.filling) = (now, self.resident, None);
+        // What is busy still may fill still.
+        self.busy = self.busy.filter(|busy| now < *busy + FILLED);
+    }
+
+    /// It was looked at. What had something to merge, or will have when that `ripens`, is looked at again sooner, what had
+    /// nothing later; `spread` between 0
+    /// and 1 keeps those apart that came together, so that none meets a program's own rhythm each time. Contents were read
+    /// in the order of the look before, so that it counts when that began.
+    pub fn looked(&mut self, now: Duration, found: bool, ripens: bool, spread: f64, rules: &Rules) {
         let first = self.looked.is_none();
         self.looked = Some(now);
-        self.seen = self.resident;
-        if found {
+        self.unripe = if ripens && !found { self.unripe + 1 } else { 0 };
+        if ripens && self.unripe <= UNRIPE {
+            self.pause = rules.ripens;
+        } else if found {
             self.pause = (self.pause / 2).max(rules.ripens);
         } else if !first {
             self.pause = (self.pause * 2).clamp(rules.ripens, rules.rarest);
         }
-        self.next = now + self.pause.mul_f64(1.0 + spread / 8.0);
+        let spread = if self.pause > rules.ripens { spread / 8.0 } else { 0.0 };
+        self.next = self.begun + self.pause.mul_f64(1.0 + spread);
         self.cause = Cause::Due;
+    }
+
+    /// A look in which it took part has used up the budget: it is taken to cost twice as much.
+    pub fn overrun(&mut self) {
+        self.overran = (self.overran + 1).min(OVERRUNS);
+    }
+
+    /// A look in which it took part has come to its end.
+    pub fn keep_to_budget(&mut self) {
+        self.overran = self.overran.saturating_sub(1);
+    }
+
+    /// How many times as much a look at it costs as one at others of its size: one with very many regions, say.
+    pub fn weight(&self) -> f64 {
+        f64::from(1_u32 << self.overran)
     }
 
     /// Little is expected of it for twice as long.

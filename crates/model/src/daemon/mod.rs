@@ -44,7 +44,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// CPU seconds for a MiB of a census, before any was measured: two looks at 4 GiB a second.
-const CENSUS_SECONDS: f64 = 0.5 / 1024.0;
+pub const CENSUS_SECONDS: f64 = 0.5 / 1024.0;
 
 /// What the daemon does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

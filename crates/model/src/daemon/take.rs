@@ -86,6 +86,11 @@ impl State {
     fn read(&mut self, readings: Readings, actions: &mut Vec<Action>) {
         self.budget.read(self.now, readings.spent);
         (self.available, self.pressure, self.second) = (readings.available, readings.pressure, readings.second);
+        for (process, ran) in readings.ran {
+            if let Some(member) = self.members.get_mut(&process) {
+                member.ran_for(ran, self.now, &self.rules);
+            }
+        }
         for (process, resident) in readings.resident {
             if let Some(member) = self.members.get_mut(&process) {
                 member.grew_to(resident, self.now, &self.rules);
@@ -133,13 +138,27 @@ impl State {
     }
 
     fn censused(&mut self, found: Censused, actions: &mut Vec<Action>) {
-        let Some(Work::Census(turns, _)) = self.work.take() else { return };
+        let Some(Work::Census(turns, processes)) = self.work.take() else { return };
         let mib = found.looked.0 as f64 / 1048576.0;
         if mib >= 1.0 && !found.partial {
             let measured = found.cost.as_secs_f64() / mib;
             self.census_seconds += WEIGHT * (measured - self.census_seconds);
         }
+        let overran = found.partial && self.budget.left() <= 0.0;
+        for process in &processes {
+            match self.members.get_mut(process) {
+                Some(member) if overran => member.overrun(),
+                Some(member) if !found.partial => member.keep_to_budget(),
+                _ => {}
+            }
+        }
         if found.partial {
+            // Else it would be begun and halted again and again, and nobody else have a turn.
+            for process in turns.iter().filter(|_| overran) {
+                if let Some(member) = self.members.get_mut(process) {
+                    member.next = self.now + member.pause;
+                }
+            }
             return;
         }
         self.looks += 1;
@@ -156,7 +175,8 @@ impl State {
         for &process in &turns {
             let spread = self.spread(process);
             if let Some(member) = self.members.get_mut(&process) {
-                member.looked(self.now, pays && processes.contains(&process), spread, &self.rules);
+                let ripens = found.young.contains(&process);
+                member.looked(self.now, pays && processes.contains(&process), ripens, spread, &self.rules);
             }
         }
         if young || worth.is_empty() {

@@ -4,6 +4,8 @@ use crate::units::{NetBytes, Pid};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
+mod turns;
+
 const MIB: u64 = 1 << 20;
 
 fn id(pid: u32) -> ProcessId {
@@ -45,6 +47,8 @@ struct Host {
     look: u64,
     /// What cannot be withdrawn.
     stuck: Vec<(ProcessId, String)>,
+    /// With whom in it a census takes so much longer.
+    costly: Option<(ProcessId, f64)>,
     trace: Vec<(Duration, Action)>,
     readings: Vec<(f64, f64)>,
 }
@@ -68,6 +72,7 @@ impl Host {
             slow: 0.0,
             look: 0,
             stuck: Vec::new(),
+            costly: None,
             trace: Vec::new(),
             readings: vec![(0.0, 0.0)],
         }
@@ -116,9 +121,11 @@ impl Host {
                 };
                 let fresh: Vec<_> = processes.iter().filter(|process| !self.enrolled.contains(process)).collect();
                 let planned = fresh.into_iter().map(plan).collect();
-                let cost = Duration::from_secs_f64(self.long * self.cores);
+                let more = self.costly.filter(|(costly, _)| processes.contains(costly)).map_or(0.0, |(_, more)| more);
+                let long = self.long + more;
+                let cost = Duration::from_secs_f64(long * self.cores);
                 let looked = Bytes(64 * MIB * processes.len() as u64);
-                self.answer(self.long, Event::Censused(Censused { cost, looked, planned, partial: false }));
+                self.answer(long, Event::Censused(Censused { cost, looked, planned, ..Censused::default() }));
             }
             Action::Merge { processes, share } => {
                 assert!(self.holds && share > 0.0 && share <= 1.0);
@@ -166,6 +173,7 @@ impl Host {
             waits: Some(self.waits()),
             second: self.second,
             resident: Vec::new(),
+            ..Readings::default()
         };
         self.happen(Event::Tick(readings));
         while let Some((_, event)) = self.answer.take_if(|(at, _)| *at <= self.now) {
@@ -235,6 +243,8 @@ fn what_does_not_change_is_looked_at_less_and_less() {
     let grown = Readings { resident: vec![(id(1), Bytes(200 * MIB))], spent: host.spent, ..Readings::default() };
     let before = host.did(is_census);
     host.happen(Event::Tick(grown));
+    assert_eq!(host.did(is_census), before, "it may fill still");
+    host.run(1);
     assert_eq!(host.did(is_census), before + 1, "it has filled");
     assert_eq!(host.said(What::Census, Reason::Filled), 1);
 }

@@ -4,6 +4,7 @@ pub mod control;
 mod history;
 mod http;
 mod notify;
+mod replay;
 mod status;
 
 use crate::arguments::Global;
@@ -42,7 +43,8 @@ Examples:
   pagefold status                        what it does, why, what it saves and costs
   pagefold top                           the same as it comes
   pagefold pause                         give the host back; `pagefold resume` goes on
-  pagefold --host recording:DIR daemon   what it would do on a recorded host
+  pagefold --host recording:DIR daemon   what it would do on a recorded host: of one moment until it is
+                                         told to stop, of many (`record --every`) at once
 
 What it does and keeps to is said in the configuration (`pagefold config default`); SIGHUP reads it again.
 SIGTERM puts KSM's settings back, and what is merged stays merged.
@@ -69,6 +71,9 @@ pub struct Options {
     /// Seed of what is random in its decisions
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
+    /// Print each decision over a recording of many moments as a line of JSON (see `pagefold schema decision`)
+    #[arg(long)]
+    json: bool,
 }
 
 /// Arguments of `status`.
@@ -125,6 +130,14 @@ impl Which {
 /// Run until told to stop.
 pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let settings = settings(options, global)?;
+    if let Some(folders) = replay::folders(global)? {
+        return replay::run(&folders, settings, options);
+    }
+    if options.json {
+        bail!(
+            "--json: only decisions over a recording of many moments are printed; `pagefold status --json` asks a daemon"
+        );
+    }
     // It lives as long as the process, so that threads that answer may look at it.
     let host: &'static dyn Host = Box::leak(source::open(global)?);
     if global.host == "live" {

@@ -313,7 +313,7 @@ fn sharing(snapshot: &Snapshot, page: u64) -> Option<Sharing> {
         .then(|| Sharing { parties: parties.iter().map(|(_, label)| (*label).to_owned()).collect(), shared })
 }
 
-fn told(Said { at, whom, decision }: &Said) -> Decision {
+pub(super) fn told(Said { at, whom, decision }: &Said) -> Decision {
     Decision {
         time_ms: at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis() as u64,
         what: decision.what.word().to_owned(),

@@ -1,0 +1,207 @@
+//! What drives KSM while machines come and go: the policies that are in use, each followed step by step, and the daemon.
+
+use crate::merge::policies::{Policy, Steps};
+use crate::merge::readings::{cpu_seconds, ksmd};
+use crate::merge::trial;
+use anyhow::{Context, Result, anyhow, ensure};
+use pagefold_labs::ksm::Ksm;
+use pagefold_linux::LiveHost;
+use rustix::process::{Pid, Signal};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// How long the daemon is given to put back what it changed.
+const GRACE: Duration = Duration::from_secs(60);
+
+/// A way to drive KSM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// A policy, all machines enrolled whole by QEMU.
+    Policy(Policy),
+    /// `pagefold daemon`.
+    Daemon,
+}
+
+impl Way {
+    /// Those that are compared.
+    pub const ALL: [Self; 4] =
+        [Self::Policy(Policy::Ksmtuned), Self::Policy(Policy::Advisor200), Self::Policy(Policy::Whole), Self::Daemon];
+
+    /// Its name in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Policy(policy) => policy.name(),
+            Self::Daemon => "pagefold daemon",
+        }
+    }
+}
+
+/// CPU seconds since a driver was started.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cpu {
+    /// ksmd.
+    pub ksmd: f64,
+    /// Who drives it: nothing for a policy, which is followed from here at next to no cost.
+    pub driver: f64,
+}
+
+impl Cpu {
+    /// All of it.
+    pub fn all(self) -> f64 {
+        self.ksmd + self.driver
+    }
+}
+
+/// KSM, driven.
+pub struct Driver<'k> {
+    ksm: &'k Ksm,
+    ksmd: u32,
+    before: f64,
+    steps: Option<Steps>,
+    daemon: Option<Daemon>,
+}
+
+impl<'k> Driver<'k> {
+    /// Begin a policy, with what it goes by on this host.
+    pub fn policy(policy: Policy, ksm: &'k Ksm) -> Result<Self> {
+        let host = pagefold_drive::policy::observe(&LiveHost::new());
+        let steps = policy.steps(&host).map_err(|why| anyhow!("settings of {}: {why}", policy.name()))?;
+        let mut driver = Self::begin(ksm)?;
+        driver.steps = Some(steps);
+        driver.follow(0.0)?;
+        ksm.set("run", 1);
+        Ok(driver)
+    }
+
+    /// Start the daemon with a configuration.
+    pub fn daemon(pagefold: &Path, config: &str, log: &Path, ksm: &'k Ksm) -> Result<Self> {
+        let mut driver = Self::begin(ksm)?;
+        driver.daemon = Some(Daemon::start(pagefold, config, log)?);
+        Ok(driver)
+    }
+
+    fn begin(ksm: &'k Ksm) -> Result<Self> {
+        let ksmd = ksmd()?;
+        trial::forget(ksm, ksmd)?;
+        Ok(Self { ksm, ksmd, before: on_cpu(ksmd)?, steps: None, daemon: None })
+    }
+
+    /// Take the steps of a policy that are due so many seconds after its beginning, and see that the daemon is there.
+    pub fn follow(&mut self, seconds: f64) -> Result<()> {
+        if let Some(steps) = &mut self.steps {
+            steps.write(self.ksm, seconds).map_err(|why| anyhow!("a step of a policy: {why}"))?;
+        }
+        self.daemon.as_mut().map_or(Ok(()), Daemon::check_alive)
+    }
+
+    /// What it has cost so far.
+    pub fn cpu(&self) -> Result<Cpu> {
+        let driver = self.daemon.as_ref().map(|daemon| cpu_seconds(daemon.child.id())).transpose()?;
+        Ok(Cpu { ksmd: on_cpu(self.ksmd)? - self.before, driver: driver.unwrap_or(0.0) })
+    }
+
+    /// The daemon, where it is one.
+    pub fn as_daemon(&self) -> Option<&Daemon> {
+        self.daemon.as_ref()
+    }
+
+    /// End it, with what is merged kept.
+    pub fn end(mut self) -> Result<()> {
+        match self.daemon.take() {
+            Some(daemon) => daemon.end(),
+            None => {
+                self.ksm.set("run", 0);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// CPU seconds of a thread of the kernel, to the nanosecond (Documentation/scheduler/sched-stats.rst).
+fn on_cpu(pid: u32) -> Result<f64> {
+    let schedstat = fs::read_to_string(format!("/proc/{pid}/schedstat"))?;
+    let nanoseconds: f64 = schedstat.split(' ').next().unwrap_or_default().parse().context("schedstat")?;
+    Ok(nanoseconds / 1e9)
+}
+
+/// A daemon that runs.
+pub struct Daemon {
+    child: Child,
+    pagefold: PathBuf,
+    folder: tempfile::TempDir,
+    log: PathBuf,
+}
+
+impl Daemon {
+    /// Start it, and wait until it answers. What it says goes into `log`.
+    pub fn start(pagefold: &Path, config: &str, log: &Path) -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        fs::write(folder.path().join("pagefold.toml"), config)?;
+        let mut command = command(pagefold, folder.path());
+        command.args(["daemon", "--mode", "act"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(log)?);
+        let child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
+        let mut daemon = Self { child, pagefold: pagefold.to_owned(), folder, log: log.to_owned() };
+        let began = Instant::now();
+        while daemon.status().is_err() {
+            daemon.check_alive()?;
+            ensure!(began.elapsed() < GRACE, "the daemon does not answer");
+            trial::pause_for(Duration::from_millis(50))?;
+        }
+        Ok(daemon)
+    }
+
+    /// How it stands: `pagefold status --json`. Asking costs it some CPU time.
+    pub fn status(&self) -> Result<serde_json::Value> {
+        let output = command(&self.pagefold, self.folder.path()).args(["status", "--json"]).output()?;
+        ensure!(output.status.success(), "no status: {}", String::from_utf8_lossy(&output.stderr));
+        Ok(serde_json::from_slice(&output.stdout)?)
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    fn check_alive(&mut self) -> Result<()> {
+        let ended = self.child.try_wait()?;
+        ensure!(ended.is_none(), "the daemon ended ({ended:?}); {} ends with:\n{}", self.log.display(), self.last()?);
+        Ok(())
+    }
+
+    fn last(&self) -> Result<String> {
+        let said = fs::read_to_string(&self.log)?;
+        let lines: Vec<&str> = said.lines().collect();
+        Ok(lines[lines.len().saturating_sub(10)..].join("\n"))
+    }
+
+    /// Have it end, and see that it has put back what it changed.
+    fn end(mut self) -> Result<()> {
+        let began = Instant::now();
+        rustix::process::kill_process(Pid::from_child(&self.child), Signal::TERM)?;
+        while !trial::has_ended(self.child.id())? {
+            ensure!(began.elapsed() < GRACE, "the daemon does not end");
+            trial::pause_for(Duration::from_millis(20))?;
+        }
+        let status = self.child.wait()?;
+        ensure!(status.success(), "the daemon failed: {status}; its log ends with:\n{}", self.last()?);
+        Ok(())
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // Where something has failed: it puts the settings back.
+        if matches!(self.child.try_wait(), Ok(None)) {
+            let _ = rustix::process::kill_process(Pid::from_child(&self.child), Signal::TERM);
+            let _ = self.child.wait();
+        }
+    }
+}
+
+fn command(pagefold: &Path, folder: &Path) -> Command {
+    let mut command = Command::new(pagefold);
+    command.arg("--state").arg(folder.join("state")).arg("--config").arg(folder.join("pagefold.toml"));
+    command
+}

@@ -1,0 +1,278 @@
+//! Programs that make it hard: one writes all its memory anew, one has huge pages, one forks all the time, one has 60,000
+//! regions. Beside them are two that are merged as they should be.
+//!
+//! That they are intact they tell themselves, where they answer with a checksum or check what they compute; of the one
+//! with all the regions the contents are counted from outside.
+
+use super::driver::Driver;
+use crate::merge::holder::{Holder, held};
+use crate::merge::trial::pause_for;
+use crate::merge::truth::{self, Contents};
+use crate::report::{Bar, Findings, Table};
+use anyhow::{Context, Result, ensure};
+use pagefold_labs::ksm::Ksm;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+/// The bounds that the daemon is given: a share of one core on average, and seconds that may be saved up.
+const CPU: f64 = 0.1;
+const BURST: f64 = 3.0;
+
+/// CPU seconds by which it may go beyond: what is under way is told to end at the next look, and ends where it can.
+const BEYOND: f64 = 2.0;
+
+/// Threads of the one that writes, and the memory of each in MiB. A quarter of its pages is alike in all threads.
+const WRITERS: u64 = 2;
+const WRITTEN: u64 = 16;
+
+/// How often a page may be merged and broken before it is left alone, at most.
+const STRIKES: u64 = 3;
+
+/// A program that forks: its children write some of what they got, and end.
+const FORKER: &str = r#"$| = 1;
+my $held = join "", map { pack("N", $_ % 64) . ("x" x 4092) } 1 .. 6144;
+print "READY\n";
+my ($forks, $in) = (0, "");
+while (1) {
+    vec(my $ready = "", fileno(STDIN), 1) = 1;
+    if (select($ready, undef, undef, 0.02)) {
+        exit 0 unless sysread(STDIN, $in, 100);
+        print unpack("%32N*", $held), " after some forks\n";
+    }
+    my $child = fork;
+    die "fork: $!" unless defined $child;
+    if (!$child) { substr($held, 4096 * $_, 4) = "made" for 1 .. 1000; exit 0 }
+    waitpid $child, 0;
+}
+"#;
+
+/// Programs under a name that nobody else has, so that the daemon manages these alone.
+pub struct Place {
+    folder: tempfile::TempDir,
+    name: String,
+}
+
+impl Place {
+    /// With names that begin so.
+    pub fn new(name: &str) -> Result<Self> {
+        let (folder, name) = (tempfile::tempdir()?, format!("{name}{}", std::process::id()));
+        // The kernel calls a program what it was started as.
+        std::os::unix::fs::symlink(pagefold_labs::client::binary()?, folder.path().join(&name))?;
+        Ok(Self { folder, name })
+    }
+
+    /// A program of the lab, once it is ready.
+    pub fn lab(&self, arguments: &[&str]) -> Result<Holder> {
+        self.start(&self.name, arguments)
+    }
+
+    fn start(&self, name: &str, arguments: &[&str]) -> Result<Holder> {
+        let mut command = held(self.folder.path().join(name), false)?;
+        command.args(arguments).stderr(Stdio::inherit());
+        let mut holder = Holder::start(command)?;
+        holder.ready()?;
+        Ok(holder)
+    }
+
+    /// The same Perl under the name.
+    fn perl(&self, program: &str) -> Result<Holder> {
+        let name = format!("{}p", self.name);
+        std::os::unix::fs::symlink("/usr/bin/perl", self.folder.path().join(&name))?;
+        self.start(&name, &["-e", program])
+    }
+
+    /// The configuration of a daemon that manages these, with more lines of its section.
+    pub fn config(&self, section: &str) -> String {
+        format!("[daemon]\n{section}\n[daemon.only]\nnames = [\"{}*\"]\n", self.name)
+    }
+}
+
+/// What is hostile.
+#[derive(Clone, Debug)]
+pub struct Hostile {
+    /// For how long.
+    pub length: Duration,
+    /// Regions of the one that has many.
+    pub regions: u64,
+    /// The binary.
+    pub pagefold: PathBuf,
+}
+
+/// The programs that run.
+struct Mix {
+    /// With what they are called, and whether they answer with a checksum.
+    programs: Vec<(&'static str, Holder, bool)>,
+    answers: Vec<Option<String>>,
+    /// What the one with many regions holds.
+    contents: Contents,
+}
+
+/// Nine tenths of what two of 64 MiB have in common, in pages of 4 KiB.
+const HONEST_PAGES: u64 = 2 * 16384 / 2 / 10 * 9;
+
+/// How long the short form may take.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+const MANY: &str = "many regions";
+const HONEST: &str = "honest";
+
+impl Mix {
+    fn start(place: &Place, regions: u64) -> Result<Self> {
+        let mixture = |more: &[&str]| place.lab(&[&["mixture", "--mib", "64"], more].concat());
+        let (threads, memory) = (WRITERS.to_string(), WRITTEN.to_string());
+        let regions = format!("within={regions}");
+        let mut programs = vec![
+            ("writes all anew", place.lab(&["busy", "--threads", &threads, "--memory", &memory])?, false),
+            ("huge pages", mixture(&["--huge", "--duplicate", "6%", "--stray", "45%", "--run", "512"])?, true),
+            ("forks", place.perl(FORKER)?, true),
+            (MANY, place.lab(&["layout", &regions, "--fragment"])?, false),
+            (HONEST, mixture(&["--duplicate", "50%"])?, true),
+            (HONEST, mixture(&["--duplicate", "50%"])?, true),
+        ];
+        let mut answers = Vec::new();
+        for (_, program, asked) in &mut programs {
+            answers.push(if *asked { Some(program.ask("checksum")?) } else { None });
+        }
+        let mut mix = Self { programs, answers, contents: Contents::new() };
+        mix.contents = mix.counted()?;
+        Ok(mix)
+    }
+
+    fn counted(&self) -> Result<Contents> {
+        let many = self.programs.iter().find(|(name, ..)| *name == MANY).context("the one with many regions")?;
+        let mut contents = Contents::new();
+        truth::add(many.1.pid(), &mut contents)?;
+        // Few pages are its own and not of the layout.
+        contents.retain(|_, copies| *copies > 1);
+        Ok(contents)
+    }
+
+    /// That they are there and hold what they held.
+    fn check(&mut self) -> Result<()> {
+        for ((name, program, _), answer) in self.programs.iter_mut().zip(&self.answers) {
+            program.check_alive().with_context(|| *name)?;
+            if let Some(answer) = answer {
+                let now = program.ask("checksum").with_context(|| *name)?;
+                ensure!(now == *answer, "{name}: its memory is not what it was: {now} instead of {answer}");
+            }
+        }
+        let (before, now) = (&self.contents, self.counted()?);
+        let lost = before.iter().filter(|(content, copies)| now.get(*content).is_none_or(|now| now < *copies)).count();
+        ensure!(lost == 0, "{MANY}: {lost} contents of {} are not what they were", before.len());
+        Ok(())
+    }
+
+    /// Pages that are merged in each.
+    fn merged(&self) -> Result<Vec<(&'static str, u64)>> {
+        self.programs.iter().map(|(name, program, _)| Ok((*name, merged(program.pid())?))).collect()
+    }
+}
+
+/// `ksm_merging_pages` and `ksm_zero_pages` of a process.
+fn merged(pid: u32) -> Result<u64> {
+    let number = |text: &str| text.trim().parse::<u64>().unwrap_or(0);
+    let stat = fs::read_to_string(format!("/proc/{pid}/ksm_stat"))?;
+    let zeros = stat.lines().find_map(|line| line.strip_prefix("ksm_zero_pages ")).map_or(0, number);
+    Ok(number(&fs::read_to_string(format!("/proc/{pid}/ksm_merging_pages"))?) + zeros)
+}
+
+/// Writes to merged pages so far (`cow_ksm` of `/proc/vmstat`).
+fn broken() -> Result<u64> {
+    let vmstat = fs::read_to_string("/proc/vmstat")?;
+    let line = vmstat.lines().find_map(|line| line.strip_prefix("cow_ksm ")).context("no cow_ksm in /proc/vmstat")?;
+    line.trim().parse().context("cow_ksm")
+}
+
+struct Sample {
+    seconds: f64,
+    cpu: f64,
+    broken: u64,
+    merged: Vec<(&'static str, u64)>,
+}
+
+impl Sample {
+    /// Pages that are merged of those beside them.
+    fn honest(&self) -> u64 {
+        self.merged.iter().filter(|(name, _)| *name == HONEST).map(|(_, pages)| pages).sum()
+    }
+}
+
+impl Hostile {
+    /// Measure it. KSM is held meanwhile.
+    pub fn measure(&self, log: &Path) -> Result<Findings> {
+        let ksm = Ksm::take().map_err(anyhow::Error::msg)?;
+        let place = Place::new("pfhost")?;
+        let mut mix = Mix::start(&place, self.regions)?;
+        let section = format!("cpu = \"{}%\"\nburst = \"{BURST}s\"", CPU * 100.0);
+        let driver = Driver::daemon(&self.pagefold, &place.config(&section), log, &ksm)?;
+        let (began, before) = (Instant::now(), broken()?);
+        let mut samples: Vec<Sample> = Vec::new();
+        // A short form on a machine with other work goes on until those beside them are merged, or that takes too long.
+        let is_over = |samples: &[Sample]| {
+            let late = began.elapsed() >= self.length;
+            late && (samples.iter().any(|sample| sample.honest() >= HONEST_PAGES) || began.elapsed() >= PATIENCE)
+        };
+        while !is_over(&samples) {
+            pause_for(Duration::from_millis(500))?;
+            samples.push(Sample {
+                seconds: began.elapsed().as_secs_f64(),
+                cpu: driver.cpu()?.all(),
+                broken: broken()? - before,
+                merged: mix.merged()?,
+            });
+        }
+        let status = driver.as_daemon().context("a daemon")?.status()?;
+        driver.end()?;
+        let intact = mix.check();
+        Ok(self.findings(&samples, &status, intact))
+    }
+
+    fn findings(&self, samples: &[Sample], status: &serde_json::Value, intact: Result<()>) -> Findings {
+        let mut findings = Findings::new("seconds,cpu_seconds,broken_pages,merged_pages_of_each");
+        for Sample { seconds, cpu, broken, merged } in samples {
+            let merged: Vec<String> = merged.iter().map(|(_, pages)| pages.to_string()).collect();
+            findings.samples.push(format!("{seconds:.1},{cpu:.3},{broken},{}", merged.join(" ")));
+        }
+        let Some(last) = samples.last() else { return findings };
+        let mut table = Table::new(format!("After {:.0} s", last.seconds), &["program", "merged pages", "at most"]);
+        for (position, (name, pages)) in last.merged.iter().enumerate() {
+            let most = samples.iter().map(|sample| sample.merged[position].1).max().unwrap_or(0);
+            table.rows.push(vec![(*name).to_owned(), pages.to_string(), most.to_string()]);
+        }
+        findings.tables.push(table);
+        // Over any time so much on average, and what was saved up before.
+        let beyond = |sample: &Sample| sample.cpu - CPU * sample.seconds - BURST;
+        let worst = samples.iter().map(beyond).fold(f64::NEG_INFINITY, f64::max);
+        let mut bar = |claim: String, measured: String, met: bool| findings.bars.push(Bar { claim, measured, met });
+        bar(
+            format!(
+                "never more CPU time than {:.0} % on average and {BURST} s saved up, but for {BEYOND} s",
+                CPU * 100.0
+            ),
+            format!("{worst:+.2} s at worst, {:.2} s in {:.0} s", last.cpu, last.seconds),
+            worst <= BEYOND,
+        );
+        let told = match &intact {
+            Ok(()) => "all are there and hold what they held".to_owned(),
+            Err(error) => format!("{error:#}"),
+        };
+        bar("nobody ends, and nobody's memory changes".to_owned(), told, intact.is_ok());
+        let failed = status["decisions_by_reason"]["failed"].as_u64().unwrap_or(0);
+        bar("nothing fails".to_owned(), format!("{failed} times"), failed == 0);
+        let page = pagefold_sys::mapping::page_size() as u64;
+        let candidates = WRITERS * (WRITTEN << 20) / page / 4;
+        bar(
+            format!("what is written is merged and broken no more than {STRIKES} times"),
+            format!("{} breaks of {candidates} pages that look alike", last.broken),
+            last.broken <= STRIKES * candidates,
+        );
+        bar(
+            "those beside them are merged".to_owned(),
+            format!("{} pages, of at least {HONEST_PAGES}", last.honest()),
+            last.honest() >= HONEST_PAGES,
+        );
+        findings
+    }
+}

@@ -1,0 +1,147 @@
+//! A host on which nothing happens any more: what the daemon costs there, in CPU time and in memory.
+
+use super::driver::{Daemon, Driver};
+use super::hostile::Place;
+use crate::merge::holder::Holder;
+use crate::merge::trial::pause_for;
+use crate::report::{Bar, Findings, Table};
+use anyhow::{Context, Result, ensure};
+use pagefold_labs::ksm::Ksm;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// The share of one core that it may cost.
+const SHARE: f64 = 0.002;
+
+/// Resident memory: so much, and so much of what is managed.
+const MEMORY: f64 = 32.0 * MIB;
+const OF_MANAGED: f64 = 0.004;
+
+/// What two looks at resident memory may differ by without growth: the heap's own granularity.
+const GRAIN: f64 = MIB;
+
+const MIB: f64 = 1048576.0;
+
+/// How long it may take until nothing more is merged.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// What is quiet.
+#[derive(Clone, Debug)]
+pub struct Quiet {
+    /// For how long it is measured once nothing more is merged.
+    pub length: Duration,
+    /// For how long nothing may have been merged before that.
+    pub calm: Duration,
+    /// How many processes,
+    pub processes: u32,
+    /// and how big, in MiB.
+    pub mib: u64,
+    /// The binary.
+    pub pagefold: PathBuf,
+}
+
+struct Sample {
+    seconds: f64,
+    ksmd: f64,
+    driver: f64,
+    resident: f64,
+}
+
+impl Quiet {
+    /// Measure it. KSM is held meanwhile.
+    pub fn measure(&self, log: &Path) -> Result<Findings> {
+        let ksm = Ksm::take().map_err(anyhow::Error::msg)?;
+        let place = Place::new("pfquiet")?;
+        let mib = self.mib.to_string();
+        let holders: Vec<Holder> = (0..self.processes)
+            .map(|_| place.lab(&["mixture", "--duplicate", "33%", "--mib", &mib]))
+            .collect::<Result<_>>()?;
+        let driver = Driver::daemon(&self.pagefold, &place.config(""), log, &ksm)?;
+        let daemon = driver.as_daemon().context("a daemon")?;
+        let reached = self.wait(daemon)?;
+        let managed: f64 = holders.iter().map(|holder| resident(holder.pid())).sum::<Result<f64>>()?;
+        let (began, before) = (Instant::now(), driver.cpu()?);
+        let mut samples = Vec::new();
+        while began.elapsed() < self.length {
+            pause_for((self.length / 60).clamp(Duration::from_millis(500), Duration::from_secs(30)))?;
+            let cpu = driver.cpu()?;
+            samples.push(Sample {
+                seconds: began.elapsed().as_secs_f64(),
+                ksmd: cpu.ksmd - before.ksmd,
+                driver: cpu.driver - before.driver,
+                resident: resident(daemon.pid())?,
+            });
+        }
+        driver.end()?;
+        Ok(self.findings(&samples, managed, reached))
+    }
+
+    /// Wait until it has merged and nothing more came for a while. Tells the bytes that were merged.
+    fn wait(&self, daemon: &Daemon) -> Result<f64> {
+        let (began, mut last, mut since) = (Instant::now(), (0, 0), Instant::now());
+        loop {
+            let status = daemon.status()?;
+            let number = |name: &str| status["passes"][name].as_i64().unwrap_or(0);
+            let now = (number("merges"), number("reached"));
+            if now != last {
+                (last, since) = (now, Instant::now());
+            }
+            if last.0 > 0 && since.elapsed() >= self.calm {
+                return Ok(last.1 as f64);
+            }
+            ensure!(began.elapsed() < PATIENCE, "it does not come to rest within {PATIENCE:?}: {last:?}");
+            pause_for(Duration::from_secs(1))?;
+        }
+    }
+
+    fn findings(&self, samples: &[Sample], managed: f64, reached: f64) -> Findings {
+        let mut findings = Findings::new("seconds,ksmd_seconds,daemon_seconds,resident_bytes");
+        for Sample { seconds, ksmd, driver, resident } in samples {
+            findings.samples.push(format!("{seconds:.1},{ksmd:.4},{driver:.4},{resident:.0}"));
+        }
+        let Some(last) = samples.last() else { return findings };
+        let share = (last.ksmd + last.driver) / last.seconds;
+        let most = |samples: &[Sample]| samples.iter().map(|sample| sample.resident).fold(0.0, f64::max);
+        let (early, late) = samples.split_at(samples.len() / 2);
+        let (early, late) = (most(early), most(late));
+        let bound = MEMORY + OF_MANAGED * managed;
+        let title = format!("{} idle processes of {} MiB, merged, for {:.0} s", self.processes, self.mib, last.seconds);
+        let mut table = Table::new(title, &["of", "value"]);
+        for (of, value) in [
+            ("merged before, MiB", format!("{:.0}", reached / MIB)),
+            ("ksmd, CPU s", format!("{:.3}", last.ksmd)),
+            ("daemon, CPU s", format!("{:.2}", last.driver)),
+            ("both, % of one core", format!("{:.3}", share * 100.0)),
+            ("daemon's memory at most, first half, MiB", format!("{:.1}", early / MIB)),
+            ("daemon's memory at most, second half, MiB", format!("{:.1}", late / MIB)),
+            ("managed memory, MiB", format!("{:.0}", managed / MIB)),
+        ] {
+            table.rows.push(vec![of.to_owned(), value]);
+        }
+        findings.tables.push(table);
+        findings.bars.push(Bar {
+            claim: format!("a quiet host costs under {:.1} % of one core", SHARE * 100.0),
+            measured: format!("{:.3} %", share * 100.0),
+            met: share < SHARE,
+        });
+        findings.bars.push(Bar {
+            claim: format!("no growth of memory over {:.0} s", last.seconds),
+            measured: format!("{:+.1} MiB from the first half to the second", (late - early) / MIB),
+            met: late <= early + GRAIN,
+        });
+        findings.bars.push(Bar {
+            claim: "resident memory of at most 32 MiB and 0.4 % of what is managed".to_owned(),
+            measured: format!("{:.1} of {:.1} MiB", early.max(late) / MIB, bound / MIB),
+            met: early.max(late) <= bound,
+        });
+        findings
+    }
+}
+
+/// Resident memory of a process in bytes (`VmRSS` of proc_pid_status(5)).
+fn resident(pid: u32) -> Result<f64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("no VmRSS")?;
+    let kib: f64 = line.trim().trim_end_matches("kB").trim().parse().context("VmRSS")?;
+    Ok(kib * 1024.0)
+}

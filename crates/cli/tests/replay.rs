@@ -1,0 +1,111 @@
+//! A recording of many moments: what does not change is kept once, each moment can be read by itself, and the daemon goes
+//! through all of them by the recorded clock.
+
+use pagefold_labs::client::Lab;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::process::{Command, Output};
+
+fn pagefold(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_pagefold")).args(arguments).output().expect("the binary runs")
+}
+
+fn text(output: &Output) -> String {
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy(&entry.path(), &target);
+        } else {
+            fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}
+
+/// A host that stays as it was recorded, at some seconds.
+fn day(root: &Path, seconds: &[f64]) {
+    let recording = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/recordings/linux-6.18");
+    fs::create_dir(root).unwrap();
+    fs::write(root.join("recording.toml"), "schema = \"pagefold.recording.moments/1\"\n").unwrap();
+    for (number, at) in seconds.iter().enumerate() {
+        let moment = root.join(format!("{number:06}"));
+        copy(&recording, &moment);
+        let about = fs::read_to_string(moment.join("recording.toml")).unwrap();
+        let about = format!("{about}at_seconds = {at}\ntime = {}\n", 1_700_000_000.0 + at);
+        fs::write(moment.join("recording.toml"), about).unwrap();
+    }
+}
+
+#[test]
+fn a_recorded_day_gives_the_same_decisions_each_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let (root, config) = (folder.path().join("day"), folder.path().join("pagefold.toml"));
+    // An hour, in which everybody comes at the beginning.
+    let seconds: Vec<f64> = (0..20).map(f64::from).chain((1..=6).map(|tens| f64::from(tens) * 600.0)).collect();
+    day(&root, &seconds);
+    fs::write(&config, "[daemon]\nmin_memory = \"4KiB\"\nmin_profit = \"4KiB\"\nprice = 1000.0\n").unwrap();
+    let (host, config) = (format!("recording:{}", root.display()), config.display().to_string());
+    let run = |more: &[&str]| {
+        let arguments = ["--config", &config, "--host", &host, "daemon"];
+        pagefold(&[&arguments[..], more].concat())
+    };
+    let said = text(&run(&[]));
+    assert_eq!(said, text(&run(&[])), "the same twice");
+    assert!(said.contains("census") && said.contains("new here"), "{said}");
+    assert!(said.contains("it should give back"), "{said}");
+
+    let decisions: Vec<serde_json::Value> =
+        text(&run(&["--json"])).lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    assert_eq!(decisions.len(), said.lines().count());
+    let times: Vec<u64> = decisions.iter().map(|decision| decision["time_ms"].as_u64().unwrap()).collect();
+    assert!(times.is_sorted() && times[0] >= 1_700_000_000_000, "{times:?}");
+    assert!(times.iter().any(|time| *time >= 1_700_000_600_000), "it looks again later: {times:?}");
+    let merge = decisions.iter().find(|decision| decision["what"] == "merge").expect("a merge");
+    assert!(merge["predicted"].as_u64() > Some(0) && merge["acted"] == false, "{merge}");
+
+    assert_eq!(run(&["--mode", "act"]).status.code(), Some(2), "a recording cannot be changed");
+    assert_eq!(run(&["--mode", "observe"]).stdout, b"", "who only observes decides nothing");
+}
+
+#[test]
+fn moments_of_a_host_are_recorded_until_their_time_is_over() {
+    let lab = Lab::layout(&["within=512", "zero=64"]).expect("the lab");
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().join("moments");
+    let (path, pid) = (root.display().to_string(), format!("--pid={}", lab.pid()));
+    let output = pagefold(&["record", "--every", "200ms", "--for", "500ms", "--settle", "0", &pid, &path]);
+    let said = text(&output);
+    assert!(said.contains("its time is over"), "{said}");
+    let pages = |number: u32| root.join(format!("{number:06}/pages/{}.txt", lab.pid()));
+    // On a busy machine a moment takes longer, and there are fewer; the last has begun before its time was over.
+    let count = (0..3).take_while(|number| pages(*number).exists()).count();
+    assert!(count >= 1 && said.contains(&format!("Recorded {count} moments of up to 1 process")), "{said}");
+    let inode = |number: u32| fs::metadata(pages(number)).unwrap().ino();
+    assert!((1..count as u32).all(|number| inode(number) == inode(0)), "pages of one who sleeps do not change");
+
+    for host in [root.clone(), root.join("000000")] {
+        let census = text(&pagefold(&[&format!("--host=recording:{}", host.display()), "census", "--json"]));
+        let census: serde_json::Value = serde_json::from_str(&census).unwrap();
+        assert_eq!(census["processes"].as_array().map(Vec::len), Some(1), "{census}");
+    }
+    text(&pagefold(&[&format!("--host=recording:{path}"), "daemon"]));
+    let full = pagefold(&["record", "--every", "1s", &pid, &path]);
+    assert_eq!(full.status.code(), Some(2), "what is there is not written over: {full:?}");
+}
+
+#[test]
+fn a_recording_ends_when_its_room_is_used_up() {
+    let lab = Lab::layout(&["unique=64"]).expect("the lab");
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("moments").display().to_string();
+    let pid = format!("--pid={}", lab.pid());
+    let said = text(&pagefold(&["record", "--every", "10ms", "--limit", "1KiB", "--settle", "0", &pid, &path]));
+    assert!(said.contains("Recorded 1 moments") && said.contains("--limit"), "{said}");
+}

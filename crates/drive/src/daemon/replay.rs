@@ -1,0 +1,136 @@
+//! The daemon over a recording of many moments: the same roster and the same decisions by the recorded clock.
+//!
+//! Each moment is a tick. A census is answered within it, at the price that the model takes it for, because what it took
+//! depends on the machine that replays. Nothing can be changed, so the daemon only advises, and the host goes on as it was
+//! recorded. The same recording, settings and seed give the same decisions.
+
+use super::roster::Roster;
+use super::worker::{request, worth, young};
+use super::{Error, Settings, label};
+use crate::ksmd::Ksmd;
+use crate::prepare::prepare;
+use pagefold_census::Ages;
+use pagefold_host::{Host, observe};
+use pagefold_model::daemon::{Action, CENSUS_SECONDS, Censused, Decision, Event, Readings, State, step};
+use pagefold_model::process::Process;
+use pagefold_model::{Bytes, PageSize, ProcessId};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+/// A host at a moment.
+pub struct Moment<'h> {
+    /// The host.
+    pub host: &'h dyn Host,
+    /// Since the first moment.
+    pub at: Duration,
+    /// Seconds since midnight.
+    pub second: u32,
+}
+
+/// A daemon that is taken through a recording.
+pub struct Replay {
+    settings: Settings,
+    seed: u64,
+    roster: Option<Roster>,
+    tuner: Option<String>,
+    state: Option<State>,
+    ages: Ages,
+    began: Instant,
+    /// CPU time of the censuses, as the model takes it.
+    spent: Duration,
+    labels: BTreeMap<ProcessId, String>,
+}
+
+impl Replay {
+    /// Before the first moment.
+    pub fn new(settings: Settings, seed: u64, page_size: PageSize) -> Result<Self, Error> {
+        let began = Instant::now();
+        Ok(Self {
+            settings,
+            seed,
+            roster: None,
+            tuner: None,
+            state: None,
+            ages: Ages::since(page_size, began)?,
+            began,
+            spent: Duration::ZERO,
+            labels: BTreeMap::new(),
+        })
+    }
+
+    /// Take it through the next moment. `say` gets each decision with the names of those whom it is about.
+    pub fn moment(&mut self, moment: &Moment<'_>, say: &mut dyn FnMut(&[String], &Decision)) -> Result<(), Error> {
+        let Moment { host, at, second } = *moment;
+        let roster = self.roster.get_or_insert_with(|| Roster::new(host));
+        let polled = roster.poll(host, at, &self.settings).map_err(Error::Processes)?;
+        self.labels = roster.members().map(|who: &Process| (who.id, label(who))).collect();
+        let mut events = VecDeque::from(polled.events);
+        let tuner = roster.tuner().map(|tuner| tuner.name().to_owned());
+        if tuner != self.tuner {
+            self.tuner.clone_from(&tuner);
+            events.push_back(Event::Tuner(tuner));
+        }
+        let ksmd = Ksmd::find(host).and_then(|ksmd| ksmd.cpu()).unwrap_or_default();
+        events.push_back(Event::Tick(Readings {
+            spent: self.spent + ksmd,
+            available: observe::memory(host).and_then(|memory| memory.available).ok(),
+            pressure: observe::pressure(host).ok().map(|pressure| pressure.some.avg10),
+            // What programs waited for is not recorded.
+            waits: None,
+            second,
+            resident: polled.resident,
+            ran: polled.ran,
+        }));
+        let mut state =
+            self.state.take().unwrap_or_else(|| State::new(self.settings.rules.clone(), self.seed, at, ksmd));
+        while let Some(event) = events.pop_front() {
+            let actions;
+            (state, actions) = step(state, at, event);
+            for action in actions {
+                match action {
+                    Action::Say(decision) => say(&self.names(&decision), &decision),
+                    Action::Census(processes) => events.push_back(self.census(host, at, &processes)),
+                    Action::Halt | Action::End => {}
+                    _ => events.push_back(Event::Failed("a recording cannot be changed".to_owned())),
+                }
+            }
+        }
+        self.state = Some(state);
+        Ok(())
+    }
+
+    fn names(&self, decision: &Decision) -> Vec<String> {
+        let name = |process: &ProcessId| {
+            self.labels.get(process).cloned().unwrap_or_else(|| format!("process {}", process.pid))
+        };
+        decision.whom.iter().map(name).collect()
+    }
+
+    fn census(&mut self, host: &dyn Host, at: Duration, processes: &[ProcessId]) -> Event {
+        self.ages.retain(|process| self.labels.contains_key(&process));
+        let settings = Settings { settle: Duration::ZERO, threads: 1, ..self.settings.clone() };
+        let excluded = |process: &Process| settings.exclusions.reason(process);
+        let progress = pagefold_census::Progress::default();
+        let ages = Some((&mut self.ages, self.began + at));
+        let never = AtomicBool::new(false);
+        let prepared = prepare(host, &request(processes, &settings), &excluded, ages, &progress, &never);
+        let mut prepared = match prepared {
+            Ok(prepared) => prepared,
+            Err(error) => return Event::Failed(error.to_string()),
+        };
+        let chosen: BTreeSet<ProcessId> = processes.iter().copied().collect();
+        prepared.plan.keep_to(|process| chosen.contains(&process), !settings.split_huge_pages, settings.max_metadata);
+        let pages: u64 = prepared.census.subjects.iter().map(|subject| subject.counts.resident().0).sum();
+        let looked = Bytes(pages * host.page_size().bytes());
+        let cost = Duration::from_secs_f64(looked.0 as f64 / 1048576.0 * CENSUS_SECONDS);
+        self.spent += cost;
+        Event::Censused(Censused {
+            cost,
+            looked,
+            planned: worth(&prepared.plan),
+            young: young(&prepared, &settings),
+            partial: false,
+        })
+    }
+}

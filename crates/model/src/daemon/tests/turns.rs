@@ -1,0 +1,85 @@
+//! Whose turn it is: who has just come, and where CPU time is short.
+
+use super::*;
+
+/// A guest whose memory is there already while it boots and is filled: only its CPU time tells when it is ready.
+#[test]
+fn who_comes_is_looked_at_when_it_is_no_longer_busy() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.happen(arrival(1));
+    let mut ran = Duration::ZERO;
+    let mut work = |host: &mut Host, seconds: f64, busy: bool| {
+        for _ in 0..(seconds * 4.0) as u32 {
+            ran += Duration::from_millis(if busy { 240 } else { 5 });
+            host.tick();
+            let (spent, available) = (host.spent, Some(host.available));
+            host.happen(Event::Tick(Readings { ran: vec![(id(1), ran)], spent, available, ..Readings::default() }));
+        }
+    };
+    work(&mut host, 4.0, true);
+    assert_eq!(host.did(is_census), 0, "it is busy still");
+    work(&mut host, 1.0, false);
+    assert_eq!(host.did(is_census), 1, "it is ready");
+    work(&mut host, 4.0, true);
+    let before = host.did(is_census);
+    work(&mut host, 1.0, false);
+    assert_eq!(host.did(is_census), before + 1, "it was busy again");
+    assert_eq!(host.said(What::Census, Reason::Filled), 1);
+}
+
+#[test]
+fn who_is_busy_all_the_time_is_looked_at_all_the_same() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.happen(arrival(1));
+    for tick in 1..=40 {
+        host.tick();
+        let ran = vec![(id(1), Duration::from_millis(250 * tick))];
+        host.happen(Event::Tick(Readings { ran, spent: host.spent, ..Readings::default() }));
+    }
+    assert!((1..=2).contains(&host.did(is_census)), "{:?}", host.trace);
+}
+
+/// What is not old enough when it is looked at is looked at again when it is, but not for ever.
+#[test]
+fn what_ripens_is_waited_for_twice() {
+    let rules = rules(Mode::Act);
+    let Event::Came(arrival) = arrival(1) else { unreachable!() };
+    let mut member = Member::new(arrival, Duration::ZERO, &rules);
+    let mut pauses = Vec::new();
+    for _ in 0..4 {
+        let now = member.next;
+        member.begin(now);
+        member.looked(now, false, true, 0.5, &rules);
+        pauses.push(member.next.saturating_sub(now) > rules.ripens);
+    }
+    assert_eq!(pauses, [false, false, true, true]);
+}
+
+/// Where CPU time is short, who was noted comes before those who are to be noted: else nobody would be merged.
+#[test]
+fn newcomers_do_not_keep_others_from_being_merged() {
+    let rules = rules(Mode::Act);
+    let Event::Came(arrival) = arrival(1) else { unreachable!() };
+    let new = Member::new(arrival, Duration::ZERO, &rules);
+    let mut noted = new.clone();
+    noted.looked(Duration::from_secs(1), false, true, 0.0, &rules);
+    let mut merged = noted.clone();
+    merged.enrolled = true;
+    let urgency = |member: &Member| member.urgency(&rules);
+    assert!(urgency(&noted) < urgency(&merged) && urgency(&merged) < urgency(&new));
+}
+
+/// What a look at somebody costs can be far beyond its size: one with very many regions. Others are merged all the same.
+#[test]
+fn one_that_costs_too_much_does_not_take_the_turns_of_others() {
+    let rules = Rules { burst: Duration::from_secs(3), ..rules(Mode::Act) };
+    let mut host = Host::new(rules);
+    (host.costly, host.long) = (Some((id(2), 8.0)), 0.1);
+    for pid in [2, 4, 6] {
+        host.happen(arrival(pid));
+    }
+    host.run(300);
+    assert!(host.enrolled.contains(&id(4)) && host.enrolled.contains(&id(6)), "{:?}", host.enrolled);
+    let halted = host.did(|action| matches!(action, Action::Halt));
+    assert!((1..=12).contains(&halted), "{halted} looks in vain");
+}
