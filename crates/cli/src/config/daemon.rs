@@ -121,7 +121,7 @@ impl Config {
     }
 }
 
-/// Hours such as `22:00-06:30`.
+/// Hours such as `22:00-06:30` by the host's clock, or `22:00-06:30Z` by UTC.
 fn hours_of(text: &str) -> Result<Hours, String> {
     let second = |text: &str| {
         let (hour, minute) = text.trim().split_once(':')?;
@@ -129,10 +129,11 @@ fn hours_of(text: &str) -> Result<Hours, String> {
         (hour <= 24 && minute < 60 && hour * 60 + minute <= 24 * 60).then_some(hour * 3600 + minute * 60)
     };
     let both = || {
-        let (from, to) = text.split_once('-')?;
-        Some(Hours { from: second(from)?, to: second(to)? })
+        let (hours, utc) = text.trim_end().strip_suffix('Z').map_or((text, false), |hours| (hours, true));
+        let (from, to) = hours.split_once('-')?;
+        Some(Hours { from: second(from)?, to: second(to)?, utc })
     };
-    both().ok_or_else(|| "hours are needed such as 22:00-06:30, UTC".to_owned())
+    both().ok_or_else(|| "hours are needed such as 22:00-06:30, or 22:00-06:30Z for UTC".to_owned())
 }
 
 #[cfg(test)]
@@ -144,13 +145,14 @@ mod tests {
     #[test]
     fn what_is_said_is_in_force() {
         let text = "[daemon]\nmode = \"act\"\nkeep_available = \"8GiB\"\ncpu = \"25%\"\nburst = \"1m\"\n\
-                    max_regions = 1000\nquiet_hours = [\"22:00-06:30\"]\nsplit_huge_pages = false\n";
+                    max_regions = 1000\nquiet_hours = [\"22:00-06:30\", \"1:00-2:00Z\"]\nsplit_huge_pages = false\n";
         let settings = Config::parse(text).unwrap().daemon();
         assert_eq!(settings.rules.mode, Mode::Act);
         assert_eq!(settings.rules.keep_available, Some(Bytes(8 << 30)));
         assert_eq!((settings.rules.cpu, settings.rules.burst), (0.25, Duration::from_secs(60)));
         assert_eq!((settings.max_regions, settings.split_huge_pages), (Some(1000), false));
-        assert_eq!(settings.rules.quiet, [Hours { from: 22 * 3600, to: 6 * 3600 + 1800 }]);
+        let night = Hours { from: 22 * 3600, to: 6 * 3600 + 1800, utc: false };
+        assert_eq!(settings.rules.quiet, [night, Hours { from: 3600, to: 7200, utc: true }]);
         assert_eq!(settings.min_profit, Settings::default().min_profit);
     }
 
@@ -169,7 +171,9 @@ mod tests {
     #[test]
     fn hours_are_of_a_day() {
         assert!(hours_of("00:00-24:00").is_ok());
-        for wrong in ["", "22-6", "22:00", "25:00-01:00", "24:01-01:00", "1:60-2:00", "a:b-c:d"] {
+        for wrong in
+            ["", "22-6", "22:00", "25:00-01:00", "24:01-01:00", "1:60-2:00", "a:b-c:d", "1:00Z-2:00Z", "1:00-2:00z"]
+        {
             assert!(hours_of(wrong).is_err(), "{wrong}");
         }
     }

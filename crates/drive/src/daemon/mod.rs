@@ -7,11 +7,13 @@
 //!
 //! Limits: what merging does to the speed of programs is seen only where merged pages are written.
 
+mod clock;
 mod roster;
 mod worker;
 
 use crate::ksmd::Ksmd;
 use crate::merge::own_cpu;
+use jiff::tz::TimeZone;
 use pagefold_census::tally::Party;
 use pagefold_host::{Host, observe};
 use pagefold_model::census::Matrix;
@@ -235,12 +237,6 @@ pub fn label(process: &Process) -> String {
     Party::Process.name(process).unwrap_or_default()
 }
 
-/// Seconds since midnight, UTC.
-fn second_of_day() -> u32 {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    (since.as_secs() % 86400) as u32
-}
-
 /// Readings of CPU time over the last minute.
 #[derive(Default)]
 struct Meter {
@@ -440,7 +436,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             spent: own + ksmd.unwrap_or_default(),
             available: observe::memory(self.host).and_then(|memory| memory.available).ok(),
             pressure: observe::pressure(self.host).ok().map(|pressure| pressure.some.avg10),
-            second: second_of_day(),
+            time: clock::time_of_day(SystemTime::now(), &TimeZone::system()),
             resident: polled.resident,
         }));
         Ok(())

@@ -1,6 +1,6 @@
 //! What happens, what is done about it, and what is said of it.
 
-use super::{Arrival, Cause, Rules};
+use super::{Arrival, Cause, Rules, TimeOfDay};
 use crate::units::{Bytes, NetBytes, ProcessId};
 use std::time::Duration;
 
@@ -57,8 +57,8 @@ pub struct Readings {
     pub available: Option<Bytes>,
     /// Percent of the last ten seconds in which some task waited for memory.
     pub pressure: Option<f64>,
-    /// Seconds since midnight.
-    pub second: u32,
+    /// What clocks show.
+    pub time: TimeOfDay,
     /// Resident memory of those of which it was read.
     pub resident: Vec<(ProcessId, Bytes)>,
 }

@@ -34,7 +34,7 @@ mod tests;
 pub use budget::Budget;
 pub use event::{Action, Censused, Decision, Event, Merged, Planned, Readings, Reason, What};
 pub use member::{Arrival, Cause, Member};
-pub use rules::{Hours, Mode, Rules};
+pub use rules::{Hours, Mode, Rules, TimeOfDay};
 pub use strikes::Strikes;
 
 use crate::units::{Bytes, ProcessId};
@@ -79,7 +79,7 @@ pub struct State {
     budget: Budget,
     available: Option<Bytes>,
     pressure: Option<f64>,
-    second: u32,
+    time: TimeOfDay,
     members: BTreeMap<ProcessId, Member>,
     work: Option<Work>,
     halted: bool,
@@ -123,7 +123,7 @@ impl State {
             now: at,
             available: None,
             pressure: None,
-            second: 0,
+            time: TimeOfDay::default(),
             members: BTreeMap::new(),
             work: None,
             halted: false,

@@ -91,7 +91,7 @@ impl State {
 
     fn read(&mut self, readings: Readings) {
         self.budget.read(self.now, readings.spent);
-        (self.available, self.pressure, self.second) = (readings.available, readings.pressure, readings.second);
+        (self.available, self.pressure, self.time) = (readings.available, readings.pressure, readings.time);
         for (process, resident) in readings.resident {
             if let Some(member) = self.members.get_mut(&process) {
                 member.grew_to(resident, self.now, &self.rules);
