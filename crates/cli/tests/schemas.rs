@@ -5,9 +5,9 @@ use std::process::Command;
 
 #[test]
 fn published_schemas_are_current() {
-    for report in
-        ["census", "account", "doctor", "merge", "unmerge", "policy", "recover", "engine", "status", "history"]
-    {
+    for report in [
+        "census", "account", "doctor", "merge", "unmerge", "policy", "recover", "engine", "status", "history", "config",
+    ] {
         let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["schema", report]).output().unwrap();
         assert!(output.status.success());
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../docs/schema/{report}.json"));

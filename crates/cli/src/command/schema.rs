@@ -1,6 +1,6 @@
-//! `pagefold schema`: the JSON schema of a report.
+//! `pagefold schema`: the JSON schema of a report, or of the configuration.
 
-use crate::{Outcome, output};
+use crate::{Outcome, config, output};
 use clap::{Args, ValueEnum};
 use pagefold_report::account::AccountReport;
 use pagefold_report::census::CensusReport;
@@ -18,7 +18,7 @@ use pagefold_report::wire;
 #[derive(Args, Debug)]
 #[command(after_help = "Example:\n  pagefold schema census > census.schema.json")]
 pub struct Options {
-    /// Which report
+    /// Of what
     #[arg(value_enum)]
     report: Report,
 }
@@ -45,6 +45,8 @@ enum Report {
     Status,
     /// `/api/history` of the daemon
     History,
+    /// `/etc/pagefold/pagefold.toml`
+    Config,
 }
 
 /// Print the schema.
@@ -60,6 +62,7 @@ pub fn run(options: &Options) -> anyhow::Result<Outcome> {
         Report::Engine => wire::schema::<EngineReport>(),
         Report::Status => wire::schema::<Status>(),
         Report::History => wire::schema::<History>(),
+        Report::Config => config::schema(),
     })?;
     Ok(Outcome::Done)
 }

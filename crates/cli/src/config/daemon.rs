@@ -1,9 +1,10 @@
 //! `[daemon]`: what `pagefold daemon` does and keeps to.
 
-use super::{Config, Members, Place};
+use super::{Config, Members, Place, schema};
 use crate::arguments::{bytes, duration, percent};
 use pagefold_drive::daemon::Settings;
 use pagefold_model::daemon::{Hours, Mode, Rules};
+use schemars::JsonSchema;
 use serde::Deserialize;
 use std::net::SocketAddr;
 use toml::Spanned;
@@ -11,27 +12,60 @@ use toml::Spanned;
 type Word = Option<Spanned<String>>;
 
 /// The section as it is written.
-#[derive(Default, Deserialize)]
+#[derive(Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Section {
+    /// What it may do.
+    #[schemars(extend("default" = "advise"))]
     mode: Option<ModeWord>,
+    /// Merge only while less memory than this is available (MemAvailable); else all that pays is merged.
+    #[schemars(with = "Option<schema::Amount>")]
     keep_available: Word,
+    /// CPU time of ksmd and pagefold together on average: percent of one CPU.
+    #[schemars(with = "Option<schema::Percent>", extend("default" = "10%"))]
     cpu: Word,
+    /// CPU time that may be saved up for a burst.
+    #[schemars(with = "Option<schema::Time>", extend("default" = "30s"))]
     burst: Word,
+    /// CPU seconds at most for each MiB that merging gives back.
+    #[schemars(with = "Option<f64>", extend("exclusiveMinimum" = 0, "default" = 0.02))]
     price: Option<Spanned<f64>>,
+    /// Memory that the kernel may keep to know what is merged.
+    #[schemars(with = "Option<schema::Amount>")]
     max_metadata: Word,
+    /// Regions that enrolling may bring a process to.
     max_regions: Option<u64>,
+    /// Whether huge pages may be split for what is in them.
+    #[schemars(extend("default" = true))]
     split_huge_pages: Option<bool>,
+    /// Processes with less resident memory are not looked at.
+    #[schemars(with = "Option<schema::Amount>", extend("default" = "16MiB"))]
     min_memory: Word,
+    /// Processes that would give back less are left alone.
+    #[schemars(with = "Option<schema::Amount>", extend("default" = "1MiB"))]
     min_profit: Word,
+    /// Memory is short while tasks wait for it for this part of ten seconds. Nothing is withdrawn then.
+    #[schemars(with = "Option<schema::Percent>", extend("default" = "10%"))]
     pressure: Word,
+    /// When nothing is begun.
     #[serde(default)]
+    #[schemars(with = "Vec<schema::HoursOfDay>")]
     quiet_hours: Vec<Spanned<String>>,
+    /// Whether pages of different trust domains may be merged: whoever times writes learns what the other holds.
+    #[schemars(extend("default" = false))]
     across_domains: Option<bool>,
+    /// Go on although another program tunes KSM.
+    #[schemars(extend("default" = false))]
     force: Option<bool>,
+    /// Who is managed; without it everybody is.
+    #[schemars(with = "Option<Members>")]
     only: Option<Spanned<Members>>,
+    /// Where to show what it does over HTTP. Read once, when the daemon starts.
+    #[schemars(with = "Option<schema::Address>")]
     http: Word,
+    /// Names by which requests may call this host, beside its addresses and localhost; others are refused.
     #[serde(default)]
+    #[schemars(with = "Vec<schema::HostName>")]
     http_names: Vec<Spanned<String>>,
 }
 
@@ -45,7 +79,7 @@ pub struct Http {
 }
 
 /// What a daemon may do.
-#[derive(Clone, Copy, Debug, Deserialize, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, Deserialize, JsonSchema, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum ModeWord {
     /// Look and tell
