@@ -45,11 +45,13 @@ mask() {
     printf '%016x' $mask
 }
 
+echo '$memory .= sprintf "%-4096d", $_ for 1 .. 8192; sleep 100000;' > /tmp/twin.pl
+
 # A program of another user, with a seccomp filter of its own, that holds 32 MiB: the same in all.
 twin() {
     systemd-run --quiet --unit="twin-$1" --property=User=nobody --property=SystemCallFilter=~@mount \
         --property=Environment=SLURM_JOB_ID=7 -- \
-        perl -e '$memory = join "", map { sprintf "%-4096d", $_ } 1 .. 8192; sleep 100000'
+        perl /tmp/twin.pl
 }
 
 # Other than the defaults, so that what comes back is told from what was never there.
