@@ -14,7 +14,7 @@ ARGS ?=
 
 .PHONY: help
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
 demo: setup ## Merge memory of real programs on this machine and show what that saved: guests as root, else a simulation
@@ -66,17 +66,38 @@ bench: export RUSTFLAGS := $(strip $(RUSTFLAGS) -C target-feature=+aes)
 endif
 
 PREFIX ?= /usr/local
+LIBDIR ?= $(PREFIX)/lib
+SYSCONFDIR ?= /etc
+UNITDIR ?= $(PREFIX)/lib/systemd/system
+# Where what is installed was built: PROFILE=dev for a build in a fraction of the time.
+PROFILE ?= release
+BUILT = target/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
+
+.PHONY: install
+install: ## Install pagefold under PREFIX (/usr/local): program, libraries to preload, unit, configuration, man pages
+	$(CARGO) build $(LOCKED) --profile $(PROFILE) -p pagefold -p pagefold-preload -p pagefold-adopt
+	BUILT=$(BUILT) PREFIX=$(PREFIX) SYSCONFDIR=$(SYSCONFDIR) UNITDIR=$(UNITDIR) deploy/install "$(DESTDIR)"
 
 .PHONY: install-library
 install-library: ## Install libpagefold.so, its header, pkg-config file and man page under PREFIX (/usr/local)
-	$(CARGO) build $(LOCKED) --release -p pagefold-engine
-	install -D -m 644 target/release/libpagefold_engine.so $(DESTDIR)$(PREFIX)/lib/libpagefold.so.0
-	ln -sf libpagefold.so.0 $(DESTDIR)$(PREFIX)/lib/libpagefold.so
+	$(CARGO) build $(LOCKED) --profile $(PROFILE) -p pagefold-engine
+	install -D -m 644 $(BUILT)/libpagefold_engine.so $(DESTDIR)$(LIBDIR)/libpagefold.so.0
+	ln -sf libpagefold.so.0 $(DESTDIR)$(LIBDIR)/libpagefold.so
 	install -D -m 644 crates/engine/include/pagefold.h $(DESTDIR)$(PREFIX)/include/pagefold.h
 	install -D -m 644 crates/engine/man/pagefold.3 $(DESTDIR)$(PREFIX)/share/man/man3/pagefold.3
 	version=$$($(CARGO) pkgid -p pagefold-engine | sed 's/.*[#@]//'); \
-	sed -e 's|@PREFIX@|$(PREFIX)|' -e "s|@VERSION@|$$version|" crates/engine/pagefold.pc.in | \
-	install -D -m 644 /dev/stdin $(DESTDIR)$(PREFIX)/lib/pkgconfig/pagefold.pc
+	sed -e 's|@PREFIX@|$(PREFIX)|' -e 's|@LIBDIR@|$(LIBDIR)|' -e "s|@VERSION@|$$version|" crates/engine/pagefold.pc.in | \
+	install -D -m 644 /dev/stdin $(DESTDIR)$(LIBDIR)/pkgconfig/pagefold.pc
+
+.PHONY: deb
+deb: ## Build the Debian packages into target/deb (installs debhelper as root)
+	.ci/debian debhelper dpkg-dev
+	CARGO=$(CARGO) LOCKED=$(LOCKED) PROFILE=$(PROFILE) deploy/debian/build
+
+.PHONY: test-deb
+test-deb: deb setup ## Install the package in a fresh Debian that systemd has started, in a guest, and try it (as root; minutes)
+	.ci/debian mmdebstrap cpio lintian
+	labs/deb/test.sh target/deb/pagefold_*.deb
 
 .PHONY: check-hera
 check-hera: ## Compare the stand-in for HERA with itself in all its modes of memory (minutes; needs OpenMPI)

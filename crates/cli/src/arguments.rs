@@ -92,10 +92,12 @@ pub enum Command {
     Unmerge(command::unmerge::Options),
     /// Show who merges by libpagefold, and what that saves
     Engine(command::engine::Options),
-    /// Print the JSON schema of a report
+    /// Print the JSON schema of a report or of the configuration
     Schema(command::schema::Options),
     /// Print a completion script for a shell
     Completions(command::completions::Options),
+    /// Write the manual pages to a folder
+    Man(command::man::Options),
 }
 
 /// Which processes. Kinds of conditions narrow each other down; within a kind any one is enough.

@@ -1,14 +1,17 @@
 //! The configuration: `/etc/pagefold/pagefold.toml`, or the file that `--config` names.
 //!
-//! It says who trusts whom, who is left alone, and what the daemon does; everything else is an option of a command. The default file need not
-//! be there, one that is named must be. Nothing in it is guessed at: an unknown key, a pattern that is none, a group
-//! with nobody in it is an error, in one line with the place and, where something near it is known, with that.
+//! It says who trusts whom, who is left alone, and what the daemon does; everything else is an option of a command. The
+//! default file need not be there, one that is named must be. Nothing in it is guessed at: an unknown key, a pattern that
+//! is none, a group with nobody in it is an error, in one line with the place and, where something near it is known, with
+//! that. What the fields below are documented with is also what the JSON schema says of them.
 
 mod daemon;
 mod ksmtuned;
+mod schema;
 
 pub use daemon::{History, Http, ModeWord};
 pub use ksmtuned::{Imported, import};
+pub use schema::schema;
 
 use crate::arguments::{DomainBy, Global};
 use crate::source;
@@ -18,6 +21,7 @@ use pagefold_model::domain::{DomainRule, Domains, Group};
 use pagefold_model::exclusion::Exclusions;
 use pagefold_model::ksm::{Setting, Settings};
 use pagefold_model::policy::{self, Policy};
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use std::collections::BTreeMap;
@@ -115,26 +119,38 @@ impl Config {
     }
 }
 
-#[derive(Deserialize)]
+/// The configuration of pagefold: /etc/pagefold/pagefold.toml.
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(title = "pagefold.toml")]
 struct Document {
+    /// How those are sorted into trust domains who are in no group below.
     #[serde(default)]
+    #[schemars(extend("default" = "user"))]
     domains: Rule,
+    /// Groups that trust each other; the first that fits is taken.
     #[serde(default)]
+    #[schemars(with = "Vec<Members>", transform = schema::has_names)]
     domain: Vec<Spanned<Members>>,
+    /// Who is left alone.
     #[serde(default)]
     exclude: Exclude,
+    /// What `pagefold daemon` does.
     #[serde(default)]
     daemon: daemon::Section,
 }
 
-#[derive(Default, Deserialize)]
+#[derive(Default, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 enum Rule {
+    /// A domain for each user, and one for each virtual machine of root.
     #[default]
     User,
+    /// A domain for each cgroup.
     Cgroup,
+    /// A domain for each process or virtual machine.
     Process,
+    /// One domain.
     Host,
 }
 
@@ -151,23 +167,37 @@ impl From<Rule> for DomainRule {
 
 type Patterns = Vec<Spanned<String>>;
 
-#[derive(Deserialize)]
+/// Conditions. Kinds of conditions narrow each other down; within a kind any one is enough.
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(transform = schema::has_condition)]
 struct Members {
-    /// Without one where there is only one such table.
+    /// The group's name. None is needed where there is only one such table.
     #[serde(default)]
     name: String,
+    /// Users, by name or number.
     #[serde(default)]
+    #[schemars(with = "Vec<User>")]
     users: Vec<Spanned<User>>,
+    /// Cgroups, and all below them.
     #[serde(default)]
+    #[schemars(with = "Vec<schema::Glob>")]
     cgroups: Patterns,
+    /// Names of virtual machines.
     #[serde(default)]
+    #[schemars(with = "Vec<schema::Glob>")]
     vms: Patterns,
+    /// The kernel's names of programs.
     #[serde(default)]
+    #[schemars(with = "Vec<schema::Glob>")]
     names: Patterns,
+    /// Containers, such as `docker:4c01db0b339c`.
     #[serde(default)]
+    #[schemars(with = "Vec<schema::Glob>")]
     containers: Patterns,
+    /// Jobs, such as `slurm:1234`.
     #[serde(default)]
+    #[schemars(with = "Vec<schema::Glob>")]
     jobs: Patterns,
 }
 
@@ -186,7 +216,7 @@ impl Members {
 }
 
 /// A user, by name or number.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(untagged, expecting = "a user's name or number")]
 enum User {
     Number(u32),
@@ -202,14 +232,21 @@ impl User {
     }
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Exclude {
+    /// Programs instead of the known ones that hold keys.
+    #[schemars(with = "Option<Vec<schema::Glob>>")]
     names: Option<Patterns>,
+    /// Programs beside them.
     #[serde(default)]
+    #[schemars(with = "Vec<schema::Glob>")]
     extend: Patterns,
+    /// Virtual machines.
     #[serde(default)]
+    #[schemars(with = "Vec<schema::Glob>")]
     vms: Patterns,
+    /// Virtual machines with encrypted memory, which cannot merge.
     #[serde(default = "yes")]
     confidential: bool,
 }
@@ -404,13 +441,14 @@ mod tests {
         let (written, none) = (Config::parse(DEFAULT).unwrap(), Config::default());
         assert_eq!(format!("{written:?}"), format!("{none:?}"));
         // And what it shows as possible is.
-        let all: String = DEFAULT
-            .lines()
-            .map(|line| line.strip_prefix('#').filter(|rest| !rest.starts_with(' ')).unwrap_or(line))
-            .flat_map(|line| [line, "\n"])
-            .collect();
-        let all = all.replace("\"www-data\", ", "");
-        assert_eq!(Config::parse(&all).unwrap().domains.groups.len(), 1);
+        assert_eq!(Config::parse(&everything_that_is_shown()).unwrap().domains.groups.len(), 1);
+    }
+
+    /// The default with all that is commented out said, but for a user that need not be there.
+    pub(super) fn everything_that_is_shown() -> String {
+        let said = |line| str::strip_prefix(line, '#').filter(|rest| !rest.starts_with(' ')).unwrap_or(line);
+        let all: String = DEFAULT.lines().map(said).flat_map(|line| [line, "\n"]).collect();
+        all.replace("\"www-data\", ", "")
     }
 
     #[test]

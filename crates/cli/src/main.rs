@@ -64,5 +64,6 @@ fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
         Command::Engine(options) => command::engine::run(options, &arguments.global),
         Command::Schema(options) => command::schema::run(options),
         Command::Completions(options) => command::completions::run(options),
+        Command::Man(options) => command::man::run(options),
     }
 }

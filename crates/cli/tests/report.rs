@@ -313,8 +313,8 @@ fn a_daemon_keeps_what_it_sees_over_its_end_and_its_death() {
     // The first is written at once; what has come since is written in the end.
     until("a sample", || kept_in(folder.path()));
     until("a census", || daemon.status().filter(|status| status["passes"]["passes"].as_u64() >= Some(1)));
-    // Work that was under way is noted once more a second later.
-    std::thread::sleep(Duration::from_millis(1500));
+    // What work came to is noted a second later at most, if the machine has the time.
+    std::thread::sleep(Duration::from_secs(4));
     assert!(Command::new("kill").arg(daemon.child.id().to_string()).status().unwrap().success());
     assert!(daemon.child.wait().unwrap().success(), "{}", daemon.log());
     let report = kept_in(folder.path()).expect("a report");

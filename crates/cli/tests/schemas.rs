@@ -7,7 +7,7 @@ use std::process::Command;
 fn published_schemas_are_current() {
     for report in [
         "census", "account", "doctor", "merge", "unmerge", "policy", "recover", "engine", "status", "history",
-        "report", "decision",
+        "report", "decision", "config",
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["schema", report]).output().unwrap();
         assert!(output.status.success());

@@ -150,6 +150,7 @@ pub fn carry_out<'h>(
         trial,
         withdrawn: Pages::ZERO,
         found_fleeting: started,
+        enrolled: false,
         ksmd: Ksmd::find(host),
         gauge: Gauge::new(host, &plan),
         ksmd_before: Err(Absent::NotOnThisKernel),
@@ -272,6 +273,8 @@ struct Work<'w, 'h> {
     trial: &'w mut Trial<'h>,
     withdrawn: Pages,
     found_fleeting: Instant,
+    /// Whether anybody took anything that was to be enrolled.
+    enrolled: bool,
     session: &'w mut Session<'h>,
     options: &'w Options,
     started: Instant,
@@ -293,6 +296,11 @@ impl Work<'_, '_> {
         self.missed.extend(self.trial.withdraw_own(self.session)?);
         self.narrow()?;
         self.enrol(false)?;
+        // Without anybody to look at ksmd sleeps, and what is waited for would never come.
+        let ranges = self.plan.targets.iter().flat_map(|target| &target.ranges);
+        if !self.enrolled && (self.plan.whole || !ranges.clone().any(|range| range.enrolled)) {
+            return Ok(End::Settled);
+        }
         // Who enrols a process whole wants all of it.
         if !self.options.watch.is_zero() && !self.plan.whole {
             self.trial.add(self.plan);
@@ -330,7 +338,9 @@ impl Work<'_, '_> {
             }
             let process = target.process.id;
             let ranges = target.to_enrol(late);
-            let actions = match (&target.guest, self.plan.whole) {
+            // A guest may be enrolled already.
+            self.enrolled |= self.plan.whole && target.guest.as_ref().is_some_and(|guest| guest.backends.is_empty());
+            let actions: Vec<Action> = match (&target.guest, self.plan.whole) {
                 (Some(guest), true) => guest
                     .backends
                     .iter()
@@ -354,7 +364,9 @@ impl Work<'_, '_> {
 
     /// Act on a target. What it refuses is noted.
     fn act(&mut self, target: &Target, action: &Action, stays: Stays) -> Result<(), session::Error> {
-        for missed in trial::act(self.session, target.process.id, &target.process.comm, action, stays)? {
+        let missed = trial::act(self.session, target.process.id, &target.process.comm, action, stays)?;
+        self.enrolled |= stays == Stays::OnceDone && missed.iter().all(|missed| missed.range.is_some());
+        for missed in missed {
             trial::note_once(&mut self.missed, missed);
         }
         Ok(())

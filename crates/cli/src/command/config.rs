@@ -15,7 +15,8 @@ Examples:
   pagefold config default | sudo tee /etc/pagefold/pagefold.toml
   pagefold config check                       is it well-formed, and who is in which domain?
   pagefold --config new.toml config check     the same for another file
-  pagefold config import-ksmtuned             what /etc/ksmtuned.conf means for the daemon";
+  pagefold config import-ksmtuned             what /etc/ksmtuned.conf means for the daemon
+  pagefold schema config                      its JSON schema, for editors and what writes configurations";
 
 /// Arguments of `config`.
 #[derive(Args, Debug)]

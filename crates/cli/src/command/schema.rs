@@ -1,6 +1,6 @@
-//! `pagefold schema`: the JSON schema of a report.
+//! `pagefold schema`: the JSON schema of a report, or of the configuration.
 
-use crate::{Outcome, output};
+use crate::{Outcome, config, output};
 use clap::{Args, ValueEnum};
 use pagefold_report::account::AccountReport;
 use pagefold_report::census::CensusReport;
@@ -19,7 +19,7 @@ use pagefold_report::wire;
 #[derive(Args, Debug)]
 #[command(after_help = "Example:\n  pagefold schema census > census.schema.json")]
 pub struct Options {
-    /// Which report
+    /// Of what
     #[arg(value_enum)]
     report: Report,
 }
@@ -51,6 +51,8 @@ enum Report {
     OverTime,
     /// A line of `pagefold daemon --json` over a recording
     Decision,
+    /// `/etc/pagefold/pagefold.toml`
+    Config,
 }
 
 /// Print the schema.
@@ -68,6 +70,7 @@ pub fn run(options: &Options) -> anyhow::Result<Outcome> {
         Report::History => wire::schema::<History>(),
         Report::OverTime => wire::schema::<HistoryReport>(),
         Report::Decision => wire::schema::<Decision>(),
+        Report::Config => config::schema(),
     })?;
     Ok(Outcome::Done)
 }

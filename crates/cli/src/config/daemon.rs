@@ -1,9 +1,10 @@
 //! `[daemon]`: what `pagefold daemon` does and keeps to.
 
-use super::{Config, Members, Place};
+use super::{Config, Members, Place, schema};
 use crate::arguments::{bytes, duration, percent};
 use pagefold_drive::daemon::Settings;
 use pagefold_model::daemon::{Hours, Mode, Rules};
+use schemars::JsonSchema;
 use serde::Deserialize;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -13,29 +14,66 @@ use toml::Spanned;
 type Word = Option<Spanned<String>>;
 
 /// The section as it is written.
-#[derive(Default, Deserialize)]
+#[derive(Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Section {
+    /// What it may do.
+    #[schemars(extend("default" = "advise"))]
     mode: Option<ModeWord>,
+    /// Merge only while less memory than this is available (MemAvailable); else all that pays is merged.
+    #[schemars(with = "Option<schema::Amount>")]
     keep_available: Word,
+    /// CPU time of ksmd and pagefold together on average: percent of one CPU.
+    #[schemars(with = "Option<schema::Percent>", extend("default" = "10%"))]
     cpu: Word,
+    /// CPU time that may be saved up for a burst.
+    #[schemars(with = "Option<schema::Time>", extend("default" = "30s"))]
     burst: Word,
+    /// CPU seconds at most for each MiB that merging gives back.
+    #[schemars(with = "Option<f64>", extend("exclusiveMinimum" = 0, "default" = 0.02))]
     price: Option<Spanned<f64>>,
+    /// Memory that the kernel may keep to know what is merged.
+    #[schemars(with = "Option<schema::Amount>")]
     max_metadata: Word,
+    /// Regions that enrolling may bring a process to.
     max_regions: Option<u64>,
+    /// Whether huge pages may be split for what is in them.
+    #[schemars(extend("default" = true))]
     split_huge_pages: Option<bool>,
+    /// Processes with less resident memory are not looked at.
+    #[schemars(with = "Option<schema::Amount>", extend("default" = "16MiB"))]
     min_memory: Word,
+    /// Processes that would give back less are left alone.
+    #[schemars(with = "Option<schema::Amount>", extend("default" = "1MiB"))]
     min_profit: Word,
+    /// Memory is short while tasks wait for it for this part of ten seconds. Nothing is withdrawn then.
+    #[schemars(with = "Option<schema::Percent>", extend("default" = "10%"))]
     pressure: Word,
+    /// The part of their time by which programs may wait longer for a CPU while it works before it backs off.
+    #[schemars(with = "Option<schema::Percent>", extend("default" = "10%"))]
     slowdown: Word,
+    /// When nothing is begun.
     #[serde(default)]
+    #[schemars(with = "Vec<schema::HoursOfDay>")]
     quiet_hours: Vec<Spanned<String>>,
+    /// Whether pages of different trust domains may be merged: whoever times writes learns what the other holds.
+    #[schemars(extend("default" = false))]
     across_domains: Option<bool>,
+    /// Go on although another program tunes KSM.
+    #[schemars(extend("default" = false))]
     force: Option<bool>,
+    /// Who is managed; without it everybody is.
+    #[schemars(with = "Option<Members>")]
     only: Option<Spanned<Members>>,
+    /// Where it keeps its history.
+    #[schemars(with = "Option<schema::KeptIn>")]
     history: Word,
+    /// Where to show what it does over HTTP. Read once, when the daemon starts.
+    #[schemars(with = "Option<schema::Address>")]
     http: Word,
+    /// Names by which requests may call this host, beside its addresses and localhost; others are refused.
     #[serde(default)]
+    #[schemars(with = "Vec<schema::HostName>")]
     http_names: Vec<Spanned<String>>,
 }
 
@@ -75,7 +113,7 @@ impl History {
 }
 
 /// What a daemon may do.
-#[derive(Clone, Copy, Debug, Deserialize, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, Deserialize, JsonSchema, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum ModeWord {
     /// Look and tell
@@ -157,7 +195,7 @@ impl Config {
     }
 }
 
-/// Hours such as `22:00-06:30`.
+/// Hours such as `22:00-06:30` by the host's clock, or `22:00-06:30Z` by UTC.
 fn hours_of(text: &str) -> Result<Hours, String> {
     let second = |text: &str| {
         let (hour, minute) = text.trim().split_once(':')?;
@@ -165,10 +203,11 @@ fn hours_of(text: &str) -> Result<Hours, String> {
         (hour <= 24 && minute < 60 && hour * 60 + minute <= 24 * 60).then_some(hour * 3600 + minute * 60)
     };
     let both = || {
-        let (from, to) = text.split_once('-')?;
-        Some(Hours { from: second(from)?, to: second(to)? })
+        let (hours, utc) = text.trim_end().strip_suffix('Z').map_or((text, false), |hours| (hours, true));
+        let (from, to) = hours.split_once('-')?;
+        Some(Hours { from: second(from)?, to: second(to)?, utc })
     };
-    both().ok_or_else(|| "hours are needed such as 22:00-06:30, UTC".to_owned())
+    both().ok_or_else(|| "hours are needed such as 22:00-06:30, or 22:00-06:30Z for UTC".to_owned())
 }
 
 #[cfg(test)]
@@ -180,14 +219,15 @@ mod tests {
     #[test]
     fn what_is_said_is_in_force() {
         let text = "[daemon]\nmode = \"act\"\nkeep_available = \"8GiB\"\ncpu = \"25%\"\nburst = \"1m\"\nslowdown = \"5%\"\n\
-                    max_regions = 1000\nquiet_hours = [\"22:00-06:30\"]\nsplit_huge_pages = false\n";
+                    max_regions = 1000\nquiet_hours = [\"22:00-06:30\", \"1:00-2:00Z\"]\nsplit_huge_pages = false\n";
         let settings = Config::parse(text).unwrap().daemon();
         assert_eq!(settings.rules.mode, Mode::Act);
         assert_eq!(settings.rules.keep_available, Some(Bytes(8 << 30)));
         assert_eq!((settings.rules.cpu, settings.rules.burst), (0.25, Duration::from_secs(60)));
         assert_eq!(settings.rules.slowdown, 0.05);
         assert_eq!((settings.max_regions, settings.split_huge_pages), (Some(1000), false));
-        assert_eq!(settings.rules.quiet, [Hours { from: 22 * 3600, to: 6 * 3600 + 1800 }]);
+        let night = Hours { from: 22 * 3600, to: 6 * 3600 + 1800, utc: false };
+        assert_eq!(settings.rules.quiet, [night, Hours { from: 3600, to: 7200, utc: true }]);
         assert_eq!(settings.min_profit, Settings::default().min_profit);
     }
 
@@ -215,7 +255,9 @@ mod tests {
     #[test]
     fn hours_are_of_a_day() {
         assert!(hours_of("00:00-24:00").is_ok());
-        for wrong in ["", "22-6", "22:00", "25:00-01:00", "24:01-01:00", "1:60-2:00", "a:b-c:d"] {
+        for wrong in
+            ["", "22-6", "22:00", "25:00-01:00", "24:01-01:00", "1:60-2:00", "a:b-c:d", "1:00Z-2:00Z", "1:00-2:00z"]
+        {
             assert!(hours_of(wrong).is_err(), "{wrong}");
         }
     }

@@ -2,10 +2,11 @@
 //!
 //! One thread takes in what happens, hands it to [`pagefold_model::daemon::step`] and gives out what that decides; another
 //! carries it out, since a merge takes seconds in which somebody may ask or stop. Who runs is told by the host or found out
-//! by polling ([`roster`]). While it may act, the daemon has the host's one [`Session`](crate::Session) all the time and ksmd rests between merges;
-//! paused, or where somebody else drives KSM, it has not, and the settings are what they were.
+//! by polling ([`roster`]). While it may act, the daemon has the host's one [`Session`](crate::Session) all the time and
+//! ksmd rests between merges; paused, or where somebody else drives KSM, it has not, and the settings are what they were.
 //! What programs wait for is read at each tick while it works and now and then while it rests ([`probe`]).
 
+mod clock;
 mod probe;
 pub mod replay;
 mod roster;
@@ -18,6 +19,7 @@ pub use snapshot::{Pass, Said, Snapshot, Told, Used};
 
 use crate::ksmd::Ksmd;
 use crate::merge::own_cpu;
+use jiff::tz::TimeZone;
 use pagefold_census::tally::Party;
 use pagefold_host::{Host, observe};
 use pagefold_model::daemon::{Action, Decision, Event, Readings, Standing, State, step};
@@ -73,12 +75,6 @@ pub enum Error {
 /// What a process is called in decisions and in the matrix.
 pub fn label(process: &Process) -> String {
     Party::Process.name(process).unwrap_or_default()
-}
-
-/// Seconds since midnight, UTC.
-fn second_of_day() -> u32 {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    (since.as_secs() % 86400) as u32
 }
 
 /// The loop, until it is told to stop and has put everything back.
@@ -283,7 +279,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             available: observe::memory(self.host).and_then(|memory| memory.available).ok(),
             pressure: observe::pressure(self.host).ok().map(|pressure| pressure.some.avg10),
             waits,
-            second: second_of_day(),
+            time: clock::time_of_day(SystemTime::now(), &TimeZone::system()),
             resident: polled.resident,
             ran: polled.ran,
         }));

@@ -11,7 +11,7 @@ use crate::ksmd::Ksmd;
 use crate::prepare::prepare;
 use pagefold_census::Ages;
 use pagefold_host::{Host, observe};
-use pagefold_model::daemon::{Action, CENSUS_SECONDS, Censused, Decision, Event, Readings, State, step};
+use pagefold_model::daemon::{Action, CENSUS_SECONDS, Censused, Decision, Event, Readings, State, TimeOfDay, step};
 use pagefold_model::process::Process;
 use pagefold_model::{Bytes, PageSize, ProcessId};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -24,8 +24,8 @@ pub struct Moment<'h> {
     pub host: &'h dyn Host,
     /// Since the first moment.
     pub at: Duration,
-    /// Seconds since midnight.
-    pub second: u32,
+    /// What clocks showed.
+    pub time: TimeOfDay,
 }
 
 /// A daemon that is taken through a recording.
@@ -61,7 +61,7 @@ impl Replay {
 
     /// Take it through the next moment. `say` gets each decision with the names of those whom it is about.
     pub fn moment(&mut self, moment: &Moment<'_>, say: &mut dyn FnMut(&[String], &Decision)) -> Result<(), Error> {
-        let Moment { host, at, second } = *moment;
+        let Moment { host, at, time } = *moment;
         let roster = self.roster.get_or_insert_with(|| Roster::new(host));
         let polled = roster.poll(host, at, &self.settings).map_err(Error::Processes)?;
         self.labels = roster.members().map(|who: &Process| (who.id, label(who))).collect();
@@ -78,7 +78,7 @@ impl Replay {
             pressure: observe::pressure(host).ok().map(|pressure| pressure.some.avg10),
             // What programs waited for is not recorded.
             waits: None,
-            second,
+            time,
             resident: polled.resident,
             ran: polled.ran,
         }));

@@ -1,6 +1,6 @@
 //! What happens, what is done about it, and what is said of it.
 
-use super::{Arrival, Cause, Rules, Waits};
+use super::{Arrival, Cause, Rules, TimeOfDay, Waits};
 use crate::units::{Bytes, NetBytes, ProcessId};
 use std::time::Duration;
 
@@ -59,8 +59,8 @@ pub struct Readings {
     pub pressure: Option<f64>,
     /// What programs waited for, where it was read.
     pub waits: Option<Waits>,
-    /// Seconds since midnight.
-    pub second: u32,
+    /// What clocks show.
+    pub time: TimeOfDay,
     /// Resident memory of those of which it was read.
     pub resident: Vec<(ProcessId, Bytes)>,
     /// CPU time so far of those that have not been there for long.

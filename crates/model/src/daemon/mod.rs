@@ -35,7 +35,7 @@ mod tests;
 pub use budget::Budget;
 pub use event::{Action, Censused, Decision, Event, Looked, Merged, Planned, Readings, Reason, What};
 pub use member::{Arrival, Cause, Member};
-pub use rules::{Hours, Mode, Rules};
+pub use rules::{Hours, Mode, Rules, TimeOfDay};
 pub use slowdown::{Slowdown, Waits};
 pub use strikes::Strikes;
 
@@ -82,7 +82,7 @@ pub struct State {
     available: Option<Bytes>,
     pressure: Option<f64>,
     slowdown: Slowdown,
-    second: u32,
+    time: TimeOfDay,
     members: BTreeMap<ProcessId, Member>,
     work: Option<Work>,
     halted: bool,
@@ -130,7 +130,7 @@ impl State {
             available: None,
             pressure: None,
             slowdown: Slowdown::default(),
-            second: 0,
+            time: TimeOfDay::default(),
             members: BTreeMap::new(),
             work: None,
             halted: false,

@@ -15,6 +15,15 @@ pub enum Mode {
     Act,
 }
 
+/// What clocks show, in seconds since midnight. Where a clock is put forward or back, so are the hours that are told by it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TimeOfDay {
+    /// The host's own, in its time zone.
+    pub local: u32,
+    /// UTC.
+    pub utc: u32,
+}
+
 /// A part of each day, in seconds since midnight. One that ends before it begins goes over midnight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hours {
@@ -22,11 +31,14 @@ pub struct Hours {
     pub from: u32,
     /// The first second after it.
     pub to: u32,
+    /// Whether they are told by UTC, and not by the host's own clock.
+    pub utc: bool,
 }
 
 impl Hours {
-    /// Whether a second of the day lies within. Hours that begin when they end are all day.
-    pub fn contain(self, second: u32) -> bool {
+    /// Whether a time of the day lies within. Hours that begin when they end are all day.
+    pub fn contain(self, time: TimeOfDay) -> bool {
+        let second = if self.utc { time.utc } else { time.local };
         if self.from < self.to {
             (self.from..self.to).contains(&second)
         } else {
@@ -91,9 +103,20 @@ mod tests {
     #[test]
     fn hours_may_go_over_midnight() {
         let hour = |hour: u32| hour * 3600;
-        let (day, night) = (Hours { from: hour(8), to: hour(18) }, Hours { from: hour(22), to: hour(6) });
-        assert!(day.contain(hour(8)) && !day.contain(hour(18)) && !day.contain(hour(7)));
-        assert!(night.contain(hour(23)) && night.contain(0) && !night.contain(hour(6)) && !night.contain(hour(12)));
-        assert!(Hours { from: 5, to: 5 }.contain(4));
+        let hours = |from, to| Hours { from, to, utc: false };
+        let within = |hours: Hours, second| hours.contain(TimeOfDay { local: second, utc: hour(12) });
+        let (day, night) = (hours(hour(8), hour(18)), hours(hour(22), hour(6)));
+        assert!(within(day, hour(8)) && !within(day, hour(18)) && !within(day, hour(7)));
+        assert!(within(night, hour(23)) && within(night, 0) && !within(night, hour(6)) && !within(night, hour(12)));
+        assert!(within(hours(5, 5), 4));
+    }
+
+    #[test]
+    fn hours_are_told_by_the_clock_that_they_name() {
+        let morning = |utc| Hours { from: 6 * 3600, to: 9 * 3600, utc };
+        let berlin = TimeOfDay { local: 8 * 3600, utc: 6 * 3600 };
+        let tokyo = TimeOfDay { local: 16 * 3600, utc: 7 * 3600 };
+        assert!(morning(false).contain(berlin) && morning(true).contain(berlin));
+        assert!(!morning(false).contain(tokyo) && morning(true).contain(tokyo));
     }
 }

@@ -171,7 +171,7 @@ impl Host {
             available: Some(self.available),
             pressure: Some(self.pressure),
             waits: Some(self.waits()),
-            second: self.second,
+            time: TimeOfDay { local: self.second, utc: 12 * 3600 },
             resident: Vec::new(),
             ..Readings::default()
         };
@@ -420,7 +420,7 @@ fn it_rests_above_the_goal_and_in_quiet_hours() {
     host.available = Bytes(1 << 29);
     host.run(2);
     assert!(host.did(is_census) > 0);
-    let mut host = Host::new(Rules { quiet: vec![Hours { from: 0, to: 10 }], ..rules(Mode::Act) });
+    let mut host = Host::new(Rules { quiet: vec![Hours { from: 0, to: 10, utc: false }], ..rules(Mode::Act) });
     host.happen(arrival(1));
     host.run(20);
     assert_eq!((host.did(is_census), host.said(What::Rest, Reason::QuietHours)), (0, 1));

@@ -121,7 +121,7 @@ struct Ring {
     busy: bool,
     /// How many have not been looked at yet.
     waiting: usize,
-    /// Whether somebody has come since the last note.
+    /// Whether somebody has come, or work has ended, since the last note.
     come: bool,
     closed: bool,
 }
@@ -130,7 +130,7 @@ impl Bell {
     fn tell(&self, busy: bool, waiting: usize) {
         let mut ring = self.state();
         let before = *ring;
-        ring.come |= waiting > ring.waiting;
+        ring.come |= waiting > ring.waiting || ring.busy && !busy;
         (ring.busy, ring.waiting) = (busy, waiting);
         if *ring != before {
             self.news.notify_all();
@@ -154,7 +154,7 @@ impl Bell {
         !ring.closed
     }
 
-    /// Who has come is noted.
+    /// Who has come, and what work came to, is noted.
     fn noted(&self) {
         self.state().come = false;
     }
@@ -252,6 +252,9 @@ mod tests {
         bell.noted();
         bell.tell(false, 0);
         assert!(!bell.state().come, "who goes rings nothing");
+        bell.tell(true, 0);
+        bell.tell(false, 0);
+        assert!(bell.state().come, "what came of work is noted, however short it was");
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| bell.wait(LONG, LONG));
             bell.close();

@@ -8,7 +8,7 @@ use pagefold_drive::daemon::replay::{Moment, Replay};
 use pagefold_drive::daemon::{Said, Settings};
 use pagefold_host::Host;
 use pagefold_host::recording::moments;
-use pagefold_model::daemon::Mode;
+use pagefold_model::daemon::{Mode, TimeOfDay};
 use pagefold_report::text::printable;
 use pagefold_report::wire;
 use std::path::{Path, PathBuf};
@@ -41,7 +41,9 @@ pub fn run(folders: &[PathBuf], settings: Settings, options: &Options) -> anyhow
             }
         };
         let mut lines = String::new();
-        let now = Moment { host: &moment.host, at: moment.at, second: (moment.time.as_secs() % 86400) as u32 };
+        // In which time zone it was recorded is not recorded.
+        let second = (moment.time.as_secs() % 86400) as u32;
+        let now = Moment { host: &moment.host, at: moment.at, time: TimeOfDay { local: second, utc: second } };
         replay.moment(&now, &mut |names, decision| {
             let said = Said { at: SystemTime::UNIX_EPOCH + moment.time, whom: whom(names), decision: decision.clone() };
             lines.push_str(&match options.json {

@@ -1,0 +1,143 @@
+//! The JSON schema of the configuration, for editors and whatever writes configurations: `pagefold schema config`.
+//!
+//! It is made from the types that read the file, with the forms of words that they are parsed from later. TOML has the
+//! values of JSON but for dates, of which there is none here. Limits: names of users, patterns that are none and names
+//! that occur twice are found by `pagefold config check` alone; of numbers it takes the plain forms.
+
+use super::Document;
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use std::borrow::Cow;
+
+/// The schema as JSON.
+pub fn schema() -> String {
+    pagefold_report::wire::schema::<Document>()
+}
+
+/// The kinds of conditions of which a group needs one.
+pub(super) fn has_condition(schema: &mut Schema) {
+    let kinds = ["users", "cgroups", "vms", "names", "containers", "jobs"];
+    schema.insert("anyOf".to_owned(), kinds.map(|kind| serde_json::json!({ "required": [kind] })).into());
+}
+
+/// Each of several groups has a name.
+pub(super) fn has_names(schema: &mut Schema) {
+    if let Some(items) = schema.get_mut("items").and_then(|items| items.as_object_mut()) {
+        items.insert("required".to_owned(), serde_json::json!(["name"]));
+        items.insert("properties".to_owned(), serde_json::json!({ "name": { "minLength": 1 } }));
+    }
+}
+
+/// A kind of word: its name in the schema, what it says, an example, and its form.
+macro_rules! word {
+    ($name:ident, $describes:literal, $example:literal, $pattern:literal) => {
+        #[doc = $describes]
+        pub(super) struct $name;
+
+        impl JsonSchema for $name {
+            fn schema_name() -> Cow<'static, str> {
+                stringify!($name).into()
+            }
+
+            fn json_schema(_: &mut SchemaGenerator) -> Schema {
+                json_schema!({
+                    "type": "string", "description": $describes, "examples": [$example], "pattern": $pattern,
+                })
+            }
+        }
+    };
+}
+
+word!(Amount, "Memory; without a unit bytes.", "8GiB", r"^[0-9]+(\.[0-9]+)? ?([kKmMgGtTpPeE][iI]?)?[bB]?$");
+word!(Percent, "Above 0 and at most 100.", "10%", r"^(100(\.0+)?|[0-9]{1,2}(\.[0-9]+)?) ?%?$");
+word!(Time, "A time with its unit.", "30s", r"^(0|([0-9]+ ?[A-Za-z]+ ?)+)$");
+word!(
+    HoursOfDay,
+    "Hours of each day by the host's clock, with Z at the end by UTC; over midnight where they end before they begin.",
+    "22:00-06:30",
+    r"^ *([01]?[0-9]|2[0-4]):[0-5]?[0-9] *- *([01]?[0-9]|2[0-4]):[0-5]?[0-9] *Z? *$"
+);
+word!(
+    Address,
+    "An address and a port.",
+    "127.0.0.1:9750",
+    r"^([0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:.%]+\]):[0-9]{1,5}$"
+);
+word!(KeptIn, "A path from /, or `off`.", "/var/lib/pagefold/history.db", "^(/.*|off)$");
+word!(HostName, "The name of a host, without a port.", "node17", r"^[A-Za-z0-9._-]+$");
+word!(Glob, "A pattern with * and ?.", "web-*", "^.+$");
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Config, DEFAULT};
+    use super::*;
+    use serde_json::Value;
+    use std::fs;
+    use std::path::Path;
+
+    fn validator() -> jsonschema::Validator {
+        jsonschema::validator_for(&serde_json::from_str(&schema()).unwrap()).unwrap()
+    }
+
+    fn json(text: &str) -> Option<Value> {
+        toml::from_str(text).ok()
+    }
+
+    fn fixtures(folder: &str) -> impl Iterator<Item = (String, String)> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/config").join(folder);
+        fs::read_dir(folder).expect("the fixtures").map(|entry| {
+            let path = entry.unwrap().path();
+            (path.file_stem().unwrap().to_string_lossy().into_owned(), fs::read_to_string(path).unwrap())
+        })
+    }
+
+    #[test]
+    fn what_is_taken_is_valid() {
+        let (validator, whole) = (validator(), super::super::tests::everything_that_is_shown());
+        let mut texts: Vec<_> = fixtures("valid").collect();
+        texts.extend([("the default".to_owned(), DEFAULT.to_owned()), ("all of it".to_owned(), whole)]);
+        for (name, text) in texts {
+            let document = json(&text).expect(&name);
+            let errors: Vec<_> = validator.iter_errors(&document).map(|error| error.to_string()).collect();
+            assert!(errors.is_empty(), "{name}: {errors:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_refused_is_not_but_for_what_no_schema_knows() {
+        let validator = validator();
+        let unseen = ["pattern", "twice", "unknown-user"];
+        for (name, text) in fixtures("invalid") {
+            let Some(document) = json(&text) else { continue };
+            assert_eq!(validator.is_valid(&document), unseen.contains(&name.as_str()), "{name}");
+        }
+    }
+
+    #[test]
+    fn the_defaults_that_it_names_are_in_force() {
+        let schema: Value = serde_json::from_str(&schema()).unwrap();
+        let mut said = toml::Table::new();
+        for section in ["Section", "Exclude"] {
+            let fields = schema["$defs"][section]["properties"].as_object().expect("fields");
+            let given = fields.iter().filter_map(|(name, field)| Some((name, field.get("default")?)));
+            let values = given.filter(|(_, value)| !value.is_null());
+            let table: toml::Table =
+                values.map(|(name, value)| (name.clone(), toml::Value::try_from(value).unwrap())).collect();
+            assert!(!table.is_empty(), "{section}");
+            let key = if section == "Section" { "daemon" } else { "exclude" };
+            said.insert(key.to_owned(), table.into());
+        }
+        let text = toml::to_string(&said).unwrap();
+        assert_eq!(format!("{:?}", Config::parse(&text).expect(&text)), format!("{:?}", Config::default()), "{text}");
+    }
+
+    #[test]
+    fn every_key_says_what_it_is() {
+        let schema: Value = serde_json::from_str(&schema()).unwrap();
+        let described = |field: &Value| field.get("description").is_some();
+        for (name, definition) in schema["$defs"].as_object().unwrap() {
+            for (key, field) in definition["properties"].as_object().into_iter().flatten() {
+                assert!(described(field), "{name}.{key}");
+            }
+        }
+    }
+}

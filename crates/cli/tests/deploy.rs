@@ -1,0 +1,209 @@
+//! What is installed beside the binary: the unit, the configurations, the scripts for Slurm. The package itself is tried in
+//! a guest by `make test-deb`.
+
+use pagefold_labs::client;
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+fn deploy(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy").join(path)
+}
+
+fn unit() -> String {
+    fs::read_to_string(deploy("systemd/pagefold.service")).unwrap()
+}
+
+/// The words of a setting of the unit.
+fn words<'a>(unit: &'a str, setting: &str) -> Vec<&'a str> {
+    let value = |line: &'a str| line.strip_prefix(setting)?.strip_prefix('=');
+    unit.lines().filter_map(value).flat_map(str::split_whitespace).collect()
+}
+
+#[test]
+fn the_unit_is_well_formed() {
+    let directory = tempfile::tempdir().unwrap();
+    // It is verified with the program that it starts, which need not be installed.
+    let path = directory.path().join("pagefold.service");
+    fs::write(&path, unit().replace("/usr/bin/pagefold", env!("CARGO_BIN_EXE_pagefold"))).unwrap();
+    let verify = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&path).output();
+    let Ok(Output { status, stderr, .. }) = verify else {
+        return println!("skipped: needs systemd-analyze (systemd)");
+    };
+    // Only what is said of this unit: it looks at others of the machine too.
+    let stderr = String::from_utf8_lossy(&stderr);
+    let said: Vec<&str> = stderr.lines().filter(|line| line.contains("pagefold")).collect();
+    assert!(said.is_empty(), "{status}: {said:#?}");
+}
+
+#[test]
+fn the_unit_sets_no_seccomp_filter() {
+    // systemd.exec(5), systemd 257: what is carried out by a filter, in part or whole.
+    let by_filters = [
+        "SystemCallFilter",
+        "SystemCallLog",
+        "SystemCallArchitectures",
+        "RestrictAddressFamilies",
+        "RestrictNamespaces",
+        "RestrictRealtime",
+        "RestrictSUIDSGID",
+        "LockPersonality",
+        "MemoryDenyWriteExecute",
+        "PrivateDevices",
+        "ProtectClock",
+        "ProtectHostname",
+        "ProtectKernelLogs",
+        "ProtectKernelModules",
+        "ProtectKernelTunables",
+        "DynamicUser",
+    ];
+    for setting in by_filters {
+        assert_eq!(words(&unit(), setting), [""; 0], "{setting}: the kernel would not let it suspend others' filters");
+    }
+}
+
+#[test]
+fn pods_have_the_capabilities_of_the_unit() {
+    let manifest = fs::read_to_string(deploy("kubernetes/daemonset.yaml")).unwrap();
+    let list = manifest.lines().find_map(|line| line.trim().strip_prefix("add: [")?.strip_suffix(']')).expect("them");
+    let pod: Vec<String> = list.split(", ").map(|name| format!("CAP_{name}")).collect();
+    let unit = unit();
+    let service = words(&unit, "CapabilityBoundingSet");
+    assert!(
+        pod.iter().all(|name| service.contains(&name.as_str())) && pod.len() == service.len(),
+        "{pod:?} {service:?}"
+    );
+    for capability in service {
+        assert!(unit.contains(&format!("#   {capability} ")), "the unit does not say what {capability} is for");
+    }
+}
+
+#[test]
+fn the_configuration_of_pods_is_taken() {
+    let output = Command::new(env!("CARGO_BIN_EXE_pagefold"))
+        .arg("--config")
+        .arg(deploy("kubernetes/pagefold.toml"))
+        .args(["config", "check"])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn no_script_for_slurm_fails() {
+    let nothing = tempfile::tempdir().unwrap();
+    for (script, job) in [("prolog.sh", ""), ("prolog.sh", "../x"), ("epilog.sh", "7"), ("epilog.sh", "x")] {
+        let mut command = Command::new(deploy("slurm").join(script));
+        command.env("SLURM_JOB_ID", job).env("PAGEFOLD_JOBS", nothing.path()).env("PAGEFOLD_LOG", nothing.path());
+        let output = command.stdin(Stdio::null()).output().unwrap();
+        assert!(output.status.success() && output.stdout.is_empty(), "{script} {job:?}: {output:?}");
+    }
+}
+
+#[test]
+fn tasks_get_what_their_job_asks_for() {
+    let libraries = tempfile::tempdir().unwrap();
+    let folder = libraries.path().display().to_string();
+    let task = |asked: &str| {
+        let mut command = Command::new(deploy("slurm/task-prolog.sh"));
+        command.env("PAGEFOLD", asked).env("PAGEFOLD_LIBRARIES", libraries.path()).env("SLURM_JOB_ID", "7");
+        let output = command.env("LD_PRELOAD", "").output().unwrap();
+        assert!(output.status.success());
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert_eq!(task("user"), "", "a library that is not there is not asked for");
+    for library in ["preload", "adopt"] {
+        fs::write(libraries.path().join(format!("libpagefold_{library}.so")), "").unwrap();
+    }
+    assert_eq!(task(""), "");
+    assert_eq!(task("kernel"), format!("export LD_PRELOAD={folder}/libpagefold_preload.so\n"));
+    let user = format!("export PAGEFOLD_DOMAIN=mpi-7\nexport LD_PRELOAD={folder}/libpagefold_adopt.so\n");
+    assert_eq!(task("user"), user);
+}
+
+/// A cgroup as slurmstepd makes it, which is gone with what was made for it when this is dropped.
+struct Cgroup(PathBuf);
+
+impl Cgroup {
+    fn new(job: u32) -> Result<Self, String> {
+        let roots = ["/sys/fs/cgroup/unified", "/sys/fs/cgroup/freezer", "/sys/fs/cgroup"].map(Path::new);
+        let root = roots.into_iter().find(|root| root.join("cgroup.procs").exists()).ok_or("there are no cgroups")?;
+        let path = root.join(format!("slurmstepd.scope/job_{job}"));
+        fs::create_dir_all(path.join("step_0")).map_err(|error| format!("{}: {error}", path.display()))?;
+        Ok(Self(path))
+    }
+
+    fn enter(&self, pid: u32) {
+        fs::write(self.0.join("step_0/cgroup.procs"), pid.to_string()).expect("it can be entered");
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        // Who was in it may take a moment to leave; the common one above may have others.
+        let started = Instant::now();
+        while fs::remove_dir(self.0.join("step_0")).is_err() && started.elapsed() < Duration::from_secs(10) {
+            sleep(Duration::from_millis(10));
+        }
+        let _ = fs::remove_dir(&self.0);
+        let _ = self.0.parent().map(fs::remove_dir);
+    }
+}
+
+/// A program that ends when this is dropped.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_job_of_slurm_is_accounted_for() {
+    if !nix::unistd::geteuid().is_root() {
+        return println!("skipped: needs root to make cgroups and read other processes");
+    }
+    let job = std::process::id();
+    let cgroup = match Cgroup::new(job) {
+        Ok(cgroup) => cgroup,
+        Err(why) => return println!("skipped: {why}"),
+    };
+    let directory = tempfile::tempdir().unwrap();
+    let (jobs, log) = (directory.path().join("jobs"), directory.path().join("log"));
+    let script = |name: &str| {
+        let mut command = Command::new(deploy("slurm").join(name));
+        command.env("SLURM_JOB_ID", job.to_string()).env("PAGEFOLD_JOBS", &jobs).env("PAGEFOLD_LOG", &log);
+        command.env("PAGEFOLD_BINARY", env!("CARGO_BIN_EXE_pagefold")).env("PAGEFOLD_PAUSE", "1");
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        command
+    };
+    let mut watch = Running(script("watch.sh").arg(job.to_string()).spawn().unwrap());
+    let mut lab = Command::new(client::binary().expect("the lab"));
+    let lab = lab.args(["layout", "zero=2048"]).env("SLURM_JOB_ID", job.to_string());
+    let lab = Running(lab.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap());
+    cgroup.enter(lab.0.id());
+    let kept = jobs.join(format!("{job}.json"));
+    let account = || -> Option<Value> { serde_json::from_slice(&fs::read(&kept).ok()?).ok() };
+    until("an account", || account().is_some());
+    let told = account().unwrap().to_string();
+    assert!(told.contains(&format!("slurm:{job}")), "{told}");
+    drop(lab);
+    drop(cgroup);
+    until("the end of who watches", || watch.0.try_wait().unwrap().is_some());
+    assert!(script("epilog.sh").status().unwrap().success());
+    assert!(!kept.exists() && log.join(format!("{job}.json")).exists());
+}
+
+/// Wait for something that is bound to come.
+fn until(what: &str, mut there: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !there() {
+        assert!(started.elapsed() < Duration::from_secs(120), "{what} did not come within two minutes");
+        sleep(Duration::from_millis(50));
+    }
+}

@@ -1,0 +1,17 @@
+#!/bin/bash
+# Prolog of slurm.conf: as root on the node, before the first step of a job. Has the job watched by watch.sh until
+# epilog.sh. It never fails: a prolog that does drains the node.
+
+PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+trap 'exit 0' EXIT
+
+[[ ${SLURM_JOB_ID:-} =~ ^[0-9]+$ ]] || exit 0
+watch=$(dirname "$(readlink -f "$0")")/watch.sh
+
+# In a unit of its own, as slurmd ends what a prolog leaves behind.
+if [ -d /run/systemd/system ]; then
+    timeout 10 systemd-run --quiet --collect --unit="pagefold-job-$SLURM_JOB_ID" --property=Nice=10 \
+        --property=Environment="PAGEFOLD_BINARY=${PAGEFOLD_BINARY:-}" "$watch" "$SLURM_JOB_ID"
+else
+    setsid --fork nice -n 10 "$watch" "$SLURM_JOB_ID"
+fi < /dev/null > /dev/null 2>&1
