@@ -201,7 +201,8 @@ fn measure(section: Section, arguments: &Arguments, program: &Path, folder: &Pat
             quiet.measure(&folder.join("daemon.log"))
         }
         Section::Hostile => {
-            let hostile = Hostile { length: arguments.hostile, regions: 60_000, pagefold: program.to_owned() };
+            let regions = if arguments.quick { 20_000 } else { 60_000 };
+            let hostile = Hostile { length: arguments.hostile, regions, pagefold: program.to_owned() };
             hostile.measure(&folder.join("daemon.log"))
         }
         Section::Oom => {

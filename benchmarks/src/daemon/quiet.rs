@@ -54,7 +54,7 @@ impl Quiet {
         let place = Place::new("pfquiet")?;
         let mib = self.mib.to_string();
         let holders: Vec<Holder> = (0..self.processes)
-            .map(|_| place.lab(&["mixture", "--duplicate", "33%", "--mib", &mib]))
+            .map(|_| place.lab('q', &["mixture", "--duplicate", "33%", "--mib", &mib]))
             .collect::<Result<_>>()?;
         let driver = Driver::daemon(&self.pagefold, &place.config(""), log, &ksm)?;
         let daemon = driver.as_daemon().context("a daemon")?;

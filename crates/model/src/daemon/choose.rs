@@ -193,7 +193,9 @@ impl State {
             join(&mut chosen, process, most);
         }
         let first = *chosen.first()?;
-        let (alone, partners) = (chosen.len() == 1, self.partners(&chosen));
+        let (alone, mut partners) = (chosen.len() == 1, self.partners(&chosen));
+        // The most alike one, also if it has to be waited for: a cheaper one may have nothing in common.
+        partners.truncate(if apart { 1 } else { usize::MAX });
         let joined = partners.iter().filter(|partner| join(&mut chosen, **partner, most.saturating_add(1))).count();
         // Without anybody to share with there is little to be found: that is waited for.
         let both = |partner: &ProcessId| self.cost(&self.members[&first]) + self.cost(&self.members[partner]);

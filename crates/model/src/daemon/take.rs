@@ -251,10 +251,11 @@ impl State {
             return self.contest(why, actions);
         }
         let mib = merged.net.0 as f64 / 1048576.0;
+        let overran = self.halted && self.budget.left() <= 0.0;
         if merged.net.0 < 0 {
             self.leaving.extend(merged.enrolled.iter().map(|process| (*process, Reason::Loses)));
             self.back_off(&merged.enrolled);
-        } else if merged.cost.as_secs_f64() > self.rules.price * mib && !self.halted {
+        } else if overran || merged.cost.as_secs_f64() > self.rules.price * mib && !self.halted {
             for process in &merged.enrolled {
                 if let Some(member) = self.members.get_mut(process) {
                     member.wait_longer(&self.rules);
