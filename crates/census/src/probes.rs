@@ -158,7 +158,7 @@ impl Probes {
             for page in pages {
                 let reason = given_up.iter().find(|(range, _)| range.contains(page.address)).map(|&(_, reason)| reason);
                 fates[page.content].push(match (page.fate.unwrap_or(Fate::Written), reason) {
-                    (Fate::Merged, _) => Fate::Merged,
+                    (fate @ (Fate::Merged | Fate::Ended), _) => fate,
                     (fate, Some(Fate::Idle)) if fate != Fate::Alone => fate,
                     (fate, reason) => reason.unwrap_or(fate),
                 });
