@@ -31,8 +31,9 @@ Examples:
   pagefold merge --pid 1234 --deadline 10s     as much as ten seconds allow
   pagefold merge --name postgres --whole       whole processes, with what they map later
 
-KSM's settings come back when it ends, also by Ctrl-C, and after kill -9 by `pagefold recover`. What is merged stays
-merged and enrolled: `pagefold unmerge` takes it back.
+KSM's settings come back when it ends, also by Ctrl-C, and after kill -9 by `pagefold recover`. What is merged then
+stays merged and enrolled: `pagefold unmerge` takes it back. What it had enrolled when it failed or was killed is
+withdrawn with the settings, where there is memory for that.
 
 Exit status: 0 done, 1 less than nine tenths of what was predicted was reached, 2 refused with nothing changed,
 3 something was not seen, not enrolled, or it was ended early.";

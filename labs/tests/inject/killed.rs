@@ -1,0 +1,124 @@
+//! The injector killed at every step, in each state of a target.
+
+use super::*;
+use std::collections::BTreeSet;
+use std::sync::Mutex;
+
+/// The names of all the points that a visit passes.
+fn names() -> impl Iterator<Item = &'static str> {
+    let source = include_str!("../../../crates/sys/src/inject/mod.rs");
+    source.split("fault::point(\"").skip(1).map(|rest| rest.split('"').next().expect("a string"))
+}
+
+/// How many points an undisturbed run reaches.
+fn points(pid: u32, action: &str) -> u32 {
+    let output = advise(pid, &[action], "count");
+    let said = text(&output.stderr);
+    let count = said.lines().find_map(|line| line.strip_prefix("fault points: ")).unwrap_or_else(|| panic!("{said}"));
+    count.parse().expect("a number")
+}
+
+/// End the injector at one point, and see that the target does not notice.
+///
+/// The name of the point, if it got there: on a busy machine a thread more may be tried in one run than in another.
+fn at(state: &str, action: &str, point: u32, stopped: bool) -> Option<String> {
+    let victim = Victim::start(state);
+    if stopped {
+        victim.signal(Signal::SIGSTOP);
+        eventually("it stops", || victim.status("State").starts_with('T'));
+    }
+    let mask = victim.status("SigBlk");
+    let output = advise(victim.pid(), &[action], &point.to_string());
+    let ended = output.status.code();
+    let place = text(&output.stderr);
+    let left = |victim: &Victim| {
+        let state = victim.status("State");
+        victim.status("TracerPid") == "0" && !state.starts_with('t') && state.starts_with('T') == stopped
+    };
+    eventually(&format!("{state} is let go at {place}"), || left(&victim));
+    if stopped {
+        victim.signal(Signal::SIGCONT);
+    }
+    eventually(&format!("{state} has its mask back at {place}"), || victim.status("SigBlk") == mask);
+    victim.finish();
+    let name = place.trim().strip_prefix(&format!("fault point {point}: ")).map(str::to_owned);
+    assert_eq!(ended.is_none(), name.is_some(), "{place}");
+    name
+}
+
+fn at_every_point(state: &'static str, action: &'static str, stopped: bool) {
+    let victim = Victim::start(state);
+    let points = points(victim.pid(), action);
+    drop(victim);
+    let reached = Mutex::new(BTreeSet::new());
+    // Where a thread more was tried than when they were counted, a point has another number: then once more.
+    for _ in 0..12 {
+        // Sleepers side by side: each takes its time.
+        let next = AtomicU32::new(1);
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    loop {
+                        let point = next.fetch_add(1, Ordering::Relaxed);
+                        if point > points {
+                            break;
+                        }
+                        let name = at(state, action, point, stopped);
+                        reached.lock().expect("no panic").extend(name);
+                    }
+                });
+            }
+        });
+        if names().all(|name| reached.lock().expect("no panic").contains(name)) {
+            return;
+        }
+    }
+    let reached = reached.into_inner().expect("no panic");
+    let never: Vec<_> = names().filter(|&name| !reached.contains(name)).collect();
+    panic!("never killed when {never:?}");
+}
+
+macro_rules! killed_in {
+    ($($state:ident)*) => {$(
+        #[test]
+        fn $state() {
+            if possible() {
+                at_every_point(stringify!($state), "mergeable", false);
+            }
+        }
+    )*};
+}
+
+killed_in! {
+    spin recurse sleep futex pipe epoll_again ppoll threads coroutine coroutine_above_zeros coroutine_above_untouched
+    coroutine_on_main_stack vfork sandboxed signals storm
+}
+
+#[test]
+fn as_often_as_there_is_room_and_more() {
+    if !possible() {
+        return;
+    }
+    let victim = Victim::start("coroutine_alone");
+    let parked = |point: &u32| {
+        let output = advise(victim.pid(), &["mergeable"], &point.to_string());
+        text(&output.stderr).contains(": signals blocked")
+    };
+    let point = (1..40).find(parked).expect("it is parked").to_string();
+    for _ in 0..40 {
+        // Nothing is enrolled yet by then.
+        assert_eq!(advise(victim.pid(), &["mergeable"], &point).status.code(), None);
+        eventually("it is let go", || victim.status("TracerPid") == "0");
+    }
+    done(victim.pid(), &["mergeable"]);
+    done(victim.pid(), &["unmergeable"]);
+    victim.finish();
+}
+
+#[test]
+fn stopped() {
+    if possible() {
+        at_every_point("spin", "whole", true);
+        at_every_point("futex", "mergeable", true);
+    }
+}
