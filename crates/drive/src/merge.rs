@@ -297,8 +297,8 @@ impl Work<'_, '_> {
         self.narrow()?;
         self.enrol(false)?;
         // Without anybody to look at ksmd sleeps, and what is waited for would never come.
-        let ranges = self.plan.targets.iter().flat_map(|target| &target.ranges);
-        if !self.enrolled && (self.plan.whole || !ranges.clone().any(|range| range.enrolled)) {
+        let before = self.plan.targets.iter().flat_map(|target| &target.ranges).any(|range| range.enrolled);
+        if !self.enrolled && (self.plan.whole || !before) {
             return Ok(End::Settled);
         }
         // Who enrols a process whole wants all of it.
