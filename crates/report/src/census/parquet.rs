@@ -59,7 +59,8 @@ pub fn write(census: &Census, page_size: PageSize, path: &Path) -> Result<()> {
     Ok(())
 }
 
-fn column<T: DataType>(rows: &mut SerializedRowGroupWriter<'_, File>, values: &[T::T]) -> Result<()> {
+/// Write the next column of some rows.
+pub(crate) fn column<T: DataType>(rows: &mut SerializedRowGroupWriter<'_, File>, values: &[T::T]) -> Result<()> {
     let mut column = rows.next_column()?.expect("as many columns are written as the schema has");
     column.typed::<T>().write_batch(values, None, None)?;
     column.close()

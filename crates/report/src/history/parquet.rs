@@ -3,6 +3,7 @@
 
 use super::record::Kept;
 use super::series::{self, Point};
+use crate::census::parquet::column;
 use parquet::basic::Compression;
 use parquet::data_type::{ByteArray, ByteArrayType, DataType, DoubleType, Int64Type};
 use parquet::errors::Result;
@@ -46,10 +47,10 @@ pub fn write(sides: &[(String, Kept)], path: &Path) -> Result<()> {
     let text = |of: &dyn Fn(&(&str, &str, Point)) -> String| {
         rows.iter().map(|row| ByteArray::from(of(row).into_bytes())).collect::<Vec<_>>()
     };
-    all::<ByteArrayType>(&mut group, &text(&|row| row.0.to_owned()))?;
-    all::<ByteArrayType>(&mut group, &text(&|row| row.1.to_owned()))?;
+    column::<ByteArrayType>(&mut group, &text(&|row| row.0.to_owned()))?;
+    column::<ByteArrayType>(&mut group, &text(&|row| row.1.to_owned()))?;
     let points = || rows.iter().map(|(_, _, point)| point);
-    all::<DoubleType>(&mut group, &points().map(|point| point.time).collect::<Vec<_>>())?;
+    column::<DoubleType>(&mut group, &points().map(|point| point.time).collect::<Vec<_>>())?;
     some::<Int64Type>(&mut group, points().map(|point| point.saved_gross.map(u64::cast_signed)))?;
     some::<Int64Type>(&mut group, points().map(|point| point.saved_net))?;
     some::<Int64Type>(&mut group, points().map(|point| point.total.map(u64::cast_signed)))?;
@@ -57,17 +58,11 @@ pub fn write(sides: &[(String, Kept)], path: &Path) -> Result<()> {
     some::<Int64Type>(&mut group, points().map(|point| point.keep_available.map(u64::cast_signed)))?;
     some::<DoubleType>(&mut group, points().map(|point| point.ksmd_percent))?;
     some::<DoubleType>(&mut group, points().map(|point| point.pagefold_percent))?;
-    all::<DoubleType>(&mut group, &points().map(|point| point.bound_percent).collect::<Vec<_>>())?;
-    all::<Int64Type>(&mut group, &points().map(|point| point.members.cast_signed()).collect::<Vec<_>>())?;
+    column::<DoubleType>(&mut group, &points().map(|point| point.bound_percent).collect::<Vec<_>>())?;
+    column::<Int64Type>(&mut group, &points().map(|point| point.members.cast_signed()).collect::<Vec<_>>())?;
     group.close()?;
     file.close()?;
     Ok(())
-}
-
-fn all<T: DataType>(rows: &mut SerializedRowGroupWriter<'_, File>, values: &[T::T]) -> Result<()> {
-    let mut column = rows.next_column()?.expect("as many columns are written as the schema has");
-    column.typed::<T>().write_batch(values, None, None)?;
-    column.close()
 }
 
 fn some<T: DataType>(
