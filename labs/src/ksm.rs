@@ -41,7 +41,10 @@ impl Ksm {
     /// What a test says it is skipped for: not root, no KSM on this kernel.
     pub fn take() -> Result<Self, String> {
         let lock = File::create(LOCK).map_err(|error| format!("cannot open {LOCK}: {error} (run as root)"))?;
-        lock.lock().map_err(|error| format!("cannot lock {LOCK}: {error}"))?;
+        if lock.try_lock().is_err() {
+            eprintln!("waiting for {LOCK}: somebody else drives ksmd");
+            lock.lock().map_err(|error| format!("cannot lock {LOCK}: {error}"))?;
+        }
         let readable = |name: &&str| Path::new(ROOT).join(name).exists();
         let mut before = Vec::new();
         for &name in SETTINGS.iter().filter(|name| readable(name)) {
