@@ -249,7 +249,7 @@ impl Known {
             polled.resident.push((process, resident));
         }
         let young = managed && now < self.came + YOUNG;
-        if young && let Ok(ran) = cpu_time(handle) {
+        if managed && let Ok(ran) = cpu_time(handle) {
             polled.ran.push((process, ran));
         }
         self.pause = match (managed, self.tuner) {

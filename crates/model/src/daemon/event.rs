@@ -63,7 +63,7 @@ pub struct Readings {
     pub time: TimeOfDay,
     /// Resident memory of those of which it was read.
     pub resident: Vec<(ProcessId, Bytes)>,
-    /// CPU time so far of those that have not been there for long.
+    /// CPU time so far of those of whom it was read.
     pub ran: Vec<(ProcessId, Duration)>,
 }
 

@@ -17,6 +17,9 @@ const FILLS: Bytes = Bytes(1 << 20);
 /// The share of one CPU from which on somebody is busy.
 const BUSY: f64 = 0.2;
 
+/// The share of one CPU up to which somebody is idle: memory that was looked at in vain has hardly changed since.
+const IDLE: f64 = 0.01;
+
 /// Looks one after the other that may find only what is not old enough before the next one waits longer: memory that is
 /// written all the time is never old.
 const UNRIPE: u32 = 2;
@@ -88,6 +91,10 @@ pub struct Member {
     pub overran: u32,
     /// Looks one after the other that found only what was not old enough.
     unripe: u32,
+    /// Whether the last look found nothing, not even what is too young.
+    in_vain: bool,
+    /// Its CPU time when that look began, and when it was read.
+    ran_then: Option<(Duration, Duration)>,
     /// When the last look at it began.
     begun: Duration,
     /// Resident memory then.
@@ -115,6 +122,8 @@ impl Member {
             busy: None,
             overran: 0,
             unripe: 0,
+            in_vain: false,
+            ran_then: None,
             begun: now,
             seen: Bytes::ZERO,
         }
@@ -172,7 +181,9 @@ impl Member {
     /// as in huge pages, fills without growing.
     pub fn ran_for(&mut self, ran: Duration, now: Duration, rules: &Rules) {
         let (before, at) = self.ran.replace((ran, now)).unwrap_or((ran, now));
-        if ran.saturating_sub(before) > (now.saturating_sub(at)).mul_f64(BUSY) {
+        if now >= self.came + YOUNG.0 {
+            self.busy = None;
+        } else if ran.saturating_sub(before) > (now.saturating_sub(at)).mul_f64(BUSY) {
             self.busy = Some(now);
             if self.is_new() {
                 self.next = self.next.max((now + FILLED).min(self.came + rules.ripens));
@@ -185,18 +196,40 @@ impl Member {
         }
     }
 
+    /// Its turn has come. Who was looked at in vain and has hardly run since is put off, until `rarest` is over since
+    /// that look: others may write its memory, too.
+    pub fn put_off(&mut self, now: Duration, rarest: Duration) {
+        let idle = |(before, then): (Duration, Duration), (ran, at): (Duration, Duration)| {
+            at > then && ran.saturating_sub(before) <= at.saturating_sub(then).mul_f64(IDLE)
+        };
+        let last = self.begun + rarest;
+        let due = self.cause == Cause::Due && self.next <= now && now < last;
+        if due && self.in_vain && self.ran_then.zip(self.ran).is_some_and(|(then, ran)| idle(then, ran)) {
+            self.pause = (self.pause * 2).min(rarest);
+            self.next = (now + self.pause).min(last);
+        }
+    }
+
     /// A look at it begins.
     pub fn begin(&mut self, now: Duration) {
         (self.begun, self.seen, self.filling) = (now, self.resident, None);
+        self.ran_then = self.ran;
         // What is busy still may fill still.
         self.busy = self.busy.filter(|busy| now < *busy + FILLED);
     }
 
     /// It was looked at. What had something to merge, or will have when that `ripens`, is looked at again sooner, what had
-    /// nothing later; `spread` between 0
-    /// and 1 keeps those apart that came together, so that none meets a program's own rhythm each time. Contents were read
-    /// in the order of the look before, so that it counts when that began.
-    pub fn looked(&mut self, now: Duration, found: bool, ripens: bool, spread: f64, rules: &Rules) {
+    /// nothing later, up to the pause `rarest`; `spread` between 0 and 1 keeps those apart that came together, so that
+    /// none meets a program's own rhythm each time. Contents were read in the order of the look before, so that it counts
+    /// when that began.
+    pub fn looked(
+        &mut self,
+        now: Duration,
+        (found, ripens): (bool, bool),
+        spread: f64,
+        rules: &Rules,
+        rarest: Duration,
+    ) {
         let first = self.looked.is_none();
         self.looked = Some(now);
         self.unripe = if ripens && !found { self.unripe + 1 } else { 0 };
@@ -205,8 +238,9 @@ impl Member {
         } else if found {
             self.pause = (self.pause / 2).max(rules.ripens);
         } else if !first {
-            self.pause = (self.pause * 2).clamp(rules.ripens, rules.rarest);
+            self.pause = (self.pause * 2).clamp(rules.ripens, rarest);
         }
+        self.in_vain = !found && !ripens && !first;
         let spread = if self.pause > rules.ripens { spread / 8.0 } else { 0.0 };
         self.next = self.begun + self.pause.mul_f64(1.0 + spread);
         self.cause = Cause::Due;

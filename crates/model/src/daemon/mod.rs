@@ -9,17 +9,18 @@
 //!
 //! # Who is looked at when
 //! Who has come is looked at after a short debounce, which only takes note of what there is; again once that is old enough
-//! to be merged, and whenever it has grown. Everybody else waits longer and longer as long as nothing is found ([`member`]). With those whose turn it is a
-//! few of their domain are looked at that are known already: a guest that equals its siblings is found out by two of them,
-//! since what all have merged lies in each.
+//! to be merged, and whenever it has grown. Everybody else waits longer and longer as long as nothing is found, and who
+//! has hardly run since the longest ([`member`]). With those whose turn it is a few of their domain are looked at that are
+//! known already: a guest that equals its siblings is found out by two of them, since what all have merged lies in each.
 //!
 //! # What it may cost
 //! CPU time of ksmd and pagefold comes out of one [`budget`]. Nothing is begun that does not fit, what takes longer than
 //! expected is halted, and what is merged for more CPU time than [`Rules::price`] allows is left alone for long.
 //!
 //! # When nothing is done
-//! While programs wait longer for a CPU than they do without it ([`slowdown`]), unless memory is short. Above the goal, in quiet hours, while paused, while somebody else writes KSM's settings. Nothing is withdrawn while
-//! memory is short: unmerging takes memory.
+//! While programs wait longer for a CPU than they do without it ([`slowdown`]), unless memory is short. Above the goal, in
+//! quiet hours, while paused, while somebody else writes KSM's settings. Nothing is withdrawn while memory is short:
+//! unmerging takes memory.
 
 pub mod budget;
 mod choose;
@@ -45,6 +46,9 @@ use std::time::Duration;
 
 /// CPU seconds for a MiB of a census, before any was measured: two looks at 4 GiB a second.
 pub const CENSUS_SECONDS: f64 = 0.5 / 1024.0;
+
+/// Pauses between looks in vain, in times of what looking at everybody costs.
+const CALM: f64 = 1000.0;
 
 /// What the daemon does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -197,6 +201,14 @@ impl State {
         let tuner = tuner.map(|name| format!("{name} tunes KSM, and each would undo the other"));
         let acts = |_: &String| self.rules.mode == Mode::Act;
         self.contested.clone().or(tuner).or_else(|| self.busy.clone()).filter(acts)
+    }
+
+    /// The longest pause between two looks at somebody: looking at everybody in vain takes a thousandth of one CPU at
+    /// most, however much memory there is.
+    fn rarest(&self) -> Duration {
+        let open = self.members.values().filter(|member| member.is_open());
+        let mib = open.map(|member| member.resident.0).sum::<u64>() as f64 / 1048576.0;
+        self.rules.rarest.max(Duration::from_secs_f64(mib * self.census_seconds * CALM))
     }
 
     /// Whether memory is short.

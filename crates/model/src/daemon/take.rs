@@ -96,6 +96,10 @@ impl State {
                 member.grew_to(resident, self.now, &self.rules);
             }
         }
+        let rarest = self.rarest();
+        for member in self.members.values_mut() {
+            member.put_off(self.now, rarest);
+        }
         if let Some(waits) = readings.waits {
             self.wait(&waits, actions);
         }
@@ -172,11 +176,12 @@ impl State {
         let net = NetBytes(worth.iter().map(|plan| plan.net.0).sum());
         let cost: f64 = worth.iter().map(|plan| plan.ksmd.as_secs_f64()).sum();
         let pays = net.0 > 0 && cost <= self.rules.price * net.0 as f64 / 1048576.0;
+        let rarest = self.rarest();
         for &process in &turns {
             let spread = self.spread(process);
             if let Some(member) = self.members.get_mut(&process) {
-                let ripens = found.young.contains(&process);
-                member.looked(self.now, pays && processes.contains(&process), ripens, spread, &self.rules);
+                let found = (pays && processes.contains(&process), found.young.contains(&process));
+                member.looked(self.now, found, spread, &self.rules, rarest);
             }
         }
         if young || worth.is_empty() {

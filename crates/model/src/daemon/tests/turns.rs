@@ -39,6 +39,38 @@ fn who_is_busy_all_the_time_is_looked_at_all_the_same() {
     assert!((1..=2).contains(&host.did(is_census)), "{:?}", host.trace);
 }
 
+/// Whoever hardly runs has hardly written its memory.
+#[test]
+fn who_is_idle_is_looked_at_when_it_has_worked_and_at_the_longest_pause() {
+    let censuses = |share: f64, seconds: u64| {
+        let mut host = Host::new(rules(Mode::Act));
+        host.happen(arrival(1));
+        for tick in 1..=seconds * 4 {
+            host.tick();
+            let ran = vec![(id(1), Duration::from_secs_f64(tick as f64 / 4.0 * share))];
+            host.happen(Event::Tick(Readings { ran, spent: host.spent, ..Readings::default() }));
+        }
+        host.did(is_census)
+    };
+    let rarest = Rules::default().rarest.as_secs();
+    let settled = censuses(0.005, 60);
+    assert_eq!(censuses(0.005, rarest - 60), settled);
+    assert_eq!(censuses(0.005, rarest + 120), settled + 1, "others may write its memory");
+    assert!(censuses(0.05, rarest - 60) >= settled + 5, "{settled}");
+}
+
+#[test]
+fn looking_in_vain_costs_a_thousandth_of_a_cpu_however_much_there_is() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.long = 5.0;
+    (0..4).for_each(|pid| host.happen(arrival(2 * pid)));
+    host.run(10_000);
+    let before = host.spent;
+    host.run(50_000);
+    let share = (host.spent - before).as_secs_f64() / 50_000.0;
+    assert!(share > 0.0001 && share < 0.0012, "{share}");
+}
+
 /// What is not old enough when it is looked at is looked at again when it is, but not for ever.
 #[test]
 fn what_ripens_is_waited_for_twice() {
@@ -49,7 +81,7 @@ fn what_ripens_is_waited_for_twice() {
     for _ in 0..4 {
         let now = member.next;
         member.begin(now);
-        member.looked(now, false, true, 0.5, &rules);
+        member.looked(now, (false, true), 0.5, &rules, rules.rarest);
         pauses.push(member.next.saturating_sub(now) > rules.ripens);
     }
     assert_eq!(pauses, [false, false, true, true]);
@@ -62,7 +94,7 @@ fn newcomers_do_not_keep_others_from_being_merged() {
     let Event::Came(arrival) = arrival(1) else { unreachable!() };
     let new = Member::new(arrival, Duration::ZERO, &rules);
     let mut noted = new.clone();
-    noted.looked(Duration::from_secs(1), false, true, 0.0, &rules);
+    noted.looked(Duration::from_secs(1), (false, true), 0.0, &rules, rules.rarest);
     let mut merged = noted.clone();
     merged.enrolled = true;
     let urgency = |member: &Member| member.urgency(&rules);
