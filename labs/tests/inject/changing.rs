@@ -126,3 +126,31 @@ fn newborn_children_are_visited_whatever_they_become_meanwhile() {
     }
     nursery.0.finish();
 }
+
+#[test]
+fn nobody_is_told_to_have_ended_whose_threads_come_and_go() {
+    if !possible() {
+        return;
+    }
+    for state in ["churn", "leaderless"] {
+        let victim = Victim::start(state);
+        let mut actions = vec!["whole"];
+        if state == "leaderless" {
+            eventually("its main thread has ended", || victim.status("State").starts_with('Z'));
+            // Before 6.16 its memory looks empty. Since then it is seen by other threads.
+            if fs::read(format!("/proc/{}/smaps", victim.pid())).is_err() {
+                actions.push("mergeable");
+            }
+        } else {
+            eventually("it waits for its child", || victim.status("State").starts_with('D'));
+        }
+        for _ in 0..5 {
+            for action in &actions {
+                let output = advise(victim.pid(), &[action], "");
+                let said = text(&output.stderr);
+                assert!(output.status.success() || said.contains("busy: "), "{state}, {action}: {said}");
+            }
+        }
+        victim.finish();
+    }
+}
