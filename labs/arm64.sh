@@ -73,8 +73,8 @@ prepare() {
         mv "$work/vmlinuz" "$work/busybox" "$cache/"
     fi
     local source=labs/tests/targets/states.c
-    if [ ! -s "$cache/base.cpio" ] || [ labs/guest/init-test -nt "$cache/base.cpio" ] || [ "$source" -nt "$cache/base.cpio" ] ||
-        [ "$0" -nt "$cache/base.cpio" ]; then
+    if [ ! -s "$cache/base.cpio" ] ||
+        [ -n "$(find labs/guest/init-test labs/tests/targets "$0" -newer "$cache/base.cpio")" ]; then
         say "building the initramfs"
         local root=$work/base
         mkdir -p "$root"/{bin,dev,lib,proc,run,sys,test,tmp}

@@ -271,6 +271,8 @@ fn a_static_program_is_enrolled() {
     victim.finish();
 }
 
+#[path = "inject/changing.rs"]
+mod changing;
 #[cfg(feature = "fault-points")]
 #[path = "inject/killed.rs"]
 mod killed;
@@ -405,24 +407,6 @@ fn a_process_with_all_the_regions_it_may_have_is_told_so() {
     let said = done(victim.pid(), &["mergeable", "--comb", "16"]);
     assert!(said.contains("vm.max_map_count"), "{said}");
     victim.finish();
-}
-
-#[test]
-fn a_target_that_becomes_another_program_is_never_harmed() {
-    if !possible() {
-        return;
-    }
-    let mut victim = Victim::start("execs");
-    let mut taken = 0;
-    for _ in 0..300 {
-        // It may have begun another program meanwhile: then it is refused.
-        taken += usize::from(advise(victim.pid(), &["mergeable"], "").status.success());
-    }
-    drop(victim.child.stdin.take());
-    let mut said = String::new();
-    victim.output.take().expect("taken once").read_to_string(&mut said).expect("its output");
-    assert!(victim.child.wait().expect("its end").success() && said.contains("OK\n"), "{said}");
-    assert_ne!(taken, 0, "never taken");
 }
 
 #[test]

@@ -16,12 +16,16 @@ use std::io::{self, Write};
 pub fn apply(host: &LiveHost, action: &Action) -> Result<Effect, Refusal> {
     match action {
         Action::Set { setting, value } => set(*setting, value).map(|()| Effect::default()),
-        Action::Advise { process, advice, ranges } => advise::advise(&hold(host, *process)?, *advice, ranges),
-        Action::MergeAny { process, on } => advise::merge_any(&hold(host, *process)?, *on),
+        Action::Advise { process, advice, ranges } => {
+            upon(host, *process, |process| advise::advise(process, *advice, ranges))
+        }
+        Action::MergeAny { process, on } => upon(host, *process, |process| advise::merge_any(process, *on)),
         Action::GuestMerge { process, socket, backend, on } => {
             Ok(crate::qmp::set_merge(socket, *process, backend, *on).map(|()| Effect::default())?)
         }
-        Action::Collapse { process, ranges } => collapse::collapse(host, &hold(host, *process)?, ranges),
+        Action::Collapse { process, ranges } => {
+            upon(host, *process, |process| collapse::collapse(host, process, ranges))
+        }
     }
 }
 
@@ -44,10 +48,24 @@ fn set(setting: Setting, value: &str) -> Result<(), Refusal> {
     })
 }
 
-/// Take hold of the very process that is meant.
-fn hold(host: &LiveHost, id: ProcessId) -> Result<LiveProcess<'_>, Refusal> {
+/// Act on the very process that is meant. It has vanished once all of it has: while it lives, the threads that were
+/// tried may have ended and others not, and to another program it hands on that it is enrolled (`mm_init`,
+/// kernel/fork.c, 6.18).
+fn upon<'a>(
+    host: &'a LiveHost,
+    id: ProcessId,
+    act: impl FnOnce(&LiveProcess<'a>) -> Result<Effect, Refusal>,
+) -> Result<Effect, Refusal> {
     let process = LiveProcess::open(host, id.pid)?;
-    if pagefold_host::Process::id(&process) == id { Ok(process) } else { Err(Refusal::Vanished) }
+    if pagefold_host::Process::id(&process) != id {
+        return Err(Refusal::Vanished);
+    }
+    act(&process).map_err(|refusal| match refusal {
+        Refusal::Vanished if process.lives() => Refusal::Busy(
+            "its main thread has ended, its threads come and go, or it has just begun another program".to_owned(),
+        ),
+        refusal => refusal,
+    })
 }
 
 /// Note a range that was missed, as one with the last where it goes on from it.

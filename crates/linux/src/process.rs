@@ -5,10 +5,12 @@
 //! and answer with nothing once it was left by exit or exec.
 
 use crate::{LiveHost, absent, contents, whole};
-use pagefold_host::{Mapping, PageView, Process, Run, Way, parse};
+use pagefold_host::parse::{self, Stat};
+use pagefold_host::{Mapping, PageView, Process, Run, Way};
 use pagefold_model::{Absent, AddressRange, Pid, ProcessId, Reading};
 use pagefold_sys::pagemap::ResidentRange;
 use rustix::fs::{Dir, Mode, OFlags, openat, readlinkat};
+use rustix::io::Errno;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -17,6 +19,8 @@ use std::sync::OnceLock;
 
 /// Pagemap entries read at once.
 const ENTRIES: usize = 1 << 16;
+/// How often threads are listed to find one that lives.
+const LOOKS: usize = 8;
 
 /// A process that is held.
 pub struct LiveProcess<'a> {
@@ -45,9 +49,23 @@ impl<'a> LiveProcess<'a> {
     }
 
     fn open_file(&self, file: &str) -> Reading<File> {
-        openat(&self.directory, file, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
-            .map(File::from)
-            .map_err(|errno| self.why(&errno.into()))
+        let open = |path: &str| openat(&self.directory, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+        let found = match open(file) {
+            // Its main thread has ended, and shows no memory any more: the others do, if there are any.
+            Err(Errno::SRCH) => {
+                self.threads().find_map(|thread| open(&format!("{thread}/{file}")).ok()).ok_or(Errno::SRCH)
+            }
+            found => found,
+        };
+        found.map(File::from).map_err(|errno| self.why(&errno.into()))
+    }
+
+    /// The directories of its threads below its own. They may be gone at once.
+    fn threads(&self) -> impl Iterator<Item = String> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let listing = openat(&self.directory, "task", flags, Mode::empty()).and_then(Dir::new);
+        let names = listing.into_iter().flatten().flatten().map(|entry| entry.file_name().to_owned());
+        names.filter_map(|name| Some(format!("task/{}", name.to_str().ok()?))).filter(|name| !name.ends_with('.'))
     }
 
     /// Why a file of the process could not be read: a missing one is one that this kernel has not, unless the whole
@@ -64,8 +82,17 @@ impl<'a> LiveProcess<'a> {
         &self.directory
     }
 
+    /// Whether it is there, be it as a zombie.
     pub(crate) fn is_alive(&self) -> bool {
         rustix::fs::statat(&self.directory, "stat", rustix::fs::AtFlags::empty()).is_ok()
+    }
+
+    /// Whether it has a thread that has not begun to end, be it in another program than before.
+    pub(crate) fn lives(&self) -> bool {
+        let lives = |stat: Stat| !matches!(stat.state, 'Z' | 'X') && stat.flags & parse::PF_EXITING == 0;
+        let read = |thread: String| parse::stat(&self.read(&format!("{thread}/stat")).ok()?).ok();
+        // A thread that begins while they are listed is missed, and whoever began it may have ended since.
+        (0..LOOKS).any(|_| self.threads().filter_map(read).any(lives))
     }
 
     pub(crate) fn pagemap(&self) -> Reading<&File> {
@@ -216,9 +243,7 @@ impl Clip<'_> {
 
 /// Whether the kernel does not know PAGEMAP_SCAN.
 fn before_pagemap_scan(error: &io::Error) -> bool {
-    [rustix::io::Errno::NOTTY, rustix::io::Errno::INVAL]
-        .iter()
-        .any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
+    matches!(Errno::from_io_error(error), Some(Errno::NOTTY | Errno::INVAL))
 }
 
 /// A process that is not there has vanished; it is not a matter of the kernel's version.

@@ -25,6 +25,7 @@
 #include <sys/socket.h>
 #include <sys/prctl.h>
 #include <sys/mman.h>
+#include <sys/personality.h>
 #include <sys/syscall.h>
 #include <sys/timerfd.h>
 #include <sys/wait.h>
@@ -681,55 +682,7 @@ static void signals(void)
 	printf("signals %ld\n", sent);
 }
 
-/* Threads come and go, children are made by fork, vfork and exec, all the time. */
-static void *nothing(void *argument)
-{
-	return argument;
-}
-
-static void storm(void)
-{
-	ready();
-	while (!finish) {
-		pthread_t thread;
-		check(pthread_create(&thread, NULL, nothing, NULL) == 0, "pthread_create");
-		pid_t child = fork();
-		if (!child)
-			_exit(7);
-		pid_t other = vfork();
-		if (!other) {
-			execl("/bin/true", "true", NULL);
-			_exit(8);
-		}
-		int status;
-		check(waitpid(child, &status, 0) == child && WEXITSTATUS(status) == 7, "a forked child");
-		check(waitpid(other, &status, 0) == other && status == 0, "an executed child");
-		pthread_join(thread, NULL);
-	}
-}
-
-/* Becomes itself again and again, until its standard input closes. */
-static char **own;
-static void execs(void)
-{
-	const char *again = getenv("AGAIN");
-	char text[20];
-	int times = again ? atoi(again) : 0;
-	if (!times)
-		ready();
-	snprintf(text, sizeof text, "%d", times + 1);
-	setenv("AGAIN", text, 1);
-	struct pollfd poll = {.fd = 0, .events = POLLIN};
-	if (look(&poll, 0) > 0) {
-		printf("OK\n");
-		fflush(stdout);
-		_exit(0);
-	}
-	/* More and more time to catch it in: on a slow machine a visit takes longer than on others. */
-	usleep(500 + 5 * times);
-	execv("/proc/self/exe", own);
-	fail("exec");
-}
+#include "changing.h"
 
 static void *judge(void *argument)
 {
@@ -759,7 +712,8 @@ static const struct {
 	{"coroutine_on_main_stack", coroutine_on_main_stack},
 	{"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered}, {"filtered_throughout", filtered_throughout}, {"sandboxed", sandboxed}, {"strict", strict},
 	{"forbidden", forbidden}, {"filtered_by_another", filtered_by_another},
-	{"signals", signals}, {"storm", storm}, {"execs", execs},
+	{"signals", signals}, {"storm", storm}, {"execs", execs}, {"newborn", newborn}, {"churn", churn},
+	{"leaderless", leaderless},
 };
 
 int main(int count, char **arguments)
@@ -782,7 +736,10 @@ int main(int count, char **arguments)
 	sigaddset(&set, SIGUSR2);
 	sigprocmask(SIG_BLOCK, &set, NULL);
 	pthread_t thread;
-	int alone = !strcmp(arguments[1], "strict") || !strcmp(arguments[1], "coroutine_alone") || !strcmp(arguments[1], "execs");
+	const char *without_judge[] = {"strict", "coroutine_alone", "execs", "churn", "leaderless"};
+	int alone = 0;
+	for (size_t i = 0; i < sizeof without_judge / sizeof *without_judge; i++)
+		alone |= !strcmp(arguments[1], without_judge[i]);
 	if (!alone) {
 		sigset_t all, before;
 		sigfillset(&all);

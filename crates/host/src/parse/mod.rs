@@ -23,7 +23,7 @@ pub use cgroup::{limit as cgroup_limit, reclaimable as cgroup_reclaimable};
 pub use connector::{EXEC, ProcEvent, ProcRequest, proc_event, proc_request};
 pub use ksm::{ksm, process_ksm};
 pub use memory::{cache, meminfo, pressure, pressure_some, vmstat};
-pub use process::{PF_KTHREAD, Stat, Status, arguments, cgroup, job_environment, stat, status};
+pub use process::{PF_EXITING, PF_KTHREAD, Stat, Status, arguments, cgroup, job_environment, stat, status};
 pub use smaps::{maps, rollup, smaps};
 pub use text::{Schedstat, Stolen, bracketed, number, number_list, schedstat, stolen};
 

@@ -8,6 +8,8 @@ use std::collections::BTreeMap;
 
 /// The flag of a kernel thread in [`Stat::flags`] (include/linux/sched.h).
 pub const PF_KTHREAD: u64 = 0x0020_0000;
+/// The flag of a thread that has begun to end; soon after that it has no memory any more (kernel/exit.c, `do_exit`).
+pub const PF_EXITING: u64 = 0x0000_0004;
 
 /// The fields of `/proc/PID/stat` that Pagefold uses (Documentation/filesystems/proc.rst, table 1-4).
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -334,6 +334,7 @@ pub fn result(registers: &Registers) -> i64 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::telling;
     use super::*;
 
     const HOME: Home = Home { stub: 0x1004, landing: 0x1004 };
@@ -367,6 +368,8 @@ mod tests {
             assert!(state.is_frame(&[frame.as_slice(), &[0; 9]].concat(), HOME));
             assert!(!state.is_frame(&[frame.as_slice(), &[0, 1]].concat(), HOME));
             assert!(!state.is_frame(&frame[..RESERVED_ALIGNED], HOME) && !state.is_frame(&[0; 4], HOME));
+            let place = telling(&vec![0; frame.len()], &frame);
+            assert_eq!(frame[place..place + 8], SS_FLAGS_NONE.to_ne_bytes());
         }
         for (ip, expected) in [(0xfff, false), (0x1000, true), (0x1004, true), (0x100c, true), (0x1010, false)] {
             let mut state = state([0; 34]);

@@ -62,7 +62,7 @@ const ALL_SIGNALS: u64 = u64::MAX;
 /// Why nothing was injected, or not all. The target goes on as it was in every case.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Error {
-    /// The process has ended, or has begun another program.
+    /// The process has ended, or has begun another program, or the threads of it that were tried have ended.
     Gone,
     /// The privilege is missing; for what.
     Denied(String),
@@ -272,6 +272,16 @@ struct Parked<'a> {
     after: Vec<u8>,
 }
 
+/// Where to look at memory to know whether it is the one in which `frame` is written over `before`: at the first word
+/// that changes. Where a killed tracer left the very same frame none does; then at the first that is not zero, as it
+/// would be in memory that nobody has touched.
+fn telling(before: &[u8], frame: &[u8]) -> usize {
+    let words = || before.as_chunks::<8>().0.iter().zip(frame.as_chunks::<8>().0);
+    let changed = words().position(|(before, frame)| before != frame);
+    let place = changed.or_else(|| words().position(|(_, frame)| *frame != [0; 8]));
+    8 * place.expect("a frame holds more than zeros")
+}
+
 fn park<'a>(
     target: &'a Target,
     tid: i32,
@@ -306,15 +316,21 @@ fn park<'a>(
     let bytes = state.frame_bytes().next_multiple_of(64) + ROOM;
     let stack::Room { base, before, after } = target.room_on_stack(tid, &state, bytes)?;
     let frame = state.frame(base, mask, home);
-    // The memory that is held outlives an exec if a process that shares it does. It must still be this thread's.
-    let is_own = |at: u64, bytes: &[u8]| thread.peek(at).is_ok_and(|word| bytes.starts_with(&word.to_ne_bytes()));
-    if !is_own(base, &before) {
+    // The memory that is held outlives an exec if a process that shares it does. It must still be this thread's: what
+    // is written to the one has to change the other.
+    let at = telling(&before, &frame);
+    let sees = |bytes: &[u8]| {
+        let word = thread.peek(base + at as u64);
+        word.is_ok_and(|word| bytes[at..].starts_with(&word.to_ne_bytes()))
+    };
+    if !sees(&before) {
         return Err(Error::Gone);
     }
     target.memory.write_all_at(&frame, base).map_err(failed("writing to its stack"))?;
     fault::point("frame written");
-    if !is_own(base, &frame) {
-        target.memory.write_all_at(&before, base).map_err(failed("restoring its stack"))?;
+    if !sees(&frame) {
+        // With the mark, or whoever has this memory would be left less and less stack that nobody has touched.
+        target.memory.write_all_at(&after, base).map_err(failed("restoring its stack"))?;
         return Err(Error::Gone);
     }
     let parked = arch::parked(&state, base, home);
@@ -379,4 +395,18 @@ pub fn inside<T: Send>(
         }
     }
     Err(why)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_frame_is_looked_for_where_it_changes_something() {
+        let words = |words: [u64; 3]| words.map(u64::to_ne_bytes).concat();
+        let frame = words([0, 7, 8]);
+        for (before, place) in [([0, 0, 0], 8), ([5, 5, 5], 0), ([0, 7, 0], 16), ([0, 7, 8], 8)] {
+            assert_eq!(telling(&[words(before), vec![1; 8]].concat(), &frame), place, "{before:?}");
+        }
+    }
 }

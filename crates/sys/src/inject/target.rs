@@ -22,6 +22,8 @@ const LONG: Duration = Duration::from_millis(500);
 const TRIES: usize = 6;
 /// How long to wait while another tracer holds the process: one of ours lets go within milliseconds.
 const PATIENCE: Duration = Duration::from_millis(500);
+/// How long the kernel may take to map a program that begins.
+const BEGINNING: Duration = Duration::from_millis(2);
 
 /// PF_KTHREAD (include/linux/sched.h).
 const KERNEL_THREAD: u64 = 0x0020_0000;
@@ -115,14 +117,27 @@ impl Target {
         if features.split(' ').any(|feature| feature == "shstk") {
             return Err(Error::Unsupported("it runs with a shadow stack".to_owned()));
         }
-        let memory = openat(&directory, "mem", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map(File::from);
-        let memory = memory.map_err(|errno| match errno {
-            Errno::NOENT | Errno::SRCH => Error::Gone,
-            Errno::PERM | Errno::ACCESS => Error::Denied("tracing it needs its owner or CAP_SYS_PTRACE".to_owned()),
-            _ => Error::Failed(format!("opening its memory: {errno}")),
-        })?;
-        let listing = text(&directory, "maps")?;
-        let home = find_home(&memory, &listing)?;
+        // Its memory comes first: what the thread that is stopped sees is held against that (`park`).
+        let look = || {
+            let memory = openat(&directory, "mem", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map(File::from);
+            let memory = memory.map_err(|errno| match errno {
+                Errno::NOENT | Errno::SRCH => Error::Gone,
+                Errno::PERM | Errno::ACCESS => Error::Denied("tracing it needs its owner or CAP_SYS_PTRACE".to_owned()),
+                _ => Error::Failed(format!("opening its memory: {errno}")),
+            })?;
+            let listing = text(&directory, "maps")?;
+            let home = find_home(&memory, &listing)?;
+            Ok((memory, listing, home))
+        };
+        let (memory, listing, home) = match look() {
+            // It may have begun another program in between, so that the memory was of one and the listing of the other,
+            // or be in the midst of it, so that not all code is mapped yet.
+            Err(Error::Unsupported(_)) => {
+                std::thread::sleep(BEGINNING);
+                look()
+            }
+            looked => looked,
+        }?;
         let held = |name: &str| {
             let file = openat(&directory, name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
             file.map(File::from).map_err(|_| Error::Gone)

@@ -347,6 +347,7 @@ pub fn result(registers: &Registers) -> i64 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::telling;
     use super::*;
 
     fn interrupted(call: u64, limit: u64) -> State {
@@ -407,6 +408,8 @@ mod tests {
         assert!(state.is_frame(&[frame.as_slice(), &[0; 9]].concat(), home));
         assert!(!state.is_frame(&[frame.as_slice(), &[0, 1]].concat(), home));
         assert!(!state.is_frame(&frame[..frame.len() / 2], home) && !state.is_frame(&[0; 4], home));
+        let place = telling(&vec![0; frame.len()], &frame);
+        assert_eq!(frame[place..place + 8], home.stub.to_ne_bytes());
         for (ip, expected) in [(0xfff, false), (0x1000, true), (0x1009, true), (0x2002, true), (0x3000, false)] {
             state.registers.rip = ip;
             assert_eq!(heals(&state.registers, home), expected, "{ip:x}");
