@@ -102,7 +102,7 @@ impl Limit {
             init: &crate::merge::lab_file("guest/init-oom"),
             programs: &[(&pagefold, "pagefold"), (&lab, "bin/pagefold-lab")],
             files: &[("pagefold.toml", config)],
-            options: &["-smp", "2", "-m", &format!("{}M", self.memory)],
+            options: &["-cpu", "max", "-smp", "2", "-m", &format!("{}M", self.memory)],
             words: &words,
         };
         let mut meanwhile = || pause_for(Duration::ZERO).map_err(io::Error::other);

@@ -296,6 +296,13 @@ impl Work<'_, '_> {
         self.missed.extend(self.trial.withdraw_own(self.session)?);
         self.narrow()?;
         self.enrol(false)?;
+        let mut early = self.plan.merging_early();
+        let refused = |missed: &Missed| missed.change == Change::Enrol && missed.range.is_none();
+        if early.is_some() && self.missed.iter().any(refused) {
+            // Nobody can wait for copies that are not enrolled.
+            self.enrol(true)?;
+            early = None;
+        }
         // Without anybody to look at ksmd sleeps, and what is waited for would never come.
         let before = self.plan.targets.iter().flat_map(|target| &target.ranges).any(|range| range.enrolled);
         if !self.enrolled && (self.plan.whole || !before) {
@@ -306,7 +313,7 @@ impl Work<'_, '_> {
             self.trial.add(self.plan);
         }
         self.progress.enter(Stage::Merging);
-        self.settle(Some(self.plan.predicted.merging))
+        self.settle(early, self.plan.predicted.merging)
     }
 
     /// Withdraw for now what programs enrolled themselves and does not pay.
@@ -378,15 +385,16 @@ impl Work<'_, '_> {
         self.stop.load(Ordering::Relaxed) || self.options.deadline.is_some_and(late)
     }
 
-    /// Let ksmd work until nothing more comes.
-    fn settle(&mut self, expected: Option<Pages>) -> Result<End, session::Error> {
+    /// Let ksmd work until nothing more comes: first what is enrolled `early`, if anything is late, then all that is
+    /// expected.
+    fn settle(&mut self, early: Option<Pages>, expected: Pages) -> Result<End, session::Error> {
         let unknown = session::Error::Unknown;
         let host = self.session.host();
         self.run()?;
         // Late ones merge at the first look, if the first two of each are in the stable tree by then.
-        let early = self.plan.merging_early().map(|pages| Pages(pages.0 - pages.0 / 32));
+        let early = early.map(|pages| Pages(pages.0 - pages.0 / 32));
         let mut late = early.is_some();
-        let mut settle = Settle::new(full_scans(host).map_err(unknown)?, early.or(expected));
+        let mut settle = Settle::new(full_scans(host).map_err(unknown)?, Some(early.unwrap_or(expected)));
         let mut adapted = (Instant::now(), self.ksmd_cpu());
         let (began, mut looked) = (Instant::now(), Instant::now());
         let mut settled: Option<Instant> = None;
@@ -409,7 +417,7 @@ impl Work<'_, '_> {
                     self.enrol(true)?;
                     self.run()?;
                     adapted = (Instant::now(), self.ksmd_cpu());
-                    settle = Settle::new(full_scans(host).map_err(unknown)?, expected);
+                    settle = Settle::new(full_scans(host).map_err(unknown)?, Some(expected));
                     continue;
                 }
                 // While merged pages are only watched, ksmd would merge again what breaks, and hide it. What breaks from

@@ -67,6 +67,8 @@ pub struct Member {
     pub excluded: Option<String>,
     /// Whether an operator withdrew it.
     pub withdrawn: bool,
+    /// Until when it is left alone because it has refused to be enrolled.
+    pub refused: Option<Duration>,
     /// Resident memory.
     pub resident: Bytes,
     /// Whether the daemon has enrolled any of it.
@@ -110,6 +112,7 @@ impl Member {
             likeness,
             excluded,
             withdrawn: false,
+            refused: None,
             resident,
             enrolled: false,
             looked: None,
@@ -131,7 +134,7 @@ impl Member {
 
     /// Whether its memory may be looked at.
     pub fn is_open(&self) -> bool {
-        self.excluded.is_none() && !self.withdrawn
+        self.excluded.is_none() && !self.withdrawn && self.refused.is_none()
     }
 
     /// Whether it has not been looked at yet.
@@ -199,6 +202,7 @@ impl Member {
     /// Its turn has come. Who was looked at in vain and has hardly run since is put off, until `rarest` is over since
     /// that look: others may write its memory, too.
     pub fn put_off(&mut self, now: Duration, rarest: Duration) {
+        self.refused = self.refused.filter(|until| now < *until);
         let idle = |(before, then): (Duration, Duration), (ran, at): (Duration, Duration)| {
             at > then && ran.saturating_sub(before) <= at.saturating_sub(then).mul_f64(IDLE)
         };
@@ -273,8 +277,15 @@ impl Member {
         self.next = now + self.pause;
     }
 
+    /// It has refused to be enrolled. A plan that counts on its copies comes to nothing: it is in none until its next turn.
+    pub fn refuse(&mut self, now: Duration, rules: &Rules) {
+        self.back_off(now, rules);
+        self.refused = Some(self.next);
+    }
+
     /// It is to be looked at now.
     pub fn call(&mut self, now: Duration, rules: &Rules) {
+        self.refused = None;
         (self.pause, self.next, self.cause) = (rules.ripens, now, Cause::Arrived);
     }
 }

@@ -244,7 +244,9 @@ impl State {
         }
         for (process, why) in &merged.refused {
             actions.push(self.say(What::Refuse, &[*process], Reason::Refused, why.clone()));
-            self.back_off(&[*process]);
+            if let Some(member) = self.members.get_mut(process) {
+                member.refuse(self.now, &self.rules);
+            }
         }
         if merged.withdrawn > Bytes::ZERO {
             let why = format!("{} were written before they paid", merged.withdrawn);

@@ -47,6 +47,8 @@ struct Host {
     look: u64,
     /// What cannot be withdrawn.
     stuck: Vec<(ProcessId, String)>,
+    /// Who refuses to be enrolled.
+    refuses: Option<ProcessId>,
     /// With whom in it a census takes so much longer.
     costly: Option<(ProcessId, f64)>,
     trace: Vec<(Duration, Action)>,
@@ -72,6 +74,7 @@ impl Host {
             slow: 0.0,
             look: 0,
             stuck: Vec::new(),
+            refuses: None,
             costly: None,
             trace: Vec::new(),
             readings: vec![(0.0, 0.0)],
@@ -129,10 +132,13 @@ impl Host {
             }
             Action::Merge { processes, share } => {
                 assert!(self.holds && share > 0.0 && share <= 1.0);
-                self.enrolled.extend(processes.iter().copied());
+                let (refused, enrolled): (Vec<_>, Vec<_>) =
+                    processes.into_iter().partition(|process| self.refuses == Some(*process));
+                self.enrolled.extend(enrolled.iter().copied());
                 let merged = Merged {
-                    enrolled: processes.clone(),
-                    net: NetBytes(self.gain * processes.len() as i64),
+                    net: NetBytes(self.gain * enrolled.len() as i64),
+                    enrolled,
+                    refused: refused.into_iter().map(|process| (process, "no".to_owned())).collect(),
                     cost: Duration::from_millis(100),
                     ..Merged::default()
                 };

@@ -71,6 +71,25 @@ fn looking_in_vain_costs_a_thousandth_of_a_cpu_however_much_there_is() {
     assert!(share > 0.0001 && share < 0.0012, "{share}");
 }
 
+/// A plan that counts on the copies of somebody who refuses comes to nothing.
+#[test]
+fn who_refuses_is_in_no_plan_of_others() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.refuses = Some(id(1));
+    host.happen(arrival(1));
+    host.happen(arrival(3));
+    host.run(60);
+    assert!(host.enrolled.contains(&id(3)) && !host.enrolled.contains(&id(1)), "{:?}", host.enrolled);
+    let merges = |host: &Host| {
+        host.did(|action| matches!(action, Action::Merge { processes, .. } if processes.contains(&id(1))))
+    };
+    assert_eq!(merges(&host), 2, "again once after a while");
+    host.refuses = None;
+    host.happen(Event::Enrol(id(1)));
+    host.run(20);
+    assert!(host.enrolled.contains(&id(1)), "an operator has it tried at once");
+}
+
 /// What is not old enough when it is looked at is looked at again when it is, but not for ever.
 #[test]
 fn what_ripens_is_waited_for_twice() {
