@@ -9,8 +9,10 @@
 use nix::sys::ptrace;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use pagefold_host::Host;
 use pagefold_labs::client::{self, Lab};
 use pagefold_labs::ksm::Ksm;
+use pagefold_linux::LiveHost;
 use std::fs;
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
@@ -237,10 +239,16 @@ fn a_target_in_any_state_is_enrolled_and_withdrawn_and_goes_on() {
             done(victim.pid(), &["unmergeable"]);
             assert_eq!(enrolled(victim.pid()), 0, "{state}");
         }
-        done(victim.pid(), &["whole"]);
-        let stat = fs::read_to_string(format!("/proc/{}/ksm_stat", victim.pid())).expect("ksm_stat");
-        assert!(stat.contains("ksm_merge_any: yes"), "{state}: {stat}");
-        done(victim.pid(), &["unwhole"]);
+        let host = LiveHost::new();
+        let handle = host.open(pagefold_model::Pid(victim.pid())).expect("it runs");
+        for (what, whole) in [("unmergeable", false), ("whole", true), ("unwhole", false)] {
+            done(victim.pid(), &[what]);
+            assert_eq!(handle.ask_merge_any(), Ok(whole), "{state}: {what}");
+            // What the kernel says of it from outside (6.14).
+            let stat = fs::read_to_string(format!("/proc/{}/ksm_stat", victim.pid())).expect("ksm_stat");
+            let told = stat.lines().find_map(|line| line.strip_prefix("ksm_merge_any: "));
+            assert!(told.is_none_or(|told| (told == "yes") == whole), "{state}: {what}: {stat}");
+        }
         victim.finish();
     }
 }

@@ -11,15 +11,19 @@ use std::time::Duration;
 const EXAMPLES: &str = "\
 Examples:
   pagefold census                       what the memory of this host holds twice
-  pagefold census --vm web1 --vm web2   the same for two virtual machines
+  sudo pagefold merge --vm web1 --vm web2 --across-domains
+                                        have the kernel merge what two virtual machines have in common
+  sudo pagefold unmerge --vm web1       and give one of them pages of its own again
+  pagefold run -- ./solver input.nml    a program with all that it starts, enrolled from its start
   pagefold account --by vm              the true footprint, where RSS is blind to merging
   pagefold doctor                       KSM is on and merges nothing: why?
   pagefold record /tmp/host             a folder to attach to a bug report
   pagefold --host recording:/tmp/host census
 
-Exit status: 0 done, 1 the verdict is no, 2 usage or failure, 3 something was not seen.";
+Exit status: 0 done, 1 the verdict is no, 2 usage or failure, 3 something was not seen, or not done.";
 
-/// Find the identical memory pages of a Linux host, and tell what merging them is worth.
+/// Have a Linux host hold more: find identical memory pages, have the kernel merge those that pay, take that back, and
+/// tell what it saves and costs.
 #[derive(Debug, Parser)]
 #[command(name = "pagefold", version, after_help = EXAMPLES, max_term_width = 100)]
 pub struct Arguments {

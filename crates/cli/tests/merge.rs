@@ -5,7 +5,10 @@ use pagefold_labs::client::Lab;
 use pagefold_labs::ksm::Ksm;
 use pagefold_labs::lines::Region;
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::thread::sleep;
@@ -347,11 +350,9 @@ fn guests_are_narrowed_and_told_by_their_control_socket() {
     }
     let Some(ksm) = Ksm::take_as_others_set_it() else { return };
     let state = tempfile::tempdir().unwrap();
-    let marked = |pid: u32| fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap().matches(" mg").count();
-    let size = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8"];
     {
         // QEMU has enrolled all of its guests' memory itself.
-        let fleet = Lab::fleet(&[&size[..], &["--names", "self"]].concat()).expect("two guests");
+        let fleet = Lab::fleet(&[&GUESTS[..], &["--names", "self"]].concat()).expect("two guests");
         let pids: Vec<u32> = fleet.lines().iter().map(|guest| guest.pid).collect();
         let output = command(state.path(), &pids, &["--json", "--across-domains", "--cpu", "100"]).output().unwrap();
         let merged = report(&output, 0);
@@ -360,22 +361,81 @@ fn guests_are_narrowed_and_told_by_their_control_socket() {
             merged["plan"]["targets"].as_array().unwrap().iter().map(|t| t["narrowed_bytes"].as_u64().unwrap()).sum();
         assert!(narrowed >= 8 << 20, "what each guest holds alone is not scanned: {narrowed}");
         assert!(merged["outcome"]["not_put_back"].as_array().unwrap().is_empty(), "{merged}");
-        for pid in pids {
-            let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
-            let ram = smaps.split("VmFlags:").count();
-            assert!(ram > 1 && marked(pid) >= 1);
-            let whole = smaps.lines().filter(|line| line.starts_with("Size:")).any(|line| line.contains("114688 kB"));
-            assert!(whole, "the guest's memory is one enrolled region again");
-        }
+        assert!(pids.iter().all(|&pid| is_marked(pid)), "the guest's memory is one enrolled region again");
     }
-    let fleet = Lab::fleet(&[&size[..], &["--names", "told", "--no-mem-merge"]].concat()).expect("two guests");
+    let fleet = Lab::fleet(&[&GUESTS[..], &["--names", "told", "--no-mem-merge"]].concat()).expect("two guests");
     let pids: Vec<u32> = fleet.lines().iter().map(|guest| guest.pid).collect();
-    assert!(pids.iter().all(|&pid| marked(pid) == 0));
+    assert!(!pids.iter().any(|&pid| is_marked(pid)));
     let whole = ["--json", "--across-domains", "--whole", "--cpu", "100"];
     let merged = report(&command(state.path(), &pids, &whole).output().unwrap(), 0);
     assert!(merged["outcome"]["saved"].as_u64() >= Some(16 << 20), "{merged}");
     assert_eq!(merged["outcome"]["stops"], 0, "no thread was stopped: {merged}");
-    assert!(pids.iter().all(|&pid| marked(pid) >= 1));
+    assert!(pids.iter().all(|&pid| is_marked(pid)));
+    assert_eq!(ways(&merged), BTreeMap::from_iter(pids.into_iter().map(|pid| (pid, "qmp".to_owned()))));
+    unchanged(&ksm);
+}
+
+/// Guests of 112 MiB.
+const GUESTS: [&str; 8] = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8"];
+
+/// Whether the memory of one of them, which is one region, is marked for KSM.
+fn is_marked(pid: u32) -> bool {
+    let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+    let (mut is_ram, mut found) = (false, Vec::new());
+    for line in smaps.lines() {
+        if let Some(size) = line.strip_prefix("Size:") {
+            is_ram = size.trim() == "114688 kB";
+        } else if let Some(flags) = line.strip_prefix("VmFlags:").filter(|_| is_ram) {
+            found.push(flags.split(' ').any(|flag| flag == "mg"));
+        }
+    }
+    assert_eq!(found.len(), 1, "{smaps}");
+    found[0]
+}
+
+/// How each target of a merge was enrolled.
+fn ways(merged: &Value) -> BTreeMap<u32, String> {
+    let targets = merged["plan"]["targets"].as_array().unwrap().iter();
+    let way = |target: &Value| (target["pid"].as_u64().unwrap() as u32, target["way"].as_str().unwrap().to_owned());
+    targets.map(way).collect()
+}
+
+#[test]
+fn a_guest_whose_control_socket_is_held_is_left_as_it_is() {
+    if let Err(why) = Assets::find(&Assets::directory()) {
+        return println!("skipped: {why}");
+    }
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let fleet = Lab::fleet(&[&GUESTS[..], &["--names", "held", "--no-mem-merge"]].concat()).expect("two guests");
+    let [held, free] = fleet.lines() else { panic!("two guests") };
+    let pids = [held.pid, free.pid];
+    let holder = UnixStream::connect(&held.qmp).unwrap();
+    BufReader::new(&holder).read_line(&mut String::new()).unwrap();
+
+    let whole = ["--across-domains", "--whole", "--cpu", "100", "--settle", "0"];
+    let merge = |more: &[&str]| command(state.path(), &pids, &[&whole[..], more].concat()).output().unwrap();
+    let dry = merge(&["--dry-run"]);
+    let text = String::from_utf8_lossy(&dry.stdout);
+    assert_eq!(dry.status.code(), Some(3), "{text}");
+    assert!(text.contains(&format!("Would not be enrolled: {} (held-0): ", held.pid)), "{text}");
+    let merged = report(&merge(&["--json"]), 3);
+    assert_eq!(ways(&merged), BTreeMap::from([(held.pid, "none".to_owned()), (free.pid, "qmp".to_owned())]));
+    let missed = &merged["outcome"]["missed"];
+    assert_eq!((missed.as_array().unwrap().len(), &missed[0]["pid"]), (1, &held.pid.into()), "{merged}");
+    let why = missed[0]["why"].as_str().unwrap();
+    assert!(why.contains("virsh qemu-monitor-command") && why.contains("`--inject`"), "{why}");
+    assert_eq!(merged["outcome"]["stops"], 0, "no thread was stopped: {merged}");
+    assert_eq!(pids.map(is_marked), [false, true]);
+    let named = merge(&["--qmp", &held.qmp]);
+    assert_eq!(named.status.code(), Some(2), "{named:?}");
+
+    let injected = merge(&["--json", "--inject"]);
+    // How much that gives is not what this is about.
+    assert!(matches!(injected.status.code(), Some(0 | 1)), "{injected:?}");
+    let merged = report(&injected, injected.status.code().unwrap());
+    assert!(ways(&merged).values().all(|way| way == "whole"), "{merged}");
+    assert!(is_marked(held.pid), "{merged}");
     unchanged(&ksm);
 }
 

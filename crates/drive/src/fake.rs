@@ -303,6 +303,8 @@ impl Host for Fake {
             }
             Action::Advise { process, advice, ranges } => self.advise(process.pid, *advice, ranges),
             Action::MergeAny { process, on } if self.memory.lock().unwrap().contains_key(&process.pid) => {
+                // mm/ksm.c, `ksm_add_vmas` and `ksm_del_vmas`.
+                self.memory.lock().unwrap().entry(process.pid).or_default().values_mut().for_each(|page| page.1 = *on);
                 let answer = if *on { "yes" } else { "no" };
                 self.file(&format!("proc/{}/ksm_stat", process.pid), &format!("ksm_merge_any: {answer}\n"));
                 Ok(Effect { stops: vec![Duration::from_micros(10)], missed: Vec::new() })
@@ -359,5 +361,10 @@ impl Process for FakeProcess<'_> {
 
     fn contents(&self, _: Way, _: &[Run], _: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
         Err(Absent::NotOnThisKernel)
+    }
+
+    fn ask_merge_any(&self) -> Result<bool, Refusal> {
+        let told = self.host.read(&format!("proc/{}/ksm_stat", self.pid));
+        Ok(told.is_ok_and(|told| told == b"ksm_merge_any: yes\n"))
     }
 }

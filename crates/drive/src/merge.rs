@@ -23,7 +23,7 @@ use pagefold_host::observe;
 use pagefold_model::ksm::{Setting, Settings};
 use pagefold_model::outcome::{Change, End, Fate, Missed, Outcome, Resident, Sample, Watched};
 use pagefold_model::pace::{Pace, Settle};
-use pagefold_model::plan::{Plan, Target};
+use pagefold_model::plan::{Plan, Target, Way};
 use pagefold_model::policy::{DEFAULT_PAGES_TO_SCAN, GUIDED_SLEEP_MILLISECS};
 use pagefold_model::{Absent, AddressRange, Bytes, Pages, ProcessId, Reading};
 use rustix::time::{ClockId, clock_gettime};
@@ -345,10 +345,19 @@ impl Work<'_, '_> {
             }
             let process = target.process.id;
             let ranges = target.to_enrol(late);
-            // A guest may be enrolled already.
-            self.enrolled |= self.plan.whole && target.guest.as_ref().is_some_and(|guest| guest.backends.is_empty());
-            let actions: Vec<Action> = match (&target.guest, self.plan.whole) {
-                (Some(guest), true) => guest
+            let actions: Vec<Action> = match (&target.way, self.plan.whole) {
+                (Way::Unreachable(why), _) => {
+                    let (pid, comm) = (process.pid, target.process.comm.clone());
+                    let missed = Missed { change: Change::Enrol, pid, comm, range: None, why: why.clone() };
+                    trial::note_once(&mut self.missed, missed);
+                    continue;
+                }
+                // It may be enrolled already.
+                (Way::Guest(guest), true) if guest.backends.is_empty() => {
+                    self.enrolled = true;
+                    continue;
+                }
+                (Way::Guest(guest), true) => guest
                     .backends
                     .iter()
                     .map(|backend| Action::GuestMerge {
@@ -358,7 +367,7 @@ impl Work<'_, '_> {
                         on: true,
                     })
                     .collect(),
-                (None, true) => vec![Action::MergeAny { process, on: true }],
+                (Way::Within, true) => vec![Action::MergeAny { process, on: true }],
                 (_, false) if ranges.is_empty() => continue,
                 (_, false) => vec![Action::Advise { process, advice: Advice::Mergeable, ranges }],
             };

@@ -381,7 +381,7 @@ impl<'a> Session<'a> {
                 self.note_setting(*setting, value, &mut noted)?;
             }
         } else {
-            let undo = act::undo(self.host, action).map_err(Error::Unknown)?;
+            let undo = act::undo(self.host, action)?;
             for undo in undo {
                 let within = self.within(&undo).map_err(Error::Unknown)?;
                 self.journal.entries.push(Entry { undo, written: Vec::new(), within, until_done });

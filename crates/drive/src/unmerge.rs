@@ -10,7 +10,11 @@
 //! a guest whose control socket is known by its memory backends, all at once. Each unmerges what is merged
 //! (mm/ksm.c, `ksm_disable_merge_any`, `ksm_madvise`).
 //!
+//! Before 6.14 nothing tells from outside who is enrolled whole. So a process that is withdrawn region by region is
+//! withdrawn whole there, too, which changes nothing of one that was not.
+//!
 //! # Limits
+//! Before 6.14 a process that is enrolled whole and has nothing marked now is taken for one that is not enrolled.
 //! A page table of a marked region is read whole, also where little is resident. Frames are kept in memory meanwhile, 8
 //! bytes for each merged page. Which zero pages KSM placed cannot be seen from outside: each zero page of a part could be
 //! one, and no more than `ksm_zero_pages` of a process are.
@@ -46,7 +50,7 @@ const COLLAPSED_AT_ONCE: usize = 64;
 pub enum Way {
     /// It is enrolled whole: `PR_SET_MEMORY_MERGE`.
     Whole,
-    /// Its regions are marked: `MADV_UNMERGEABLE`.
+    /// Its regions are marked: `MADV_UNMERGEABLE`. Also one that may be enrolled whole, where the kernel does not tell.
     Regions,
     /// It is a guest whose control socket is known.
     Guest {
@@ -592,6 +596,9 @@ impl Work<'_, '_> {
                 }
             }
             Way::Regions | Way::Unreachable(_) => {}
+        }
+        if target.way == Way::Regions && target.process.ksm.merge_any.is_err() {
+            self.apply(&Action::MergeAny { process, on: false }, done)?;
         }
         if done.error.is_none() && !done.ended {
             done.parts = target.parts.len();

@@ -128,20 +128,22 @@ impl From<Absent> for Refusal {
 }
 
 /// What puts an action back, found out before it is carried out: for a setting its value, for ranges the advice they
-/// have now. Empty where nothing would change.
+/// have now, for a process whether it is enrolled whole. The last of them is to be carried out first. Empty where
+/// nothing would change.
 ///
-/// A collapse has no inverse, and needs none: the contents stay what they are.
-pub fn undo(host: &dyn Host, action: &Action) -> Reading<Vec<Action>> {
+/// Only QEMU knows whether a backend is enrolled, so the backends of an action are those that it said are not as they
+/// are to be. A collapse has no inverse, and needs none: the contents stay what they are.
+///
+/// # Errors
+/// Why it cannot be told what there is now: an action whose inverse is not known must not be carried out.
+pub fn undo(host: &dyn Host, action: &Action) -> Result<Vec<Action>, Refusal> {
     Ok(match action {
         Action::Set { setting, value } => {
             let now = setting_now(host, *setting)?;
             if now == *value { Vec::new() } else { vec![Action::Set { setting: *setting, value: now }] }
         }
         Action::Advise { process, advice, ranges } => {
-            let handle = host.open(process.pid)?;
-            if handle.id() != *process {
-                return Err(Absent::Vanished);
-            }
+            let handle = held(host, *process)?;
             let enrolled = *advice == Advice::Unmergeable;
             let mut changing = Vec::new();
             for region in observe::regions(&*handle)? {
@@ -154,40 +156,45 @@ pub fn undo(host: &dyn Host, action: &Action) -> Reading<Vec<Action>> {
             if changing.is_empty() { Vec::new() } else { vec![undo] }
         }
         Action::MergeAny { process, on } => {
-            let handle = host.open(process.pid)?;
-            if handle.id() != *process {
-                return Err(Absent::Vanished);
+            let handle = held(host, *process)?;
+            let now = merge_any(&*handle)?;
+            if now == *on {
+                return Ok(Vec::new());
             }
-            let now = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel)).merge_any;
-            let undo = Action::MergeAny { process: *process, on: !on };
-            if now == Ok(*on) { Vec::new() } else { vec![undo] }
+            let mut undo = vec![Action::MergeAny { process: *process, on: now }];
+            if *on {
+                // Withdrawing it whole takes its own marks with it (mm/ksm.c, `ksm_del_vmas`), which then come back.
+                let regions = observe::regions(&*handle)?;
+                let marked = regions.iter().filter(|region| region.flags.has(VmFlags::MERGEABLE));
+                let ranges: Vec<AddressRange> = marked.map(|region| region.range).collect();
+                if !ranges.is_empty() {
+                    undo.insert(0, Action::Advise { process: *process, advice: Advice::Mergeable, ranges });
+                }
+            }
+            undo
         }
         Action::GuestMerge { process, socket, backend, on } => {
-            let handle = host.open(process.pid)?;
-            if handle.id() != *process {
-                return Err(Absent::Vanished);
-            }
+            held(host, *process)?;
             let (socket, backend) = (socket.clone(), backend.clone());
-            let undo = Action::GuestMerge { process: *process, socket, backend, on: !on };
-            if guest_is(&*handle, *on)? { Vec::new() } else { vec![undo] }
+            vec![Action::GuestMerge { process: *process, socket, backend, on: !on }]
         }
         Action::Collapse { .. } => Vec::new(),
     })
 }
 
-/// Whether all memory backends of a guest are marked for KSM, or none is, as told by its regions.
-///
-/// QEMU's socket would tell it of each, but only the host's files are asked here. A guest's backends are its largest
-/// regions that KSM could take and that can be read and written, as many as its command line names and at least one:
-/// arenas of malloc are reserved without access, and the buffer of translated code is executable. Where some of them are
-/// marked and others are not, neither is so, and an action is then taken to change what it names.
-fn guest_is(handle: &dyn Process, on: bool) -> Reading<bool> {
-    let backends =
-        observe::process(handle)?.identity.vm.map_or(0, |vm| vm.backends.iter().filter(|b| !b.share).count());
-    let mut regions = observe::regions(handle)?;
-    regions.retain(|region| region.ineligible().is_none() && region.permissions == *b"rw-p");
-    regions.sort_by_key(|region| std::cmp::Reverse(region.range.bytes()));
-    Ok(regions.iter().take(backends.max(1)).all(|region| region.flags.has(VmFlags::MERGEABLE) == on))
+/// Take hold of the very process that is meant.
+fn held(host: &dyn Host, process: ProcessId) -> Reading<Box<dyn Process + '_>> {
+    let handle = host.open(process.pid)?;
+    if handle.id() == process { Ok(handle) } else { Err(Absent::Vanished) }
+}
+
+/// Whether a process is enrolled whole: as the kernel tells it (6.14), otherwise as the process does, of which a thread
+/// is stopped then.
+pub fn merge_any(handle: &dyn Process) -> Result<bool, Refusal> {
+    match parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel)).merge_any {
+        Err(Absent::NotOnThisKernel) => handle.ask_merge_any(),
+        told => Ok(told?),
+    }
 }
 
 /// The value of a setting: the bracketed word of a choice, otherwise all of it.
@@ -199,56 +206,87 @@ pub fn setting_now(host: &dyn Host, setting: Setting) -> Reading<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::faulty::{Fault, Faulty};
     use crate::recording::Recording;
     use std::fs;
 
-    /// What undoes switching the guest whose regions are these: size in pages, permissions, whether marked.
-    fn undo_of(backends: usize, regions: &[(u64, &str, bool)], on: bool) -> Vec<Action> {
+    const PROCESS: ProcessId = ProcessId { pid: Pid(7), start_time: 4711 };
+
+    /// A recording of one process with these files.
+    fn recording(files: &[(&str, &str)]) -> (tempfile::TempDir, Recording) {
         let directory = tempfile::tempdir().unwrap();
         let process = directory.path().join("files/proc/7");
         fs::create_dir_all(&process).unwrap();
-        let write = |name: &str, text: &str| fs::write(process.join(name), text).unwrap();
         fs::write(directory.path().join("recording.toml"), "schema = \"pagefold.recording/1\"\npage_size = 4096\n")
             .unwrap();
-        write("stat", &format!("7 (qemu) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 4711 0 0{}\n", " 0".repeat(28)));
-        let objects: String = (0..backends).map(|n| format!("\0-object\0memory-backend-ram,id=m{n},size=1G")).collect();
-        write("cmdline", &format!("qemu-system-x86_64{objects}\0"));
-        let mut start = 1 << 20;
-        let mut smaps = String::new();
-        for (pages, permissions, marked) in regions {
-            let end = start + pages * 4096;
-            let flag = if *marked { " mg" } else { "" };
-            smaps += &format!(
-                "{start:x}-{end:x} {permissions} 00000000 00:00 0 \nRss: 0 kB\nAnonymous: 0 kB\nVmFlags: rd wr{flag}\n"
-            );
-            start = end + 4096;
+        let stat = format!("7 (qemu) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 4711 0 0{}\n", " 0".repeat(28));
+        for (name, text) in [("stat", stat.as_str())].iter().chain(files) {
+            fs::write(process.join(name), text).unwrap();
         }
-        write("smaps", &smaps);
-        let host = Recording::open(directory.path()).unwrap();
-        let process = ProcessId { pid: Pid(7), start_time: 4711 };
-        let backend = "/objects/m0".to_owned();
-        undo(&host, &Action::GuestMerge { process, socket: "/q".into(), backend, on }).unwrap()
+        let recording = Recording::open(directory.path()).unwrap();
+        (directory, recording)
+    }
+
+    /// An entry of smaps.
+    fn region(start: u64, mark: &str) -> String {
+        let end = start + 0x10_0000;
+        format!("{start:x}-{end:x} rw-p 00000000 00:00 0 \nRss: 0 kB\nAnonymous: 0 kB\nVmFlags: rd wr{mark}\n")
     }
 
     #[test]
-    fn a_guest_that_is_already_as_asked_for_stays_so() {
-        let check = |backends, regions: &[(u64, &str, bool)], on, expected: Option<bool>| {
-            let found: Vec<_> = undo_of(backends, regions, on)
-                .iter()
-                .map(|undo| matches!(undo, Action::GuestMerge { on: true, .. }))
-                .collect();
-            assert_eq!(found, expected.into_iter().collect::<Vec<_>>(), "{backends} {regions:?} {on}");
+    fn what_a_program_has_marked_itself_comes_back_after_it_was_enrolled_whole() {
+        let smaps = region(0x10_0000, " mg") + &region(0x30_0000, "") + &region(0x50_0000, " mg");
+        let (_directory, host) = recording(&[("ksm_stat", "ksm_merge_any: no\n"), ("smaps", &smaps)]);
+        let ranges = [0x10_0000, 0x50_0000].map(|start| AddressRange { start, end: start + 0x10_0000 }).to_vec();
+        let marks = Action::Advise { process: PROCESS, advice: Advice::Mergeable, ranges };
+        let off = Action::MergeAny { process: PROCESS, on: false };
+        assert_eq!(undo(&host, &Action::MergeAny { process: PROCESS, on: true }), Ok(vec![marks, off]));
+    }
+
+    #[test]
+    fn a_process_that_was_enrolled_whole_stays_so() {
+        // As of 6.13, and of 6.14 on.
+        const OLD: &str = "ksm_rmap_items 0\nksm_zero_pages 0\nksm_merging_pages 0\nksm_process_profit 0\n";
+        let new = |told: &str| format!("{OLD}ksm_merge_any: {told}\nksm_mergeable: {told}\n");
+        let check = |ksm_stat: &str, says: Option<&str>, on, expected: Option<Option<bool>>| {
+            let smaps = region(0x10_0000, "");
+            let (_directory, recording) = recording(&[("ksm_stat", ksm_stat), ("smaps", &smaps)]);
+            let host = Faulty::new(&recording, |path| {
+                says.filter(|_| path == "proc/7#ask_merge_any").map(|said| Fault::Replaced(said.into()))
+            });
+            let expected = expected
+                .map(|on| on.into_iter().map(|on| Action::MergeAny { process: PROCESS, on }).collect::<Vec<_>>());
+            let found = undo(&host, &Action::MergeAny { process: PROCESS, on });
+            assert_eq!(found.as_ref().ok(), expected.as_ref(), "{ksm_stat} {says:?} {on}: {found:?}");
         };
-        // The heap is not marked, the reserved arena and the translated code are larger than the guest's memory.
-        let guest = |marked| [(90, "rw-p", marked), (8, "rw-p", false), (200, "---p", false), (300, "rwxp", false)];
-        check(0, &guest(true), true, None);
-        check(0, &guest(true), false, Some(true));
-        check(1, &guest(false), false, None);
-        check(1, &guest(false), true, Some(false));
-        let two = |first, second| [(90, "rw-p", first), (8, "rw-p", false), (80, "rw-p", second)];
-        check(2, &two(true, true), true, None);
-        check(2, &two(true, false), true, Some(false));
-        check(2, &two(true, false), false, Some(true));
-        check(2, &two(false, false), false, None);
+        for (was, word) in [(true, "yes"), (false, "no")] {
+            for on in [true, false] {
+                let back = (was != on).then_some(was);
+                check(OLD, Some(word), on, Some(back));
+                // What the kernel tells is not asked.
+                check(&new(word), Some(if was { "no" } else { "yes" }), on, Some(back));
+            }
+        }
+        check(OLD, None, true, None);
+    }
+
+    #[test]
+    fn a_backend_comes_back_whatever_the_regions_of_its_guest_look_like() {
+        // The first backend is marked, the one that was plugged in later is not: nothing tells which region is whose.
+        let smaps = region(0x10_0000, " mg") + &region(0x30_0000, "");
+        let cmdline = "qemu-system-x86_64\0-object\0memory-backend-ram,id=pc.ram,size=1M\0";
+        let (_directory, host) = recording(&[("smaps", &smaps), ("cmdline", cmdline)]);
+        let backend = |id: &str, on| {
+            let (socket, backend) = ("/q".into(), format!("/objects/{id}"));
+            Action::GuestMerge { process: PROCESS, socket, backend, on }
+        };
+        for id in ["pc.ram", "plugged"] {
+            for on in [true, false] {
+                assert_eq!(undo(&host, &backend(id, on)), Ok(vec![backend(id, !on)]));
+            }
+        }
+        let another = ProcessId { start_time: 4712, ..PROCESS };
+        let gone = Action::GuestMerge { process: another, socket: "/q".into(), backend: String::new(), on: true };
+        assert_eq!(undo(&host, &gone), Err(Refusal::Vanished));
     }
 }

@@ -11,15 +11,16 @@ pub enum Fault {
     Absent(Absent),
     /// The file ends after so many bytes.
     Truncated(usize),
-    /// The file holds these bytes.
+    /// The file holds these bytes, the process says `yes` or `no`, the action is taken for carried out.
     Replaced(Vec<u8>),
     /// Half of the pages are gone.
     HalfGone,
 }
 
 /// Wraps a host. `faults` is asked before every answer, with the path of the file or, for what is no file, of the
-/// process and `#resident`, `#mappings`, `#contents`, or `#frame_flags`, `#frame_mappings`, `#follow_programs`; before an
-/// action, with `#set NAME`, or of the process and `#advise`, `#merge_any`, `#guest_merge`, `#collapse`.
+/// process and `#resident`, `#mappings`, `#contents`, `#ask_merge_any`, or `#frame_flags`, `#frame_mappings`,
+/// `#follow_programs`; before an action, with `#set NAME`, or of the process and `#advise`, `#merge_any`,
+/// `#guest_merge`, `#collapse`.
 pub struct Faulty<'a, F> {
     host: &'a dyn Host,
     faults: F,
@@ -103,8 +104,11 @@ impl<F: Fn(&str) -> Option<Fault> + Sync> Host for Faulty<'_, F> {
             Action::GuestMerge { process, .. } => format!("proc/{}#guest_merge", process.pid),
             Action::Collapse { process, .. } => format!("proc/{}#collapse", process.pid),
         };
-        self.check(&path)?;
-        self.host.apply(action)
+        match (self.faults)(&path) {
+            Some(Fault::Absent(why)) => Err(why.into()),
+            Some(Fault::Replaced(_)) => Ok(Effect::default()),
+            _ => self.host.apply(action),
+        }
     }
 }
 
@@ -152,6 +156,14 @@ impl<F: Fn(&str) -> Option<Fault> + Sync> Process for FaultyProcess<'_, F> {
                 sink(position, PageView { content, ..page });
             }),
             _ => self.process.contents(way, runs, sink),
+        }
+    }
+
+    fn ask_merge_any(&self) -> Result<bool, Refusal> {
+        match (self.host.faults)(&self.path("#ask_merge_any")) {
+            Some(Fault::Absent(why)) => Err(why.into()),
+            Some(Fault::Replaced(said)) => Ok(said == b"yes"),
+            _ => self.process.ask_merge_any(),
         }
     }
 }

@@ -97,6 +97,12 @@ pub trait Process: Send + Sync {
     /// and what was seen. Pages that are no longer resident are [`PageContent::Gone`], never faulted in. On an error
     /// the pages that `sink` was not called for were not seen.
     fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()>;
+
+    /// Have the process itself say whether it is enrolled whole (`PR_GET_MEMORY_MERGE`). A thread of it is stopped for
+    /// that, so it is for those who are about to change it: see [`act::merge_any`].
+    fn ask_merge_any(&self) -> Result<bool, Refusal> {
+        Err(Refusal::Unsupported("only a process of the live host can be asked what it is".to_owned()))
+    }
 }
 
 /// A run of resident pages.

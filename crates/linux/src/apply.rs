@@ -3,6 +3,8 @@
 mod advise;
 mod collapse;
 
+pub use advise::ask_merge_any;
+
 use crate::LiveHost;
 use crate::process::LiveProcess;
 use pagefold_host::act::{Action, Effect, Refusal};

@@ -4,7 +4,8 @@
 //! `ENOENT`, also when its number has been given to another. `pagemap` and `mem` hold its address space in the same way
 //! and answer with nothing once it was left by exit or exec.
 
-use crate::{LiveHost, absent, contents, whole};
+use crate::{LiveHost, absent, apply, contents, whole};
+use pagefold_host::act::Refusal;
 use pagefold_host::parse::{self, Stat};
 use pagefold_host::{Mapping, PageView, Process, Run, Way};
 use pagefold_model::{Absent, AddressRange, Pid, ProcessId, Reading};
@@ -213,6 +214,10 @@ impl Process for LiveProcess<'_> {
 
     fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
         contents::read(self, way, runs, sink)
+    }
+
+    fn ask_merge_any(&self) -> Result<bool, Refusal> {
+        apply::ask_merge_any(self)
     }
 }
 

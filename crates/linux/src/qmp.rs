@@ -72,7 +72,7 @@ pub enum Error {
     /// It does not answer in time.
     #[error(
         "{path} does not answer: QEMU serves one client at a time, and somebody else may hold this one. Under libvirt \
-         use `virsh qemu-monitor-command DOMAIN '{{\"execute\":\"qom-set\",...}}'`, or withdraw from within by `--inject`"
+         use `virsh qemu-monitor-command DOMAIN '{{\"execute\":\"qom-set\",...}}'`"
     )]
     Busy {
         /// The socket.

@@ -267,7 +267,7 @@ impl Outcome {
 pub(crate) mod tests {
     use super::*;
     use crate::domain::Domain;
-    use crate::plan::{PlannedRange, Predicted, Target};
+    use crate::plan::{PlannedRange, Predicted, Target, Way};
     use crate::process::Process;
     use crate::reading::Absent;
     use crate::savings::Reach;
@@ -298,7 +298,7 @@ pub(crate) mod tests {
                 domain: Domain::Host,
                 ranges: vec![planned],
                 huge: Bytes::ZERO,
-                guest: None,
+                way: Way::Within,
                 narrowed: Vec::new(),
             }
         };

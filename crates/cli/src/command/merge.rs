@@ -1,6 +1,7 @@
 //! `pagefold merge`: census, plan, apply, settle, verify, report.
 
 use crate::arguments::{DomainBy, Global, Targets, bytes, duration, percent};
+use crate::command::guest::{Control, control};
 use crate::command::recover::{self, explained, live, needs_ksm, refuse_tuner};
 use crate::config::Config;
 use crate::{Outcome, output, progress, source};
@@ -11,10 +12,9 @@ use pagefold_drive::prepare::{Prepared, Request, prepare};
 use pagefold_drive::trial::Trial;
 use pagefold_drive::{Session, ksmd, verify};
 use pagefold_host::{Host, observe};
-use pagefold_linux::qmp;
 use pagefold_model::Bytes;
 use pagefold_model::domain::Domains;
-use pagefold_model::plan::{Guest, Plan, Target};
+use pagefold_model::plan::{Guest, Plan, Target, Way};
 use pagefold_model::process::Process;
 use pagefold_report::merge::{MergeReport, text};
 use pagefold_report::wire;
@@ -35,8 +35,12 @@ KSM's settings come back when it ends, also by Ctrl-C, and after kill -9 by `pag
 stays merged and enrolled: `pagefold unmerge` takes it back. What it had enrolled when it failed or was killed is
 withdrawn with the settings, where there is memory for that.
 
-Exit status: 0 done, 1 less than nine tenths of what was predicted was reached, 2 refused with nothing changed,
-3 something was not seen, not enrolled, or it was ended early.";
+--whole enrols a virtual machine by QEMU's control socket where one is named or found, and injects nothing into it:
+where that socket is of no use it is left as it is, unless --inject is given.
+
+Exit status: 0 done, 1 less than nine tenths of what was predicted was reached, 2 usage or failure, with everything put
+back or what remains said, 3 something was not seen, not enrolled or not put back, or it was interrupted or yielded to
+another program. A deadline ends it with 0 or 1.";
 
 /// Arguments of `merge`.
 #[derive(Args, Debug)]
@@ -159,7 +163,7 @@ fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBo
     if options.whole {
         one_domain(host, &plan, &request.domains, options)?;
         for target in &mut plan.targets {
-            target.guest = guest(host, target, options, global)?;
+            target.way = way(host, target, options, global)?;
         }
     }
     Ok(Prepared { census, plan, probes, young })
@@ -192,25 +196,22 @@ fn one_domain(host: &dyn Host, plan: &Plan, domains: &Domains, options: &Options
     Ok(())
 }
 
-/// How a virtual machine is enrolled by its control socket, where there is one that answers.
-fn guest(host: &dyn Host, target: &Target, options: &Options, global: &Global) -> anyhow::Result<Option<Guest>> {
+/// How a process is enrolled whole.
+fn way(host: &dyn Host, target: &Target, options: &Options, global: &Global) -> anyhow::Result<Way> {
     let process = &target.process;
-    let Some(vm) = process.identity.vm.as_ref().filter(|_| !options.inject && global.host == "live") else {
-        return Ok(None);
-    };
-    let handle = host.open(process.id.pid).map_err(|why| anyhow!("process {}: {why}", process.id.pid))?;
-    let Some(socket) = options.qmp.clone().or_else(|| qmp::socket_of(&*handle, vm)) else { return Ok(None) };
-    match qmp::guests_backends(&socket, process.id) {
-        Ok(backends) => {
+    // What has become of it is told when it is enrolled.
+    let Ok(handle) = host.open(process.id.pid) else { return Ok(Way::Within) };
+    Ok(match control(&*handle, process, options.qmp.as_deref(), options.inject, global)? {
+        Control::None => Way::Within,
+        Control::Unreachable(why) => Way::Unreachable(why),
+        Control::Answers(socket, backends) => {
             let sizes: Vec<Bytes> = backends.iter().map(|backend| backend.size).collect();
             let regions = target.ranges.iter().map(|range| range.region);
             let memory = regions.filter(|region| sizes.contains(&region.bytes())).collect();
             let unmarked = backends.into_iter().filter(|backend| !backend.merge && !backend.share);
-            Ok(Some(Guest { socket, backends: unmarked.map(|backend| backend.path).collect(), memory }))
+            Way::Guest(Guest { socket, backends: unmarked.map(|backend| backend.path).collect(), memory })
         }
-        Err(error) if options.qmp.is_some() => Err(error.into()),
-        Err(_) => Ok(None),
-    }
+    })
 }
 
 /// Begin to change the host, or say why not.

@@ -7,6 +7,7 @@ pub mod config;
 pub mod daemon;
 pub mod doctor;
 pub mod engine;
+pub mod guest;
 pub mod man;
 pub mod merge;
 pub mod policy;

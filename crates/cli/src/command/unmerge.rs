@@ -1,13 +1,13 @@
 //! `pagefold unmerge`: gives processes pages of their own again, if the memory for it is there.
 
 use crate::arguments::{Global, Targets, duration};
+use crate::command::guest::{Control, control};
 use crate::command::recover::{self, explained, needs_ksm};
 use crate::{Outcome, output, progress, source};
 use anyhow::bail;
 use clap::Args;
 use pagefold_drive::unmerge::{self, Done, Figures, Limits, Plan, Remains, Target, Way, Withdrawn};
 use pagefold_host::{Host, Process as Handle};
-use pagefold_linux::qmp;
 use pagefold_model::guard::{Judgement, Verdict};
 use pagefold_model::process::Process;
 use pagefold_model::{Bytes, Pages, Reading};
@@ -166,22 +166,18 @@ impl Work<'_> {
         Ok(plan)
     }
 
-    /// How a guest is reached. An error only where its socket was given by `--qmp`.
+    /// How a guest is reached.
     fn way(&self, handle: &dyn Handle, process: &Process) -> anyhow::Result<Option<Way>> {
-        let Some(vm) = process.identity.vm.as_ref().filter(|_| !self.options.inject && self.global.host == "live")
-        else {
-            return Ok(None);
-        };
-        let Some(socket) = self.options.qmp.clone().or_else(|| qmp::socket_of(handle, vm)) else { return Ok(None) };
-        match qmp::guests_backends(&socket, process.id) {
-            Ok(backends) => {
+        let Options { qmp, inject, .. } = self.options;
+        Ok(match control(handle, process, qmp.as_deref(), *inject, self.global)? {
+            Control::None => None,
+            Control::Unreachable(why) => Some(Way::Unreachable(why)),
+            Control::Answers(socket, backends) => {
                 let marked = backends.into_iter().filter(|backend| backend.merge && !backend.share);
                 let backends: Vec<_> = marked.map(|backend| (backend.path, backend.size)).collect();
-                Ok((!backends.is_empty()).then_some(Way::Guest { socket, backends }))
+                (!backends.is_empty()).then_some(Way::Guest { socket, backends })
             }
-            Err(error) if self.options.qmp.is_some() => Err(error.into()),
-            Err(error) => Ok(Some(Way::Unreachable(error.to_string()))),
-        }
+        })
     }
 
     fn planned(&self, plan: &Plan, judgement: &Judgement, (fit, all): (usize, usize)) -> UnmergeReport {

@@ -7,7 +7,7 @@ use crate::session::Stays;
 use pagefold_host::act::Action;
 use pagefold_model::domain::{Domain, Domains};
 use pagefold_model::ksm::Setting;
-use pagefold_model::plan::{Plan, PlannedRange, Target};
+use pagefold_model::plan::{Plan, PlannedRange, Target, Way};
 use pagefold_model::{Absent, AddressRange, Bytes, Pages, ProcessId};
 use std::fs;
 
@@ -35,7 +35,7 @@ fn plan() -> Plan {
         domain: Domain::Host,
         ranges: vec![range],
         huge: Bytes::ZERO,
-        guest: None,
+        way: Way::Within,
         narrowed: Vec::new(),
     };
     Plan { targets: vec![target], ..Plan::default() }

@@ -25,6 +25,8 @@ struct Fake {
     state: Mutex<State>,
     /// Asked before each action whether it is refused.
     refuses: fn(&Action) -> Option<Refusal>,
+    /// Whether its kernel tells who is enrolled whole (6.14).
+    tells: bool,
 }
 
 struct State {
@@ -163,7 +165,8 @@ impl Handle for FakeProcess<'_> {
             "ksm_stat" => {
                 let zeros = pages.iter().filter(|(page, _)| *page == Page::Zero).count();
                 let whole = if *whole { "yes" } else { "no" };
-                format!("ksm_rmap_items 0\nksm_zero_pages {zeros}\nksm_merge_any: {whole}\nksm_mergeable: yes\n")
+                let told = format!("ksm_merge_any: {whole}\nksm_mergeable: yes\n");
+                format!("ksm_rmap_items 0\nksm_zero_pages {zeros}\n{}", if self.host.tells { &told } else { "" })
             }
             _ => return Err(Absent::NotOnThisKernel),
         }
@@ -207,7 +210,7 @@ fn host(free: u64, processes: &[&str]) -> Fake {
     };
     let pages = |text: &&str| (text.chars().map(|letter| (page(letter), true)).collect(), false);
     let processes = (1..).zip(processes.iter().map(pages)).collect();
-    Fake { state: Mutex::new(State { processes, free, actions: Vec::new() }), refuses: |_| None }
+    Fake { state: Mutex::new(State { processes, free, actions: Vec::new() }), refuses: |_| None, tells: true }
 }
 
 fn planned(host: &Fake) -> Plan {
@@ -292,6 +295,26 @@ fn a_process_enrolled_whole_is_withdrawn_whole_also_by_parts() {
         let last = fake.state.lock().unwrap().actions.last().cloned();
         assert!(matches!(last, Some(Action::MergeAny { on: false, .. })), "{last:?}");
     }
+}
+
+#[test]
+fn before_6_14_nobody_stays_enrolled_whole_either() {
+    for (limits, whole) in [(Limits::default(), true), (STAGED, true), (Limits::default(), false)] {
+        let fake = Fake { tells: false, ..host(5, &["abab."]) };
+        fake.state.lock().unwrap().processes.get_mut(&1).unwrap().1 = whole;
+        let (plan, done) = run(&fake, limits);
+        assert_eq!(plan.targets[0].way, Way::Regions);
+        assert!(done.targets[0].is_whole(), "{done:?}");
+        let state = fake.state.lock().unwrap();
+        assert!(!state.processes[&1].1, "what it maps from now on is not enrolled");
+        assert!(matches!(state.actions.first(), Some(Action::Advise { .. })), "{:?}", state.actions);
+    }
+    let refuses = |action: &Action| {
+        matches!(action, Action::MergeAny { .. }).then(|| Refusal::Busy("it does not stop".to_owned()))
+    };
+    let fake = Fake { tells: false, refuses, ..host(5, &["abab."]) };
+    let (_, done) = run(&fake, Limits::default());
+    assert!(!done.targets[0].is_whole(), "it may still be enrolled: {done:?}");
 }
 
 #[test]

@@ -37,6 +37,7 @@ mod number {
 /// PIDFD_SELF_THREAD (include/uapi/linux/fcntl.h): the caller.
 const PIDFD_SELF: i64 = -10_000;
 const PR_SET_MEMORY_MERGE: u64 = 67;
+const PR_GET_MEMORY_MERGE: u64 = 68;
 
 /// A stop is ended when it has taken so long: with the call under way, and with stopping and leaving, that is about a
 /// millisecond.
@@ -102,22 +103,34 @@ pub fn advise(process: &LiveProcess<'_>, advice: Advice, ranges: &[AddressRange]
     Ok(Effect { stops, missed })
 }
 
-/// Enrol or withdraw a process as a whole.
+/// Enrol or withdraw a process as a whole. A kernel that cannot enrol one has none to withdraw.
 pub fn merge_any(process: &LiveProcess<'_>, on: bool) -> Result<Effect, Refusal> {
-    let target = target(process)?;
-    let (answer, stopped) =
-        inject::inside(&target, |inside| inside.call(number::PRCTL, [PR_SET_MEMORY_MERGE, u64::from(on), 0, 0, 0, 0]))
-            .map_err(refusal)?;
+    let (answer, stopped) = prctl(process, [PR_SET_MEMORY_MERGE, u64::from(on), 0, 0, 0, 0])?;
     match errno(answer) {
-        None => Ok(Effect { stops: vec![stopped], missed: Vec::new() }),
-        Some(Errno::INVAL) => Err(Refusal::Unsupported(
+        Some(Errno::INVAL) if on => Err(Refusal::Unsupported(
             "this kernel cannot enrol whole processes (PR_SET_MEMORY_MERGE, 6.4): enrol ranges".to_owned(),
         )),
+        None | Some(Errno::INVAL) => Ok(Effect { stops: vec![stopped], missed: Vec::new() }),
         Some(Errno::PERM) => Err(Refusal::Denied(
             "this kernel lets only processes with CAP_SYS_RESOURCE be enrolled whole: enrol ranges".to_owned(),
         )),
         Some(errno) => Err(Refusal::Failed(format!("PR_SET_MEMORY_MERGE: {errno}"))),
     }
+}
+
+/// Whether a process is enrolled as a whole (kernel/sys.c). None is where the kernel does not know of it.
+pub fn ask_merge_any(process: &LiveProcess<'_>) -> Result<bool, Refusal> {
+    let (answer, _) = prctl(process, [PR_GET_MEMORY_MERGE, 0, 0, 0, 0, 0])?;
+    match errno(answer) {
+        None => Ok(answer == 1),
+        Some(Errno::INVAL) => Ok(false),
+        Some(errno) => Err(Refusal::Failed(format!("PR_GET_MEMORY_MERGE: {errno}"))),
+    }
+}
+
+/// What prctl(2) answers from within a process, and for how long a thread was stopped.
+fn prctl(process: &LiveProcess<'_>, arguments: [u64; 6]) -> Result<(i64, Duration), Refusal> {
+    inject::inside(&target(process)?, |inside| inside.call(number::PRCTL, arguments)).map_err(refusal)
 }
 
 /// The huge pages in some ranges, one by one and ascending. None where they cannot be seen.

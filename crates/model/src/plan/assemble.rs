@@ -1,6 +1,6 @@
 //! From a census to a plan: who is left alone, what is enrolled of the others, and what that should come to.
 
-use super::{LeftAlone, Plan, PlannedRange, Predicted, Target};
+use super::{LeftAlone, Plan, PlannedRange, Predicted, Target, Way};
 use crate::census::{Census, GuidedRange, RegionCensus, SubjectCensus};
 use crate::process::Process;
 use crate::region::VmFlags;
@@ -105,7 +105,7 @@ pub fn plan(census: &Census, constraints: &Constraints, excluded: &dyn Fn(&Proce
         plan.targets.push(Target {
             process: process.clone(),
             domain: subject.domain.clone(),
-            guest: None,
+            way: Way::Within,
             huge: subject.regions.iter().map(|region| region.region.anon_huge).sum(),
             narrowed: if !constraints.whole { idle(census, position) } else { Vec::new() },
             ranges,

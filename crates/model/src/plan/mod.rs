@@ -126,11 +126,22 @@ pub struct Target {
     pub ranges: Vec<PlannedRange>,
     /// Bytes of it in huge pages.
     pub huge: Bytes,
-    /// How its guest's memory is enrolled as a whole without touching the monitor, if it runs one that can be reached.
-    pub guest: Option<Guest>,
+    /// How it is enrolled.
+    pub way: Way,
     /// What the program enrolled itself and does not pay: withdrawn while ksmd works, and put back afterwards.
     /// Ascending and disjoint; nothing is merged in it.
     pub narrowed: Vec<AddressRange>,
+}
+
+/// How a process is enrolled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// From within: its ranges, or all of it.
+    Within,
+    /// The memory of its guest as a whole, without touching the monitor.
+    Guest(Guest),
+    /// Not at all: it runs a guest whose control socket was found and is of no use, for this reason.
+    Unreachable(String),
 }
 
 /// A virtual machine that is told by its control socket what KSM may have.
@@ -186,8 +197,11 @@ impl Target {
     /// Its planned ranges that lie beside its guest's memory, where a control socket by which the guest is enrolled as a
     /// `whole` does not reach.
     pub fn beside_its_guest(&self, whole: bool) -> impl Iterator<Item = &PlannedRange> {
-        let guest = self.guest.as_ref().filter(|_| whole);
-        let outside = move |range: &&PlannedRange| guest.is_some_and(|guest| !guest.memory.contains(&range.region));
+        let memory = match &self.way {
+            Way::Guest(guest) if whole => Some(&guest.memory),
+            _ => None,
+        };
+        let outside = move |range: &&PlannedRange| memory.is_some_and(|memory| !memory.contains(&range.region));
         self.ranges.iter().filter(outside)
     }
 }

@@ -6,7 +6,7 @@ use crate::wire::{NotSeen, Who};
 use pagefold_model::census::{Census, Unseen};
 use pagefold_model::difference::{Difference, Figure};
 use pagefold_model::outcome::{Change, End, Outcome};
-use pagefold_model::plan::{Plan, Target};
+use pagefold_model::plan::{Plan, Target, Way};
 use pagefold_model::savings::Reach;
 use pagefold_model::{Bytes, PageSize, Pages};
 use schemars::JsonSchema;
@@ -69,6 +69,12 @@ pub struct TargetReport {
     /// Who it is.
     #[serde(flatten)]
     pub who: Who,
+    /// How it is enrolled: `ranges` or `whole` from within, by injection; `qmp` by QEMU's control socket; `none` where
+    /// that was found and is of no use.
+    pub way: &'static str,
+    /// Why it is not enrolled, for `none`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
     /// Pages that ksmd has to scan.
     pub pages: u64,
     /// Pages that should merge, pages of zeros included.
@@ -281,7 +287,8 @@ impl MergeReport {
             let cut_short = outcome.end == "stopped" || outcome.end == "yielded";
             cut_short || !outcome.missed.is_empty() || !outcome.not_put_back.is_empty()
         };
-        !self.not_seen.is_empty() || self.outcome.as_ref().is_some_and(unfinished)
+        let unreachable = self.plan.targets.iter().any(|target| target.error.is_some());
+        !self.not_seen.is_empty() || unreachable || self.outcome.as_ref().is_some_and(unfinished)
     }
 }
 
@@ -294,7 +301,7 @@ impl PlanReport {
         });
         Self {
             whole: plan.whole,
-            targets: plan.targets.iter().map(TargetReport::of).collect(),
+            targets: plan.targets.iter().map(|target| TargetReport::of(target, plan.whole)).collect(),
             left_alone: left_alone.collect(),
             savings: Savings::of(&plan.predicted.reach, page_size),
             merging_pages: plan.predicted.merging.0,
@@ -307,7 +314,7 @@ impl PlanReport {
 }
 
 impl TargetReport {
-    fn of(target: &Target) -> Self {
+    fn of(target: &Target, whole: bool) -> Self {
         let sum = |pages: fn(&RangeReport) -> u64, ranges: &[RangeReport]| ranges.iter().map(pages).sum();
         let ranges: Vec<RangeReport> = target
             .ranges
@@ -322,6 +329,16 @@ impl TargetReport {
             .collect();
         Self {
             who: Who::of(&target.process, Some(&target.domain)),
+            way: match &target.way {
+                Way::Unreachable(_) => "none",
+                Way::Guest(_) if whole => "qmp",
+                _ if whole => "whole",
+                _ => "ranges",
+            },
+            error: match &target.way {
+                Way::Unreachable(why) => Some(why.clone()),
+                _ => None,
+            },
             pages: sum(|range| range.pages, &ranges),
             merging_pages: sum(|range| range.merging_pages, &ranges),
             zero_pages: target.ranges.iter().map(|range| range.zero.0).sum(),

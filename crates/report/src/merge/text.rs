@@ -195,13 +195,14 @@ fn targets(report: &MergeReport, top: usize, style: Style) -> String {
     let mut rows: Vec<&TargetReport> = plan.targets.iter().collect();
     rows.sort_by_key(|target| (Reverse(target.merging_pages), target.who.pid));
     let most = rows.first().map_or(1, |target| target.merging_pages.max(1));
-    let mut table = style.table(&[">PID", "name", "domain", ">ranges", ">to scan", ">to merge", ">zeros", ""]);
+    let way = if plan.whole { "by" } else { ">ranges" };
+    let mut table = style.table(&[">PID", "name", "domain", way, ">to scan", ">to merge", ">zeros", ""]);
     for target in rows.iter().take(top) {
         table.add_row([
             target.who.pid.to_string(),
             cut(&target.who.label(), 24),
             cut(target.who.domain.as_deref().unwrap_or("?"), 24),
-            if plan.whole { "whole".to_owned() } else { number(target.ranges.len() as u64) },
+            if plan.whole { target.way.to_owned() } else { number(target.ranges.len() as u64) },
             bytes(target.pages * page),
             bytes(target.merging_pages * page),
             bytes(target.zero_pages * page),
@@ -246,6 +247,13 @@ fn notes(report: &MergeReport, top: usize, remedy: &str, style: Style) -> String
             ),
             2,
         ));
+    }
+    if report.outcome.is_none() {
+        for target in report.plan.targets.iter().take(top) {
+            let Some(why) = &target.error else { continue };
+            let (pid, label) = (target.who.pid, target.who.label());
+            let _ = writeln!(text, "Would not be enrolled: {pid} ({}): {}.", printable(&label), printable(why));
+        }
     }
     for left in report.plan.left_alone.iter().take(top) {
         let _ = writeln!(text, "Left alone: {} ({}): {}.", left.pid, printable(&left.comm), printable(&left.why));

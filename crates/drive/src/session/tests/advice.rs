@@ -63,7 +63,7 @@ fn killed_after_any_step_everything_comes_back() {
     session.set(&busy()).unwrap();
     assert_eq!(session.stops().len(), 3);
     assert_eq!(session.finish().unwrap(), Vec::new());
-    assert_eq!(session.stops().len(), 6);
+    assert_eq!(session.stops().len(), 7);
     drop(session);
     let mut moments = mem::take(&mut *moments.lock().unwrap());
     moments.push((fake.state(), None));
@@ -124,6 +124,46 @@ fn what_has_merged_is_not_withdrawn_where_there_is_no_memory_for_it() {
     host.free(5_000_000);
     assert_eq!(Session::begin(&host, directory.path()).unwrap().1.len(), 1, "the next one tries again");
     assert_eq!(enrolled(&host), before);
+}
+
+/// Before 6.14 `ksm_stat` does not tell who is enrolled whole.
+#[test]
+fn who_was_enrolled_whole_before_stays_so_on_any_kernel() {
+    let whole = |on| Action::MergeAny { process: PROCESS, on };
+    for (before, tells) in [(true, true), (true, false), (false, true), (false, false)] {
+        let (fake, directory) = (host(), tempfile::tempdir().unwrap());
+        fake.apply(&whole(before)).unwrap();
+        fake.file("proc/7/ksm_merging_pages", "0\n");
+        let was = fake.state();
+        let hidden =
+            |path: &str| (!tells && path == "proc/7/ksm_stat").then(|| Fault::Replaced(b"ksm_rmap_items 0\n".to_vec()));
+        let host = Faulty::new(&fake, hidden);
+        let mut session = begin(&host, directory.path());
+        session.apply(&whole(true), Stays::OnceDone).unwrap();
+        if before {
+            assert!(!directory.path().join(SESSION).exists(), "nothing changes, and nothing is to be put back");
+            drop(session);
+        } else {
+            kill_now(session, directory.path());
+        }
+        let (_, undone, remains) = Session::begin(&host, directory.path()).unwrap();
+        assert_eq!((undone.len(), remains), (usize::from(!before), Vec::new()), "{before} {tells}");
+        assert_eq!(fake.state(), was, "{before} {tells}");
+    }
+}
+
+/// Nothing is enrolled that could not be put back.
+#[test]
+fn who_does_not_say_whether_he_is_enrolled_whole_is_left_alone() {
+    let (fake, directory) = (host(), tempfile::tempdir().unwrap());
+    let before = fake.state();
+    let silent = |path: &str| (path == "proc/7#ask_merge_any").then_some(Fault::Absent(Absent::Denied));
+    let host = Faulty::new(&fake, silent);
+    let mut session = begin(&host, directory.path());
+    let refused = session.apply(&Action::MergeAny { process: PROCESS, on: true }, Stays::OnceDone);
+    assert!(matches!(refused, Err(Error::Refused(Refusal::Denied(_)))), "{refused:?}");
+    assert_eq!(fake.state(), before);
+    assert_eq!(session.finish().unwrap(), Vec::new());
 }
 
 /// The same settings and memory; a process that was never asked says nothing, which is as if it said no.

@@ -1,0 +1,48 @@
+//! How the commands that enrol and withdraw reach a virtual machine: by QEMU's control socket where one is named or found,
+//! and then by nothing else unless that is asked for.
+
+use crate::arguments::Global;
+use anyhow::bail;
+use pagefold_host::Process as Handle;
+use pagefold_linux::qmp::{self, Backend};
+use pagefold_model::process::Process;
+use std::path::{Path, PathBuf};
+
+/// What a control socket is good for.
+pub enum Control {
+    /// There is none, or it is to be left alone: as any other process.
+    None,
+    /// The guest tells its memory backends at this socket.
+    Answers(PathBuf, Vec<Backend>),
+    /// There is one that is of no use, for this reason, which names what else can be done.
+    Unreachable(String),
+}
+
+/// Ask a process that runs a virtual machine at its control socket: at `named` or where its command line says.
+///
+/// # Errors
+/// If the socket that was named is of no use.
+pub fn control(
+    handle: &dyn Handle,
+    process: &Process,
+    named: Option<&Path>,
+    inject: bool,
+    global: &Global,
+) -> anyhow::Result<Control> {
+    let Some(vm) = process.identity.vm.as_ref().filter(|_| !inject && global.host == "live") else {
+        return Ok(Control::None);
+    };
+    let Some(socket) = named.map(Path::to_owned).or_else(|| qmp::socket_of(handle, vm)) else {
+        return Ok(Control::None);
+    };
+    match qmp::guests_backends(&socket, process.id) {
+        Ok(backends) => Ok(Control::Answers(socket, backends)),
+        Err(error) => {
+            let why = format!("{error}; `--inject` goes from within");
+            if named.is_some() {
+                bail!(why);
+            }
+            Ok(Control::Unreachable(why))
+        }
+    }
+}
