@@ -153,7 +153,8 @@ impl fmt::Display for Was<'_> {
                 let was = if *on { "" } else { "not " };
                 write!(f, "{backend} of the guest of process {} was {was}enrolled", process.pid)
             }
-            Action::Collapse { process, .. } => write!(f, "huge pages of process {}", process.pid),
+            // It has no undo.
+            Action::Collapse { .. } => Ok(()),
         }
     }
 }
@@ -287,11 +288,10 @@ impl<'a> Session<'a> {
         let host = self.host;
         let lives = |process: &ProcessId| host.open(process.pid).is_ok_and(|handle| handle.id() == *process);
         self.journal.entries.retain(|entry| match &entry.undo {
-            Action::Set { .. } => true,
             Action::Advise { process, .. }
             | Action::MergeAny { process, .. }
-            | Action::GuestMerge { process, .. }
-            | Action::Collapse { process, .. } => lives(process),
+            | Action::GuestMerge { process, .. } => lives(process),
+            _ => true,
         });
         if self.journal.entries.len() < length { self.store() } else { Ok(()) }
     }
@@ -468,7 +468,7 @@ impl<'a> Session<'a> {
             Action::Advise { process, advice, ranges } => {
                 return self.put_back_advice(entry, *process, *advice, ranges);
             }
-            Action::MergeAny { .. } | Action::GuestMerge { .. } | Action::Collapse { .. } => {}
+            _ => {}
         }
         match self.effect(&entry.undo) {
             Ok(_) | Err(Refusal::Vanished) => Back::done(entry),
