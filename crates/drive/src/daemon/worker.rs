@@ -131,7 +131,7 @@ impl<'h> Worker<'h> {
                 self.tell(Message::Event(Event::Contested(error.to_string())));
                 Event::Failed(error.to_string())
             }
-            error => Event::Failed(chain(&error)),
+            error => Event::Failed(session::chain(&error)),
         })
     }
 
@@ -358,15 +358,4 @@ fn metadata(host: &dyn Host) -> Bytes {
 
 fn lives(host: &dyn Host, process: ProcessId) -> bool {
     host.open(process.pid).is_ok_and(|handle| handle.id() == process)
-}
-
-/// An error with what caused it.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        text.push_str(&format!(": {cause}"));
-        next = cause.source();
-    }
-    text
 }
