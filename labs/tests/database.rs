@@ -58,9 +58,6 @@ fn advise(pid: u32, what: &str) {
 /// KSM, with ksmd merging without a pause; `None` says why the test is skipped.
 fn merging_hard() -> Option<Ksm> {
     let ksm = Ksm::take().inspect_err(|why| println!("skipped: {why}")).ok()?;
-    if fs::metadata("/sys/kernel/mm/ksm/advisor_mode").is_ok() {
-        ksm.set("advisor_mode", "none");
-    }
     for (name, value) in [("use_zero_pages", 0), ("pages_to_scan", 20_000), ("sleep_millisecs", 0), ("run", 1)] {
         ksm.set(name, value);
     }
