@@ -54,8 +54,8 @@ impl Ksm {
         Ok(Self { before, _lock: lock })
     }
 
-    /// KSM for one test, stopped and with settings that Pagefold does not write. `None`, once it has said why, where the
-    /// test is to be skipped.
+    /// KSM for one test, stopped and with settings that Pagefold does not write. `None`, once it has said why, where
+    /// the test is to be skipped.
     #[must_use]
     pub fn take_as_others_set_it() -> Option<Self> {
         let ksm = Self::take().inspect_err(|why| println!("skipped: {why}")).ok()?;
@@ -65,8 +65,8 @@ impl Ksm {
         Some(ksm)
     }
 
-    /// Write a setting. The advisor is switched off for `pages_to_scan`, which the kernel does not take from others while
-    /// it is on.
+    /// Write a setting. The advisor is switched off for `pages_to_scan`, which the kernel does not take from others
+    /// while it is on.
     ///
     /// # Panics
     /// If the kernel refuses.

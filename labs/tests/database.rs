@@ -1,9 +1,9 @@
-//! Databases at work while their memory is enrolled, merged by ksmd, and withdrawn again and again: their own checks, and
-//! sums that their transactions keep, find nothing amiss. One is a library in a shell, the other a server of several
-//! processes under load, some of which end meanwhile.
+//! Databases at work while their memory is enrolled, merged by ksmd, and withdrawn again and again: their own checks,
+//! and sums that their transactions keep, find nothing amiss. One is a library in a shell, the other a server of
+//! several processes under load, some of which end meanwhile.
 //!
-//! `PAGEFOLD_SOAK_CYCLES=N` has the server go through N cycles, as `labs/soak.sh` does. Needs root, KSM, and the shell of
-//! SQLite or PostgreSQL.
+//! `PAGEFOLD_SOAK_CYCLES=N` has the server go through N cycles, as `labs/soak.sh` does. Needs root, KSM, and the shell
+//! of SQLite or PostgreSQL.
 
 #![forbid(unsafe_code)]
 
@@ -24,8 +24,8 @@ use std::time::{Duration, Instant};
 const LAB: &str = env!("CARGO_BIN_EXE_pagefold-lab");
 const CYCLES: u32 = 60;
 
-/// Each row lies in a page of the database of its own, which holds whole pages of memory with zeros in them: these merge,
-/// and a transaction that moves something writes to them.
+/// Each row lies in a page of the database of its own, which holds whole pages of memory with zeros in them: these
+/// merge, and a transaction that moves something writes to them.
 const SCHEMA: &str = "\
 PRAGMA page_size = 65536;
 PRAGMA journal_mode = MEMORY;

@@ -1,5 +1,5 @@
-//! What is installed beside the binary: the unit, the configurations, the scripts for Slurm. The package itself is tried in
-//! a guest by `make test-deb`.
+//! What is installed beside the binary: the unit, the configurations, the scripts for Slurm. The package itself is
+//! tried in a guest by `make test-deb`.
 
 use pagefold_labs::client;
 use pagefold_labs::look::until;

@@ -1,4 +1,5 @@
-//! Advice that was given for the time of a merge, on the live kernel: it comes back, and only to what it was given about.
+//! Advice that was given for the time of a merge, on the live kernel: it comes back, and only to what it was given
+//! about.
 
 use pagefold_labs::client::Lab;
 use pagefold_labs::ksm::Ksm;

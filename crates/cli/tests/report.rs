@@ -1,5 +1,5 @@
-//! `pagefold report`: of histories of made-up hosts, held against `fixtures/expected/report` (`UPDATE_GOLDEN=1` writes it
-//! anew), and of one that a daemon keeps of a recorded host, which needs no privilege.
+//! `pagefold report`: of histories of made-up hosts, held against `fixtures/expected/report` (`UPDATE_GOLDEN=1` writes
+//! it anew), and of one that a daemon keeps of a recorded host, which needs no privilege.
 
 use pagefold_history::{Limits, Writer};
 use pagefold_labs::look::until;
@@ -26,8 +26,8 @@ const BEGIN: f64 = 1_795_161_600.0;
 /// A guest comes every so many seconds.
 const EVERY: u32 = 1200;
 
-/// Three hours of a host: guests come, each shares `mib`, of which the most is merged `tau` seconds after its merge began.
-/// The daemon is started anew after two hours.
+/// Three hours of a host: guests come, each shares `mib`, of which the most is merged `tau` seconds after its merge
+/// began. The daemon is started anew after two hours.
 fn keep(path: &Path, host: &str, mib: f64, tau: f64) {
     let begin = |time| Writer::open(path, Limits::default(), host, "0.1.0", time).expect("a history");
     let mut writer = begin(BEGIN);

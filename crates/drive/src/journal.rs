@@ -1,8 +1,8 @@
 //! What is written down before a host is changed, so that it can be put back by whoever comes after a crash.
 //!
-//! One JSON file in a directory on a file system that does not outlive the kernel (`/run/pagefold`), replaced atomically.
-//! It names the boot it belongs to: after a reboot there is nothing to put back. A second file of the same form keeps
-//! what the host had before a policy was set, which lasts beyond the command that set it.
+//! One JSON file in a directory on a file system that does not outlive the kernel (`/run/pagefold`), replaced
+//! atomically. It names the boot it belongs to: after a reboot there is nothing to put back. A second file of the same
+//! form keeps what the host had before a policy was set, which lasts beyond the command that set it.
 
 use pagefold_host::act::{Action, Advice};
 use pagefold_model::ksm::Setting;
@@ -42,8 +42,8 @@ pub struct Entry {
     /// For a setting, the last two values that were written, since the last may not have been when it ended: another
     /// value there is somebody else's and stays.
     pub written: Vec<String>,
-    /// For advice, what each of its ranges was part of: like memory without a gap. Whatever else lies there later is not
-    /// what was advised.
+    /// For advice, what each of its ranges was part of: like memory without a gap. Whatever else lies there later is
+    /// not what was advised.
     pub within: Vec<AddressRange>,
     /// Whether it stays once what it was made for is done.
     pub until_done: bool,

@@ -50,8 +50,8 @@ pub const DIRECTORY: &str = "/run/pagefold";
 pub enum Stays {
     /// It is put back.
     ForNow,
-    /// It is what the session is for, and stays once that is done ([`Session::done`]). Until then it is put back, too, as
-    /// far as there is memory for that.
+    /// It is what the session is for, and stays once that is done ([`Session::done`]). Until then it is put back, too,
+    /// as far as there is memory for that.
     OnceDone,
     /// It is never put back.
     ForGood,

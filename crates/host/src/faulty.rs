@@ -18,8 +18,8 @@ pub enum Fault {
 }
 
 /// Wraps a host. `faults` is asked before every answer, with the path of the file or, for what is no file, of the
-/// process and `#resident`, `#mappings`, `#contents`, or `#frame_flags`, `#frame_mappings`, `#follow_programs`; before an
-/// action, with `#set NAME`, or of the process and `#advise`, `#merge_any`, `#guest_merge`, `#collapse`.
+/// process and `#resident`, `#mappings`, `#contents`, or `#frame_flags`, `#frame_mappings`, `#follow_programs`; before
+/// an action, with `#set NAME`, or of the process and `#advise`, `#merge_any`, `#guest_merge`, `#collapse`.
 pub struct Faulty<'a, F> {
     host: &'a dyn Host,
     faults: F,

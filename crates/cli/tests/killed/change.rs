@@ -78,7 +78,8 @@ impl Change {
         pagefold(state, self.command, if self.first.is_some() { &[] } else { pids }, fault)
     }
 
-    /// How often it reaches each point when nobody kills it. Where the machine is busy, it may see too late what it is to do.
+    /// How often it reaches each point when nobody kills it. Where the machine is busy, it may see too late what it is
+    /// to do.
     fn points(&self, ksm: &Ksm) -> BTreeMap<String, u64> {
         let count = |_| {
             let (state, labs) = (tempfile::tempdir().unwrap(), self.start(ksm));

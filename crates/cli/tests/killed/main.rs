@@ -1,10 +1,10 @@
 //! The program killed with -9 at any step of each kind of change that it makes to a host: whoever it was at goes on as
-//! if nothing had been, and `recover` brings back the rest. That holds of memory ([`change`], [`guests`]), of settings that
-//! are to last ([`policies`]), and of programs that it starts and stays beside ([`programs`]).
+//! if nothing had been, and `recover` brings back the rest. That holds of memory ([`change`], [`guests`]), of settings
+//! that are to last ([`policies`]), and of programs that it starts and stays beside ([`programs`]).
 //!
-//! Each kind of change names the fault points that it reaches, and all that there are in the code are named. They are dealt
-//! among the kinds, anew each day, so that each is hit in every run. `PAGEFOLD_SOAK=1` takes every one of each kind, as
-//! often as it is reached. Needs root and KSM, and the feature `fault-points`.
+//! Each kind of change names the fault points that it reaches, and all that there are in the code are named. They are
+//! dealt among the kinds, anew each day, so that each is hit in every run. `PAGEFOLD_SOAK=1` takes every one of each
+//! kind, as often as it is reached. Needs root and KSM, and the feature `fault-points`.
 
 #![cfg(feature = "fault-points")]
 
@@ -181,8 +181,8 @@ fn day() -> u64 {
 }
 
 /// Kill a kind of change at the points that are its today, all of them in the long form, as it has reached them when
-/// nobody killed it. `kill` tells whether it got to one: how far ksmd is when it is looked at decides how often its pace
-/// is written, so that a point may be reached less often.
+/// nobody killed it. `kill` tells whether it got to one: how far ksmd is when it is looked at decides how often its
+/// pace is written, so that a point may be reached less often.
 fn killed_at_any(kind: &str, reached: &BTreeMap<String, u64>, kill: impl Fn(&str) -> bool) {
     let began = Instant::now();
     let names: BTreeSet<&str> = reached.keys().map(String::as_str).collect();

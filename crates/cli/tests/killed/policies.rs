@@ -1,5 +1,5 @@
-//! Settings that are to last: wherever it is killed, there are those from before it or its own, and `policy restore` brings
-//! back what there was before the first.
+//! Settings that are to last: wherever it is killed, there are those from before it or its own, and `policy restore`
+//! brings back what there was before the first.
 
 use crate::{Settings, checksum, json, killed_at_any, pagefold, points, set_as_before, settings, was_killed};
 use pagefold_labs::client::Lab;

@@ -1,5 +1,5 @@
-//! Programs that are started with somebody beside them, who enrols them from outside or drives KSM: it is killed, or the
-//! process that is to become the program before it does. The program goes on.
+//! Programs that are started with somebody beside them, who enrols them from outside or drives KSM: it is killed, or
+//! the process that is to become the program before it does. The program goes on.
 
 use crate::{
     GUIDED, PAGEFOLD, are_as_before, checksum, day, dealt_to, is_held, killed_at_any, pagefold, recover, set_as_before,

@@ -1,8 +1,8 @@
 //! Carrying out what was decided, one piece of work after the other, on a thread of its own.
 //!
 //! The worker has what changes the host: the session while it is held, what is watched and what was withdrawn, the ages
-//! of contents, the plan of the last census. It answers each order with one event; what a piece of work cost is what the
-//! process and ksmd used meanwhile.
+//! of contents, the plan of the last census. It answers each order with one event; what a piece of work cost is what
+//! the process and ksmd used meanwhile.
 
 use super::{Message, Settings, Told};
 use crate::merge::{self, After, Planned, carry_out, own_cpu};
