@@ -21,13 +21,14 @@ demo: setup ## Merge memory of real programs on this machine and show what that 
 	labs/demo.sh
 
 # Documentation tests come first and integration tests last, so that the last line is a result of tests that ran: the
-# unit tests of a binary and the documentation tests of a crate may well be none.
+# unit tests of a binary and the documentation tests of a crate may well be none. The test runner keeps what tests that
+# passed have printed, and with it what they skipped, to itself: .ci/skipped tells it. The status is cargo's (pipefail).
 .PHONY: test
 test: setup setup-watch ## Run every test; as root the live ones too (real KSM, other processes, guests)
-	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --doc
-	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --lib --bins
-	$(CARGO) build $(LOCKED) --workspace --all-features --examples --lib
-	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --test '*'
+	{ $(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --doc && \
+	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --lib --bins -- --show-output && \
+	$(CARGO) build $(LOCKED) --workspace --all-features --examples --lib && \
+	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --test '*' -- --show-output; } | .ci/skipped
 
 .PHONY: soak
 soak: setup ## Enrol and withdraw busy programs thousands of times, a database under load among them (as root; minutes)
@@ -149,8 +150,9 @@ aarch64: ## Build for 64-bit Arm, and run the tests of the portable crates under
 aarch64-live: ## Run the tests of injection in an emulated 64-bit Arm machine (a quarter of an hour; ARGS: of cargo test)
 	LOCKED="$(LOCKED)" labs/arm64.sh $(ARGS)
 
-# Root installs what is missing (with new package lists where those of a fresh machine are empty or old), and a failure is
-# a failure. Others use what is there: a test that misses something says `skipped: ` and what it needs.
+# Root installs what is missing (with new package lists where those of a fresh machine are empty or old), and a failure
+# is a failure. Others use what is there: a test that misses something says `skipped: ` and what it needs, and `make test`
+# lists that in the end.
 .PHONY: setup
 setup: ## Install what the live tests and the demo need (QEMU, a guest kernel) into the system and .cache/
 	@if [ "$$(id -u)" -eq 0 ]; then \

@@ -1,4 +1,5 @@
-//! The benchmark program works: a quick run of its sections says what it found and keeps it. How fast, nobody asks here.
+//! The benchmark program works: a quick run of its sections says what it found and keeps it. How fast, nobody asks
+//! here.
 
 use std::fs;
 use std::process::Command;
@@ -19,7 +20,8 @@ fn a_quick_run_is_told_and_kept() {
     assert!(told.contains("| whole census"), "{told}");
     let settings: toml::Table = fs::read_to_string(out.join("settings.toml")).unwrap().parse().unwrap();
     assert_eq!(settings["quick"].as_bool(), Some(true));
-    // Two rounds of four censuses and two readings, each of two processes with 32 MiB of their own and some of the program's.
+    // Two rounds of four censuses and two readings, each of two processes with 32 MiB of their own and some of the
+    // program's.
     let samples = fs::read_to_string(out.join("threads.csv")).unwrap();
     let pages: Vec<usize> =
         samples.lines().skip(1).map(|line| line.split(',').nth(3).unwrap().parse().unwrap()).collect();

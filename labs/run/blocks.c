@@ -1,5 +1,5 @@
-/* Does to large memory what programs do to it, at random, beside threads that write, and compares each page with what it
- * has to be: contents are told by one number for each page, of which there are few, so that most pages are equal.
+/* Does to large memory what programs do to it, at random, beside threads that write, and compares each page with what
+ * it has to be: contents are told by one number for each page, of which there are few, so that most pages are equal.
  *
  * blocks SEED MILLISECONDS */
 #define _GNU_SOURCE

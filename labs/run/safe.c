@@ -1,7 +1,7 @@
 /* An MPI program that knows nothing of merging: every rank fills memory, of which half is equal in all ranks and a
- * quarter zeros, and steps from barrier to barrier, receiving without waiting into memory of its own all the while. Rank 0
- * says by how much the proportional share of all ranks has shrunk at the end. With -DFORTRAN barriers and reductions are
- * called as a compiler of Fortran calls them, by the module `mpi` and by `mpi_f08`.
+ * quarter zeros, and steps from barrier to barrier, receiving without waiting into memory of its own all the while.
+ * Rank 0 says by how much the proportional share of all ranks has shrunk at the end. With -DFORTRAN barriers and
+ * reductions are called as a compiler of Fortran calls them, by the module `mpi` and by `mpi_f08`.
  *
  * safe MEBIBYTES STEPS [threads] */
 #include <mpi.h>

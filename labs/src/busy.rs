@@ -1,5 +1,5 @@
-//! A busy program that notices if anything is done to it: threads compute over memory of their own, keep partial results
-//! in registers, on their stacks and on the heap, sleep and wait in between, and check all of it.
+//! A busy program that notices if anything is done to it: threads compute over memory of their own, keep partial
+//! results in registers, on their stacks and on the heap, sleep and wait in between, and check all of it.
 
 use anyhow::{Result, bail};
 use clap::Args;
@@ -10,7 +10,8 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A page, in words of 64 bits. Some pages of each thread's memory equal each other, so that there is something to merge.
+/// A page, in words of 64 bits. Some pages of each thread's memory equal each other, so that there is something to
+/// merge.
 const PAGE: usize = 512;
 
 #[derive(Args)]

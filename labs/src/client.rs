@@ -53,14 +53,19 @@ impl<Line: DeserializeOwned> Lab<Line> {
     /// When the binary cannot be started, ends before it is ready (it has said why on standard error), or prints what
     /// is not understood.
     pub fn start(subcommand: &str, arguments: &[&str]) -> io::Result<Self> {
-        let binary = binary()?;
-        let child = Command::new(&binary)
-            .arg(subcommand)
-            .args(arguments)
+        Self::started_by(Command::new(binary()?).arg(subcommand).args(arguments))
+    }
+
+    /// The same by a command that becomes the [`binary`] with all its arguments.
+    ///
+    /// # Errors
+    /// As [`Lab::start`].
+    pub fn started_by(command: &mut Command) -> io::Result<Self> {
+        let child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .map_err(|error| io::Error::new(error.kind(), format!("starting {}: {error}", binary.display())))?;
+            .map_err(|error| io::Error::new(error.kind(), format!("starting {command:?}: {error}")))?;
         let mut lab = Self { child, lines: Vec::new() };
         let output = lab.child.stdout.take().expect("standard output was piped");
         for line in BufReader::new(output).lines() {
@@ -71,7 +76,7 @@ impl<Line: DeserializeOwned> Lab<Line> {
             lab.lines.push(serde_json::from_str(&line)?);
         }
         let status = lab.child.wait()?;
-        Err(io::Error::other(format!("pagefold-lab {subcommand} {arguments:?} ended before it was ready: {status}")))
+        Err(io::Error::other(format!("{command:?} ended before it was ready: {status}")))
     }
 }
 

@@ -1,12 +1,12 @@
 //! Boots a fleet of real virtual machines and ends it again.
 //!
-//! QEMU translates the guests' code (`-accel tcg`), so no virtualisation by the processor is needed. A guest consists of
-//! Debian's cloud kernel and the initramfs of `labs/guest/init`, which fills its memory as the kernel's command line
+//! QEMU translates the guests' code (`-accel tcg`), so no virtualisation by the processor is needed. A guest consists
+//! of Debian's cloud kernel and the initramfs of `labs/guest/init`, which fills its memory as the kernel's command line
 //! says and prints READY on its serial line; QEMU copies that line to a file, which is watched here.
 //!
-//! No guest outlives the lab: they are killed and reaped when [`run`] returns, for whatever reason, and the kernel kills
-//! them (`PR_SET_PDEATHSIG`) should the lab be killed. What a killed lab does leave is its directory of sockets and logs
-//! among the temporary files.
+//! No guest outlives the lab: they are killed and reaped when [`run`] returns, for whatever reason, and the kernel
+//! kills them (`PR_SET_PDEATHSIG`) should the lab be killed. What a killed lab does leave is its directory of sockets
+//! and logs among the temporary files.
 
 use std::ffi::OsString;
 use std::fs;
@@ -36,7 +36,8 @@ const LEAST_MEMORY: u32 = 96;
 const BESIDES_DATA: u32 = 72;
 
 /// At fixed addresses, without timer checks that an emulated clock fails, gone after a panic. The last two save a sixth
-/// of a boot each: patching its own code makes QEMU translate it again, and the self-tests of the ciphers are of no use.
+/// of a boot each: patching its own code makes QEMU translate it again, and the self-tests of the ciphers are of no
+/// use.
 const KERNEL_OPTIONS: &str = "console=ttyS0 nokaslr mitigations=off no_timer_check panic=-1 quiet \
                               noreplace-smp cryptomgr.notests";
 

@@ -57,8 +57,8 @@ impl Ksm {
         Ok(Self { before, _lock: lock })
     }
 
-    /// KSM for one test, stopped and with settings that Pagefold does not write. `None`, once it has said why, where the
-    /// test is to be skipped.
+    /// KSM for one test, stopped and with settings that Pagefold does not write. `None`, once it has said why, where
+    /// the test is to be skipped.
     #[must_use]
     pub fn take_as_others_set_it() -> Option<Self> {
         let ksm = Self::take().inspect_err(|why| println!("skipped: {why}")).ok()?;
@@ -68,13 +68,23 @@ impl Ksm {
         Some(ksm)
     }
 
-    /// Write a setting.
+    /// Write a setting. The advisor is switched off for `pages_to_scan`, which the kernel does not take from others
+    /// while it is on.
     ///
     /// # Panics
     /// If the kernel refuses.
     pub fn set(&self, name: &str, value: impl ToString) {
+        if name == "pages_to_scan" && self.value("advisor_mode").is_some_and(|mode| mode != "none") {
+            self.set("advisor_mode", "none");
+        }
         let path = Path::new(ROOT).join(name);
         fs::write(&path, value.to_string()).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    }
+
+    /// The value of a setting, if this kernel has it.
+    #[must_use]
+    pub fn value(&self, name: &str) -> Option<String> {
+        fs::read_to_string(Path::new(ROOT).join(name)).ok().map(|text| chosen(&text))
     }
 
     /// Read a counter.

@@ -41,8 +41,8 @@ enum Workload {
     Layout(LayoutArguments),
     /// Lay out memory in which runs of duplicates lie among unique pages, and hold it until standard input closes
     ///
-    /// Prints the region as one line of JSON, then `READY pid=PID`. Each line that comes over standard input is answered
-    /// with a checksum of the memory.
+    /// Prints the region as one line of JSON, then `READY pid=PID`. Each line that comes over standard input is
+    /// answered with a checksum of the memory.
     Mixture(MixtureArguments),
     /// Boot real QEMU guests with the same and with own data, and hold them until standard input closes or COMMAND ends
     ///

@@ -1,9 +1,9 @@
-//! Databases at work while their memory is enrolled, merged by ksmd, and withdrawn again and again: their own checks, and
-//! sums that their transactions keep, find nothing amiss. One is a library in a shell, the other a server of several
-//! processes under load, some of which end meanwhile.
+//! Databases at work while their memory is enrolled, merged by ksmd, and withdrawn again and again: their own checks,
+//! and sums that their transactions keep, find nothing amiss. One is a library in a shell, the other a server of
+//! several processes under load, some of which end meanwhile.
 //!
-//! `PAGEFOLD_SOAK_CYCLES=N` has the server go through N cycles, as `labs/soak.sh` does. Needs root, KSM, and the shell of
-//! SQLite or PostgreSQL.
+//! `PAGEFOLD_SOAK_CYCLES=N` has the server go through N cycles, as `labs/soak.sh` does. Needs root, KSM, and the shell
+//! of SQLite or PostgreSQL.
 
 #![forbid(unsafe_code)]
 
@@ -24,8 +24,8 @@ use std::time::{Duration, Instant};
 const LAB: &str = env!("CARGO_BIN_EXE_pagefold-lab");
 const CYCLES: u32 = 60;
 
-/// Each row lies in a page of the database of its own, which holds whole pages of memory with zeros in them: these merge,
-/// and a transaction that moves something writes to them.
+/// Each row lies in a page of the database of its own, which holds whole pages of memory with zeros in them: these
+/// merge, and a transaction that moves something writes to them.
 const SCHEMA: &str = "\
 PRAGMA page_size = 65536;
 PRAGMA journal_mode = MEMORY;
@@ -58,9 +58,6 @@ fn advise(pid: u32, what: &str) {
 /// KSM, with ksmd merging without a pause; `None` says why the test is skipped.
 fn merging_hard() -> Option<Ksm> {
     let ksm = Ksm::take().inspect_err(|why| println!("skipped: {why}")).ok()?;
-    if fs::metadata("/sys/kernel/mm/ksm/advisor_mode").is_ok() {
-        ksm.set("advisor_mode", "none");
-    }
     for (name, value) in [("use_zero_pages", 0), ("pages_to_scan", 20_000), ("sleep_millisecs", 0), ("run", 1)] {
         ksm.set(name, value);
     }

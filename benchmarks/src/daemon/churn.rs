@@ -82,8 +82,8 @@ pub struct Run {
 }
 
 impl Run {
-    /// Seconds until nine tenths were merged of those that were watched for long enough to tell, ascending. Without end for
-    /// those that never were.
+    /// Seconds until nine tenths were merged of those that were watched for long enough to tell, ascending. Without end
+    /// for those that never were.
     fn seconds(&self) -> Vec<f64> {
         let told = |fate: &&Fate| fate.merged.is_some() || fate.watched >= SOON;
         let mut seconds: Vec<f64> =

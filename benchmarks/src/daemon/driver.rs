@@ -1,4 +1,5 @@
-//! What drives KSM while machines come and go: the policies that are in use, each followed step by step, and the daemon.
+//! What drives KSM while machines come and go: the policies that are in use, each followed step by step, and the
+//! daemon.
 
 use crate::merge::policies::{Policy, Steps};
 use crate::merge::readings::{cpu_seconds, ksmd};

@@ -1,4 +1,5 @@
-//! A machine that comes, is used for a while, and goes: when it was ready, what it could share then, and what it shares.
+//! A machine that comes, is used for a while, and goes: when it was ready, what it could share then, and what it
+//! shares.
 
 use crate::merge::holder::{Holder, held};
 use crate::merge::truth::{self, Contents};

@@ -1,5 +1,5 @@
-//! Programs that make it hard: one writes all its memory anew, one has huge pages, one forks all the time, one has 60,000
-//! regions. Beside them are two that are merged as they should be.
+//! Programs that make it hard: one writes all its memory anew, one has huge pages, one forks all the time, one has
+//! 60,000 regions. Beside them are two that are merged as they should be.
 //!
 //! That they are intact they tell themselves, where they answer with a checksum or check what they compute; of the one
 //! with all the regions the contents are counted from outside.
@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 const CPU: f64 = 0.1;
 const BURST: f64 = 10.0;
 
-/// CPU seconds by which it may go beyond: what is under way is told to end at the next look, and ends where it can. To be
-/// told of 60,000 regions takes the kernel a second, and a piece of work asks more than once.
+/// CPU seconds by which it may go beyond: what is under way is told to end at the next look, and ends where it can. To
+/// be told of 60,000 regions takes the kernel a second, and a piece of work asks more than once.
 const BEYOND: f64 = 5.0;
 
 /// Threads of the one that writes, and the memory of each in MiB. A quarter of its pages is alike in all threads.
@@ -31,8 +31,8 @@ const WRITTEN: u64 = 16;
 /// How often a page may be merged and broken before it is left alone, at most.
 const STRIKES: u64 = 3;
 
-/// A program that forks: its children have all that it holds, write memory of their own, and end. What they wrote of what
-/// they got would be copied merged or not, and count as broken.
+/// A program that forks: its children have all that it holds, write memory of their own, and end. What they wrote of
+/// what they got would be copied merged or not, and count as broken.
 const FORKER: &str = r#"$| = 1;
 my $held = join "", map { pack("N", $_ % 64) . ("x" x 4092) } 1 .. 6144;
 print "READY\n";

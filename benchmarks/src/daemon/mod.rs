@@ -1,9 +1,9 @@
 //! What the daemon brings and costs, on machines and processes that are real.
 //!
-//! Everything is measured from outside: savings by page tables, CPU time by the scheduler's figures. KSM is held and put
-//! back around each part ([`pagefold_labs::ksm`]). A section keeps its run in a folder below
-//! `benchmarks/runs/DATE-REVISION/`: settings.toml, every sample as CSV, summary.md, pictures and the daemon's log. Before
-//! anything is measured it is seen that nothing else works on the machine. As root.
+//! Everything is measured from outside: savings by page tables, CPU time by the scheduler's figures. KSM is held and
+//! put back around each part ([`pagefold_labs::ksm`]). A section keeps its run in a folder below
+//! `benchmarks/runs/DATE-REVISION/`: settings.toml, every sample as CSV, summary.md, pictures and the daemon's log.
+//! Before anything is measured it is seen that nothing else works on the machine. As root.
 
 mod churn;
 mod driver;

@@ -1,8 +1,9 @@
-//! A host that is driven to its memory limit: how much work it fits before the kernel kills, with the daemon and without.
+//! A host that is driven to its memory limit: how much work it fits before the kernel kills, with the daemon and
+//! without.
 //!
 //! The host is an emulated guest, so that nobody else is harmed. The work are programs of the lab that hold the same in
-//! part, as machines of one template do, started one after the other. Emulated CPUs are many times slower than real ones:
-//! the daemon is given a larger share of one there.
+//! part, as machines of one template do, started one after the other. Emulated CPUs are many times slower than real
+//! ones: the daemon is given a larger share of one there.
 
 use crate::merge::trial::pause_for;
 use crate::report::{Bar, Findings, Table};

@@ -389,7 +389,8 @@ mod tests {
     use crate::merge::trial::Trial;
     use crate::merge::truth::Truth;
 
-    /// A trial in which `pages` are saved evenly over `seconds`, after `idle` of them without any; looked at for `seen`.
+    /// A trial in which `pages` are saved evenly over `seconds`, after `idle` of them without any; looked at for
+    /// `seen`.
     fn trial(policy: Policy, idle: f64, seconds: f64, seen: f64, pages: f64) -> Trial {
         let saved = |at: f64| ((at - idle) / seconds).clamp(0.0, 1.0) * pages;
         let sample = |at: f64| Sample {

@@ -1,8 +1,8 @@
 //! The stand-in for HERA (`labs/hera`) in all its modes: memory over time, gain, and run time.
 //!
-//! The cases are those of the evaluation that it stands for: six materials on 4 and on 8 ranks, a bigger case, and a code
-//! that is slowed as a build with `-finstrument-functions` is. In each round the modes come in an order drawn anew, and
-//! each is compared with the plain run of its round; what they compute must be the same to the last bit.
+//! The cases are those of the evaluation that it stands for: six materials on 4 and on 8 ranks, a bigger case, and a
+//! code that is slowed as a build with `-finstrument-functions` is. In each round the modes come in an order drawn
+//! anew, and each is compared with the plain run of its round; what they compute must be the same to the last bit.
 //!
 //! Memory is that of the job's control group, read in the same way for all: anonymous and shared memory, so that the
 //! messages of ranks, the store of the user engine, its index and the directory of its domain count. To that comes what
@@ -266,8 +266,8 @@ fn run(case: Case, mode: Mode, round: usize, conditions: &Conditions) -> Result<
     })
 }
 
-/// Look at a run until it has ended, and see that it went well. What is read besides: seconds since the beginning, ksmd's
-/// metadata and its CPU time.
+/// Look at a run until it has ended, and see that it went well. What is read besides: seconds since the beginning,
+/// ksmd's metadata and its CPU time.
 fn watch(
     program: &mut Child,
     looks: &mut Vec<Look>,

@@ -1,10 +1,11 @@
-//! Programs that write what was merged: simulations on four ranks over all CPUs, run to their end under each way to merge.
+//! Programs that write what was merged: simulations on four ranks over all CPUs, run to their end under each way to
+//! merge.
 //!
 //! What counts is how long they take, by the ratio to the run without merging in the same round, and how much memory
-//! their control group had less, in the mean over the run and in its last quarter. The latter are the savings that last:
-//! while a program sets itself up it holds zeros that it is about to overwrite, and what merges of them is soon gone.
-//! The decks are in `labs/mpi`, each a script that prepares, runs, and prints the physical result, which must be the
-//! same under each.
+//! their control group had less, in the mean over the run and in its last quarter. The latter are the savings that
+//! last: while a program sets itself up it holds zeros that it is about to overwrite, and what merges of them is soon
+//! gone. The decks are in `labs/mpi`, each a script that prepares, runs, and prints the physical result, which must be
+//! the same under each.
 //!
 //! Bars are judged on CP2K alone. It was added before any run of it with KSM, its deck chosen by plain runs and one
 //! census, and no setting was made with it in view; should one be changed after a look at its runs, another code has to
@@ -54,8 +55,8 @@ pub struct Code {
     pub title: &'static str,
     /// Whether it judges: it was added before any run of it with KSM, and no setting was made with it in view.
     pub held_out: bool,
-    /// By how much numbers in the result may differ, relative to themselves. 0 where a run repeats its result to the last
-    /// printed digit.
+    /// By how much numbers in the result may differ, relative to themselves. 0 where a run repeats its result to the
+    /// last printed digit.
     pub tolerance: f64,
 }
 

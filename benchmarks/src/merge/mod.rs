@@ -1,9 +1,9 @@
 //! What merging brings and costs: `pagefold merge` against the ways in which ksmd is driven today.
 //!
 //! Everything is measured from outside and in the same way for every policy ([`readings`]); of what pagefold
-//! says only what it missed is looked at, and no figure taken ([`reports`]). KSM is held and put back around each trial ([`pagefold_labs::ksm`]). A section keeps its run in a
-//! folder below `benchmarks/runs/DATE-REVISION/`: settings.toml, samples.csv, trials.csv, reports.jsonl, summary.md, and
-//! a picture for each workload. As root.
+//! says only what it missed is looked at, and no figure taken ([`reports`]). KSM is held and put back around each trial
+//! ([`pagefold_labs::ksm`]). A section keeps its run in a folder below `benchmarks/runs/DATE-REVISION/`: settings.toml,
+//! samples.csv, trials.csv, reports.jsonl, summary.md, and a picture for each workload. As root.
 
 mod bars;
 mod compare;

@@ -1,7 +1,7 @@
 //! What is compared: the policies of [`pagefold_model::policy`], and pagefold as a command.
 //!
-//! What a policy writes is computed by the functions that the product itself drives KSM with. Here is only which of them
-//! take part, and how they go on beyond the window that they are given.
+//! What a policy writes is computed by the functions that the product itself drives KSM with. Here is only which of
+//! them take part, and how they go on beyond the window that they are given.
 
 use super::readings::Sample;
 use pagefold_labs::ksm::Ksm;
@@ -176,8 +176,8 @@ impl Beyond<'_> {
         }
     }
 
-    /// A step is due at the end of each full scan. ksmd is taken to have used no CPU before the window, as on a host that
-    /// was just booted; what the kernel did in the window itself, it did with what ksmd had used since boot.
+    /// A step is due at the end of each full scan. ksmd is taken to have used no CPU before the window, as on a host
+    /// that was just booted; what the kernel did in the window itself, it did with what ksmd had used since boot.
     fn advised(&self, rule: &Advisor, pace: Pace, pages: f64) -> Option<f64> {
         let (first, last) = (self.watched.first()?, self.watched.last()?);
         let seconds = |seconds: f64| Duration::from_secs_f64(seconds.max(0.0));
@@ -281,7 +281,8 @@ mod tests {
         }
     }
 
-    /// A window of 10 s in which ksmd scanned batches of so many pages at 1000 pages a second, half of the time on a CPU.
+    /// A window of 10 s in which ksmd scanned batches of so many pages at 1000 pages a second, half of the time on a
+    /// CPU.
     fn window(batch: u64) -> Vec<Sample> {
         (0..=10)
             .map(|at| Sample {
@@ -340,7 +341,8 @@ mod tests {
             seconds,
             ..window(300)[0]
         };
-        // 200 batches of 300 pages until 60 s, then 100 of 600 until 105: 0.15 s beside a CPU between two, 0.5 ms a page.
+        // 200 batches of 300 pages until 60 s, then 100 of 600 until 105: 0.15 s beside a CPU between two, 0.5 ms a
+        // page.
         let watched = [sample(0.0, 0, 0.0, 300), sample(60.0, 60_000, 30.0, 300), sample(105.0, 120_000, 60.0, 600)];
         let host = host();
         let beyond = Beyond { policy: Policy::Ksmtuned, host: &host, watched: &watched, scans: &[] };

@@ -1,10 +1,10 @@
 //! What is read from outside, the same way for every policy.
 //!
-//! While merging goes on, only counters are read: `pages_sharing` and `ksm_zero_pages`, which cost nothing and are nearly
-//! right then, and CPU times. They do not see what a split huge page gives back (the kernel frees its pages of zeros,
-//! which count for nobody); where that matters, the processes' memory is read instead, which is a walk through their page
-//! tables and so done less often. When it is over and ksmd stands still, the truth: proportional shares from the page tables
-//! (`Pss_Anon` of smaps_rollup), metadata, huge pages and regions.
+//! While merging goes on, only counters are read: `pages_sharing` and `ksm_zero_pages`, which cost nothing and are
+//! nearly right then, and CPU times. They do not see what a split huge page gives back (the kernel frees its pages of
+//! zeros, which count for nobody); where that matters, the processes' memory is read instead, which is a walk through
+//! their page tables and so done less often. When it is over and ksmd stands still, the truth: proportional shares from
+//! the page tables (`Pss_Anon` of smaps_rollup), metadata, huge pages and regions.
 //!
 //! Formats: Documentation/admin-guide/mm/ksm.rst, Documentation/filesystems/proc.rst and
 //! Documentation/scheduler/sched-stats.rst (schedstat) of Linux 6.18.
@@ -75,8 +75,8 @@ pub fn ksmd() -> Result<u32> {
     pids.into_iter().find(named).context("there is no ksmd: a kernel without KSM")
 }
 
-/// CPU seconds of a process, all its threads and the children it waited for, user and system: also of one that has ended
-/// and was not waited for. In steps of 10 ms, the unit of `/proc/PID/stat`.
+/// CPU seconds of a process, all its threads and the children it waited for, user and system: also of one that has
+/// ended and was not waited for. In steps of 10 ms, the unit of `/proc/PID/stat`.
 pub fn cpu_seconds(pid: u32) -> Result<f64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     // The name is in parentheses and may hold anything.

@@ -1,6 +1,6 @@
 //! What `pagefold merge` says of itself (`pagefold schema merge`), kept with the run so that an odd figure can be
-//! explained. No figure is taken from it: those are measured from outside. Kept runs are public, so how the machine sorts
-//! its processes is left out.
+//! explained. No figure is taken from it: those are measured from outside. Kept runs are public, so how the machine
+//! sorts its processes is left out.
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -38,8 +38,8 @@ impl Report {
         self.said.pointer(place).and_then(Value::as_array).map_or(&[], Vec::as_slice)
     }
 
-    /// What was not seen, left alone, refused or not finished: a line for each process and reason. Every process that is
-    /// named to it is to be merged, so one that is left alone is missed as well.
+    /// What was not seen, left alone, refused or not finished: a line for each process and reason. Every process that
+    /// is named to it is to be merged, so one that is left alone is missed as well.
     pub fn missed(&self) -> Vec<String> {
         let word = |entry: &Value, name: &str| entry[name].as_str().unwrap_or("?").to_owned();
         let mut counted: BTreeMap<String, usize> = BTreeMap::new();

@@ -1,8 +1,8 @@
 //! For how long a process is stopped while its ranges are enrolled and withdrawn from outside.
 //!
 //! A thread of the target is stopped, made to call madvise(2), and let go, again and again: a command of many ranges is
-//! several stops, so that no single one is long. What is measured is each stop, as the host tells it, and their sum over
-//! all ranges of a command. ksmd stands still meanwhile: nothing merges, and withdrawing has nothing to unmerge.
+//! several stops, so that no single one is long. What is measured is each stop, as the host tells it, and their sum
+//! over all ranges of a command. ksmd stands still meanwhile: nothing merges, and withdrawing has nothing to unmerge.
 
 use super::bars::STOP;
 use crate::report::{Bar, Findings, Spread, Table};

@@ -1,10 +1,10 @@
 //! How fast equal memory is merged: the user engine on one and two threads against ksmd flat out, by length of run.
 //!
 //! Two or four processes hold the same, in runs of so many pages with a page between them that is not there; or zeros.
-//! Nothing of it is merged at first and all of it at last. The user engine takes a merge for each process and one more for
-//! that, all of which count: one to see what the first process has, one to store and map it in the second, one to map it
-//! in each of the others, the first at last. ksmd takes two scans and more; what counts is its CPU time until the last
-//! page is merged. In each round all take their turn, in an order drawn anew.
+//! Nothing of it is merged at first and all of it at last. The user engine takes a merge for each process and one more
+//! for that, all of which count: one to see what the first process has, one to store and map it in the second, one to
+//! map it in each of the others, the first at last. ksmd takes two scans and more; what counts is its CPU time until
+//! the last page is merged. In each round all take their turn, in an order drawn anew.
 //!
 //! The processes are the engine's `examples/member`, which fill their memory as they are told; the time of a merge is
 //! what it says of itself.

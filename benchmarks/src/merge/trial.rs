@@ -211,8 +211,8 @@ fn write_due(steps: &mut Steps, ksm: &Ksm, seconds: f64) -> Result<()> {
     steps.write(ksm, seconds).map_err(|why| anyhow!("a step of a policy: {why}"))
 }
 
-/// Full scans without progress after which there is none to come: with `smart_scan` ksmd may leave a page out of eight in
-/// a row (mm/ksm.c, `skip_age`, 6.18), and then looks at it twice before it merges it.
+/// Full scans without progress after which there is none to come: with `smart_scan` ksmd may leave a page out of eight
+/// in a row (mm/ksm.c, `skip_age`, 6.18), and then looks at it twice before it merges it.
 const QUIET: i64 = 10;
 
 /// Whether merging that goes on by itself has come to its end.

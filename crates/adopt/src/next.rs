@@ -1,8 +1,8 @@
 //! The functions that this library stands in for: those of whichever library comes next, mostly the C library's.
 //!
-//! They are looked up when they are first called, since programs allocate before any initializer has run; those that are
-//! called with a lock held, by the initializer at the latest. What the loader itself allocates meanwhile comes from a
-//! small arena, and stays.
+//! They are looked up when they are first called, since programs allocate before any initializer has run; those that
+//! are called with a lock held, by the initializer at the latest. What the loader itself allocates meanwhile comes from
+//! a small arena, and stays.
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::{Cell, UnsafeCell};

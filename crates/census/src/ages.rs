@@ -1,11 +1,12 @@
 //! For how long pages have held what they hold, over several censuses under one key.
 //!
-//! Two looks within a census tell what changes all the time from what holds still. A work array that is filled anew every
-//! few seconds holds still between them, and merging it is a loss. So who takes censuses again and again asks for an
-//! age: [`ripe_after`] says which, and what is younger is left for a later census.
+//! Two looks within a census tell what changes all the time from what holds still. A work array that is filled anew
+//! every few seconds holds still between them, and merging it is a loss. So who takes censuses again and again asks for
+//! an age: [`ripe_after`] says which, and what is younger is left for a later census.
 //!
-//! Takes 24 bytes for each page that a plan covers and that has anything to gain. What is written with the bytes that were
-//! there grows old like anything else: only the kernel's page tables tell, once it is merged ([`pagefold_model::lasting`]).
+//! Takes 24 bytes for each page that a plan covers and that has anything to gain. What is written with the bytes that
+//! were there grows old like anything else: only the kernel's page tables tell, once it is merged
+//! ([`pagefold_model::lasting`]).
 
 use crate::Error;
 use crate::choose::each_page;
@@ -58,8 +59,9 @@ impl Ages {
     }
 
     /// Take note of what a census under this key found at `now`, and leave those pieces out of its plan of which most
-    /// pages that should merge are not ripe. What a program enrolled itself of them is withdrawn while ksmd works, unless
-    /// some of it is merged. Of processes that the census has not what is known stays. Tells how much of each was left out.
+    /// pages that should merge are not ripe. What a program enrolled itself of them is withdrawn while ksmd works,
+    /// unless some of it is merged. Of processes that the census has not what is known stays. Tells how much of each
+    /// was left out.
     pub fn sift(
         &mut self,
         plan: &mut Plan,

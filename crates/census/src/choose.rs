@@ -12,8 +12,8 @@
 //! - A process must keep room for regions of its own under `vm.max_map_count`: what is enrolled takes at most half of
 //!   what is left, each range two regions.
 //!
-//! What a page gains assumes that the other pages of its group are covered too. What the chosen ranges reach together is
-//! counted afterwards, from the groups.
+//! What a page gains assumes that the other pages of its group are covered too. What the chosen ranges reach together
+//! is counted afterwards, from the groups.
 
 use crate::index::{Index, Mark, RegionPages};
 use crate::survey::Survey;
@@ -112,7 +112,8 @@ fn of_process(survey: &Survey, index: &Index, terms: &Terms, regions: &[RegionPa
 
     let enrolled: Vec<&RegionPages> = regions.iter().filter(|pages| is_enrolled(pages)).collect();
     let is_whole = |huge: &u64| split.binary_search(huge).is_err();
-    // A hole may be a page of zeros that KSM merged, and withdrawing would unmerge it. What is split has no price any more.
+    // A hole may be a page of zeros that KSM merged, and withdrawing would unmerge it. What is split has no price any
+    // more.
     let unbridged = |stretch: Stretch| Stretch {
         hole: if stretch.hole > 0 { i64::MAX } else { 0 },
         huge: stretch.huge.filter(is_whole),

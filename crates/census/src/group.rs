@@ -81,7 +81,8 @@ pub(crate) fn domain_numbers<'a>(domains: impl Iterator<Item = &'a Domain>) -> V
         .collect()
 }
 
-/// Walk over the groups in parallel, with the number of each subject's trust domain. `visit` gets the sorted members of each group of two or more and where it begins.
+/// Walk over the groups in parallel, with the number of each subject's trust domain. `visit` gets the sorted members of
+/// each group of two or more and where it begins.
 pub fn walk<T, F>(index: &Index, domains: &[u32], visit: F) -> Vec<T>
 where
     T: Default + Send,
@@ -238,8 +239,8 @@ fn forbid_zeros(index: &Index, domains: &[u32], merged: &BTreeMap<u32, u64>) {
     }
 }
 
-/// The one trust domain in which a content may be merged: the one that has it merged already, or enrolled by a witness, or
-/// else the one in which that frees most. None if several have it so.
+/// The one trust domain in which a content may be merged: the one that has it merged already, or enrolled by a witness,
+/// or else the one in which that frees most. None if several have it so.
 fn domain_of(index: &Index, sharing: Sharing, witnesses: &[bool], members: &[Member]) -> Option<u32> {
     let mut best: Option<(Pages, u32)> = None;
     let mut merged: Option<u32> = None;

@@ -1,5 +1,5 @@
-//! The index: every resident page with its fingerprint and class, in 13 bytes and a share of its run's 8. A page that is
-//! the frame of an earlier one takes 8 more.
+//! The index: every resident page with its fingerprint and class, in 13 bytes and a share of its run's 8. A page that
+//! is the frame of an earlier one takes 8 more.
 
 use crate::Error;
 use crate::survey::{Subject, Survey, way};
@@ -157,8 +157,8 @@ pub struct Index {
     runs: Vec<PackedRun>,
     /// Ordinal of the first page of each subject, and the number of all pages.
     subjects: Vec<u32>,
-    /// In the order of ordinals while reading. Afterwards those that may have a partner, sorted by fingerprint, and then
-    /// the others.
+    /// In the order of ordinals while reading. Afterwards those that may have a partner, sorted by fingerprint, and
+    /// then the others.
     pub(crate) entries: Vec<Entry>,
     /// How many may have a partner.
     pub(crate) paired: usize,

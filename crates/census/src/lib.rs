@@ -8,23 +8,23 @@
 //!    pages in the order of their addresses.
 //! 3. [`scan`] reads the pages in parallel and puts a fingerprint for each into the index; a second pass marks what
 //!    changed.
-//! 4. [`group`] sorts the fingerprints, after [`pairs`] has told most of those that have no partner. Equal ones lie side
-//!    by side, ordered by domain and process, so one walk over them classifies every page.
+//! 4. [`group`] sorts the fingerprints, after [`pairs`] has told most of those that have no partner. Equal ones lie
+//!    side by side, ordered by domain and process, so one walk over them classifies every page.
 //! 5. [`tally`] walks the pages in address order and counts: by region, process, extent and content. Before that,
 //!    [`choose`] finds the ranges that are worth enrolling.
 //!
 //! Memory is 13 bytes for each page (12 for the fingerprint and ordinal, one for the class) and 8 for each run of pages
-//! that lie behind one another, so at most 21. A page whose frame an earlier one has, since a fork, takes 8 more, and where
-//! NUMA nodes are kept apart each takes one more. While pages are listed, the runs of the processes in hand take 16 each
-//! beside it; while they are grouped, each page takes at most 12 more. Nothing is written anywhere.
+//! that lie behind one another, so at most 21. A page whose frame an earlier one has, since a fork, takes 8 more, and
+//! where NUMA nodes are kept apart each takes one more. While pages are listed, the runs of the processes in hand take
+//! 16 each beside it; while they are grouped, each page takes at most 12 more. Nothing is written anywhere.
 //!
 //! # Trust domains
 //!
-//! Without [`Options::across_domains`] a content that lies in several domains is covered in one of them at most: in none
-//! of the chosen ones if somebody who is not chosen has it enrolled ([`Options::enrolled`]). That keeps apart what is equal
-//! when the census is taken, and promises nothing for later: two covered pages of different domains whose contents become
-//! equal afterwards are merged while ksmd runs, and so are pages that programs enrolled themselves, whatever is chosen
-//! here.
+//! Without [`Options::across_domains`] a content that lies in several domains is covered in one of them at most: in
+//! none of the chosen ones if somebody who is not chosen has it enrolled ([`Options::enrolled`]). That keeps apart what
+//! is equal when the census is taken, and promises nothing for later: two covered pages of different domains whose
+//! contents become equal afterwards are merged while ksmd runs, and so are pages that programs enrolled themselves,
+//! whatever is chosen here.
 
 #![forbid(unsafe_code)]
 
@@ -85,8 +85,8 @@ pub struct Options {
     pub costs: Option<Costs>,
     /// Whether guided enrolment may merge pages of different trust domains.
     pub across_domains: bool,
-    /// Processes that are enrolled, chosen or not: what they hold in other trust domains is not to be merged with. Nothing of
-    /// them is counted beside it.
+    /// Processes that are enrolled, chosen or not: what they hold in other trust domains is not to be merged with.
+    /// Nothing of them is counted beside it.
     pub enrolled: Vec<ProcessId>,
     /// Regions that a process may have (`vm.max_map_count`).
     pub max_map_count: u64,
@@ -101,9 +101,9 @@ pub enum Second {
     #[default]
     All,
     /// Those that have anything to gain, duplicates and zeros, and of the others those few that [`pairs`] cannot tell
-    /// from them. Other pages are unique, whether they change or not. Of a process none of whose threads ran since before
-    /// the first pass nothing is read again: what devices and kernel threads write for it is left to ksmd, which merges
-    /// only what it has found unchanged itself.
+    /// from them. Other pages are unique, whether they change or not. Of a process none of whose threads ran since
+    /// before the first pass nothing is read again: what devices and kernel threads write for it is left to ksmd, which
+    /// merges only what it has found unchanged itself.
     Candidates,
 }
 

@@ -10,8 +10,8 @@ use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Make a plan of a census and its index. See [`pagefold_model::plan::plan`]; the frames that it should free are counted
-/// here for the pages of its targets alone, as if ksmd found no others.
+/// Make a plan of a census and its index. See [`pagefold_model::plan::plan`]; the frames that it should free are
+/// counted here for the pages of its targets alone, as if ksmd found no others.
 ///
 /// Zeros that KSM merged with one another earlier are taken for none, so of zeros one frame too few may be counted.
 pub fn plan(

@@ -1,9 +1,9 @@
 //! Contents that a plan counts on, page by page, by which one can tell afterwards why some gave back less than they
 //! should: their pages were written, or withdrawn, or ended with their process, and left their partners alone.
 //!
-//! All contents are followed where the plan has few pages, and what is told is exact. Of a larger plan it is a sample of
-//! contents by their fingerprints, which are as good as random numbers; of a content of many pages it is a sample of its
-//! pages, each of which stands for its share. So does each page of zeros.
+//! All contents are followed where the plan has few pages, and what is told is exact. Of a larger plan it is a sample
+//! of contents by their fingerprints, which are as good as random numbers; of a content of many pages it is a sample of
+//! its pages, each of which stands for its share. So does each page of zeros.
 
 use crate::choose::each_page;
 use crate::group::{self, Member};
@@ -143,8 +143,8 @@ impl Probes {
         let mut pages: Vec<Page> = self.followed.iter().enumerate().flat_map(of).collect();
         pages.sort_unstable_by_key(|page| (page.process, page.address));
         self.each_process(host, &mut pages, |handle, pages| self.find(host, handle, pages))?;
-        // What was written may have merged since with something else. But pages that were equal and have one frame now are
-        // as they were.
+        // What was written may have merged since with something else. But pages that were equal and have one frame now
+        // are as they were.
         let known = |(at, page): (usize, &Page)| Some((self.followed[page.content].fingerprint, page.frame?, at));
         let mut merged: Vec<(Fingerprint, Pfn, usize)> = pages.iter().enumerate().filter_map(known).collect();
         merged.sort_unstable();
@@ -191,8 +191,8 @@ impl Probes {
         Ok(())
     }
 
-    /// What page tables tell of some pages of a process: of those that are in memory whether they are merged, and of the
-    /// others their fate.
+    /// What page tables tell of some pages of a process: of those that are in memory whether they are merged, and of
+    /// the others their fate.
     fn find(&self, host: &dyn Host, handle: &dyn Process, pages: &mut [Page]) -> Reading<()> {
         let page_len = host.page_size().bytes();
         let mut shared: Vec<(Pfn, usize)> = Vec::new();

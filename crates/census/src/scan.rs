@@ -220,8 +220,8 @@ impl Scan<'_> {
         }
     }
 
-    /// Read a unit's pages. `note` gets each page that was looked at, `None` for one that is gone. An error says why the
-    /// rest was not.
+    /// Read a unit's pages. `note` gets each page that was looked at, `None` for one that is gone. An error says why
+    /// the rest was not.
     fn read(
         &self,
         index: &Index,

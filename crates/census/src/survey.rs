@@ -73,7 +73,8 @@ pub struct Subject {
 pub struct Survey {
     /// Ordered by trust domain, then by number.
     pub subjects: Vec<Subject>,
-    /// Ordered by number. Processes that went away on their own are not among them unless they were asked for by number.
+    /// Ordered by number. Processes that went away on their own are not among them unless they were asked for by
+    /// number.
     pub unseen: Vec<Unseen>,
 }
 
@@ -89,8 +90,8 @@ impl Survey {
     }
 }
 
-/// Choose processes and read their regions; of `enrolled` ones that are not chosen and of other trust domains than all that
-/// are, those regions that are enrolled.
+/// Choose processes and read their regions; of `enrolled` ones that are not chosen and of other trust domains than all
+/// that are, those regions that are enrolled.
 pub fn survey(
     host: &dyn Host,
     selection: &Selection,

@@ -1,9 +1,9 @@
 //! The configuration: `/etc/pagefold/pagefold.toml`, or the file that `--config` names.
 //!
 //! It says who trusts whom, who is left alone, and what the daemon does; everything else is an option of a command. The
-//! default file need not be there, one that is named must be. Nothing in it is guessed at: an unknown key, a pattern that
-//! is none, a group with nobody in it is an error, in one line with the place and, where something near it is known, with
-//! that. What the fields below are documented with is also what the JSON schema says of them.
+//! default file need not be there, one that is named must be. Nothing in it is guessed at: an unknown key, a pattern
+//! that is none, a group with nobody in it is an error, in one line with the place and, where something near it is
+//! known, with that. What the fields below are documented with is also what the JSON schema says of them.
 
 mod daemon;
 mod ksmtuned;

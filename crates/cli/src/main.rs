@@ -1,7 +1,7 @@
 //! The command line. Each command is a module of `command`; what they share is here.
 //!
-//! Exit status: 0 done, 1 the verdict is no, 2 usage or failure, 3 partial: something was not seen, and the output says
-//! what.
+//! Exit status: 0 done, 1 the verdict is no, 2 usage or failure, 3 partial: something was not seen or not put back, and
+//! the output says what.
 
 #![forbid(unsafe_code)]
 
@@ -36,7 +36,7 @@ fn main() -> ExitCode {
         Err(error) if output::is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("pagefold: {error:#}");
-            ExitCode::from(2)
+            ExitCode::from(command::recover::status(&error))
         }
     }
 }

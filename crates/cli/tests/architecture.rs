@@ -43,7 +43,8 @@ const BESIDE: &[&str] = &["labs", "benchmarks"];
 /// The rooms that may contain `unsafe`.
 const UNSAFE_ROOMS: &[&str] = &["sys", "engine", "preload", "adopt"];
 
-/// What the model may import from others: arithmetic, derives, patterns of names, and the grammar of JSON command lines.
+/// What the model may import from others: arithmetic, derives, patterns of names, and the grammar of JSON command
+/// lines.
 const MODEL_MAY_USE: &[&str] = &["globset", "microlp", "serde_json", "thiserror"];
 
 /// Modules of `std` that the model must not name.

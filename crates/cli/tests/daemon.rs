@@ -4,13 +4,14 @@
 
 use pagefold_labs::client;
 use pagefold_labs::ksm::Ksm;
+use pagefold_labs::look::{enrolled, until};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tempfile::TempDir;
 
 fn settings(ksm: &Ksm) -> [i64; 4] {
@@ -19,15 +20,6 @@ fn settings(ksm: &Ksm) -> [i64; 4] {
 
 /// What [`ksm`] writes.
 const BEFORE: [i64; 4] = [0, 123, 77, 0];
-
-/// Wait for something that is bound to come.
-fn until(what: &str, mut there: impl FnMut() -> bool) {
-    let started = Instant::now();
-    while !there() {
-        assert!(started.elapsed() < Duration::from_secs(120), "{what} did not come within two minutes");
-        sleep(Duration::from_millis(50));
-    }
-}
 
 /// A directory with a configuration, the daemon's state, and the lab under a name that nobody else has.
 struct Place {
@@ -168,9 +160,7 @@ impl Program {
     }
 
     fn is_enrolled(&self) -> bool {
-        let smaps = fs::read_to_string(format!("/proc/{}/smaps", self.0.id())).unwrap();
-        let mut flags = smaps.lines().filter_map(|line| line.strip_prefix("VmFlags:"));
-        flags.any(|flags| flags.split(' ').any(|flag| flag == "mg"))
+        !enrolled(self.0.id()).is_empty()
     }
 }
 

@@ -1,7 +1,8 @@
-//! What is installed beside the binary: the unit, the configurations, the scripts for Slurm. The package itself is tried in
-//! a guest by `make test-deb`.
+//! What is installed beside the binary: the unit, the configurations, the scripts for Slurm. The package itself is
+//! tried in a guest by `make test-deb`.
 
 use pagefold_labs::client;
+use pagefold_labs::look::until;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -197,13 +198,4 @@ fn a_job_of_slurm_is_accounted_for() {
     until("the end of who watches", || watch.0.try_wait().unwrap().is_some());
     assert!(script("epilog.sh").status().unwrap().success());
     assert!(!kept.exists() && log.join(format!("{job}.json")).exists());
-}
-
-/// Wait for something that is bound to come.
-fn until(what: &str, mut there: impl FnMut() -> bool) {
-    let started = Instant::now();
-    while !there() {
-        assert!(started.elapsed() < Duration::from_secs(120), "{what} did not come within two minutes");
-        sleep(Duration::from_millis(50));
-    }
 }

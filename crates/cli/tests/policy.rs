@@ -27,9 +27,6 @@ fn take(test: &str) -> Option<(Ksm, tempfile::TempDir)> {
             None
         }
         Ok(ksm) => {
-            if Path::new(ROOT).join("advisor_mode").exists() {
-                ksm.set("advisor_mode", "none");
-            }
             for (name, value) in [("run", 0), ("pages_to_scan", 777), ("sleep_millisecs", 20)] {
                 ksm.set(name, value);
             }

@@ -1,15 +1,14 @@
-//! Advice that was given for the time of a merge, on the live kernel: it comes back, and only to what it was given about.
+//! Advice that was given for the time of a merge, on the live kernel: it comes back, and only to what it was given
+//! about.
 
 use pagefold_labs::client::Lab;
 use pagefold_labs::ksm::Ksm;
 use pagefold_labs::lines::Region;
+use pagefold_labs::look::{self, until};
 use serde_json::Value;
 use std::collections::BTreeSet;
-use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::thread::sleep;
-use std::time::{Duration, Instant};
 
 /// Memory that a lab enrolled itself, most of which does not pay.
 const SPECS: [&str; 3] = ["--mergeable", "unique=3000", "shared-content=m:8000"];
@@ -23,20 +22,8 @@ fn pagefold(state: &Path, command: &str) -> Command {
 /// The smallest page that there is.
 const PAGE: u64 = 4096;
 
-/// The addresses of a process's enrolled pages.
 fn enrolled(lab: &Lab<Region>) -> BTreeSet<u64> {
-    let mut pages = BTreeSet::new();
-    let mut region = 0..0;
-    let address = |text| u64::from_str_radix(text, 16).ok();
-    for line in fs::read_to_string(format!("/proc/{}/smaps", lab.pid())).unwrap().lines() {
-        let bounds = line.split(' ').next().and_then(|word| word.split_once('-'));
-        if let Some((Some(start), Some(end))) = bounds.map(|(start, end)| (address(start), address(end))) {
-            region = start..end;
-        } else if line.strip_prefix("VmFlags:").is_some_and(|flags| flags.split(' ').any(|flag| flag == "mg")) {
-            pages.extend(region.clone().step_by(PAGE as usize));
-        }
-    }
-    pages
+    look::enrolled(lab.pid())
 }
 
 /// KSM for one test; `None` says why the test is skipped.
@@ -75,11 +62,7 @@ fn what_a_killed_merge_withdrew_is_enrolled_again() {
     let mut merge = pagefold(state.path(), "merge");
     merge.args(&pids).args(["--cpu", "0.1", "--settle", "0", "--watch", "0"]);
     let mut child = merge.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    let started = Instant::now();
-    while labs.iter().zip(&before).any(|(lab, before)| before.is_subset(&enrolled(lab))) {
-        assert!(started.elapsed() < Duration::from_secs(60), "nothing was withdrawn within a minute");
-        sleep(Duration::from_millis(5));
-    }
+    until("a withdrawal", || !labs.iter().zip(&before).any(|(lab, before)| before.is_subset(&enrolled(lab))));
     child.kill().unwrap();
     child.wait().unwrap();
     assert!(!labs.iter().zip(&before).any(|(lab, before)| before.is_subset(&enrolled(lab))));

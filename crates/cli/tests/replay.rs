@@ -1,5 +1,5 @@
-//! A recording of many moments: what does not change is kept once, each moment can be read by itself, and the daemon goes
-//! through all of them by the recorded clock.
+//! A recording of many moments: what does not change is kept once, each moment can be read by itself, and the daemon
+//! goes through all of them by the recorded clock.
 
 use pagefold_labs::client::Lab;
 use std::fs;

@@ -1,16 +1,14 @@
-//! `pagefold report`: of histories of made-up hosts, held against `fixtures/expected/report` (`UPDATE_GOLDEN=1` writes it
-//! anew), and of one that a daemon keeps of a recorded host, which needs no privilege.
+//! `pagefold report`: of histories of made-up hosts, held against `fixtures/expected/report` (`UPDATE_GOLDEN=1` writes
+//! it anew), and of one that a daemon keeps of a recorded host, which needs no privilege.
 
 use pagefold_history::{Limits, Writer};
+use pagefold_labs::look::until;
 use pagefold_report::daemon::{Decision, Member, MemberState, Pass, Status};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tempfile::TempDir;
-
-/// How long anything may take here: far more than it does.
-const PATIENCE: Duration = Duration::from_secs(120);
 
 fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
@@ -28,8 +26,8 @@ const BEGIN: f64 = 1_795_161_600.0;
 /// A guest comes every so many seconds.
 const EVERY: u32 = 1200;
 
-/// Three hours of a host: guests come, each shares `mib`, of which the most is merged `tau` seconds after its merge began.
-/// The daemon is started anew after two hours.
+/// Three hours of a host: guests come, each shares `mib`, of which the most is merged `tau` seconds after its merge
+/// began. The daemon is started anew after two hours.
 fn keep(path: &Path, host: &str, mib: f64, tau: f64) {
     let begin = |time| Writer::open(path, Limits::default(), host, "0.1.0", time).expect("a history");
     let mut writer = begin(BEGIN);
@@ -294,25 +292,13 @@ fn kept_in(folder: &Path) -> Option<Value> {
     Some(report)
 }
 
-/// Wait for something that is bound to come.
-fn until<T>(what: &str, mut there: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + PATIENCE;
-    loop {
-        if let Some(there) = there() {
-            return there;
-        }
-        assert!(Instant::now() < end, "{what} did not come");
-        std::thread::sleep(Duration::from_millis(100));
-    }
-}
-
 #[test]
 fn a_daemon_keeps_what_it_sees_over_its_end_and_its_death() {
     let folder = tempfile::tempdir().unwrap();
     let mut daemon = Daemon::start(folder.path());
     // The first is written at once; what has come since is written in the end.
-    until("a sample", || kept_in(folder.path()));
-    until("a census", || daemon.status().filter(|status| status["passes"]["passes"].as_u64() >= Some(1)));
+    until("a sample", || kept_in(folder.path()).is_some());
+    until("a census", || daemon.status().is_some_and(|status| status["passes"]["passes"].as_u64() >= Some(1)));
     // What work came to is noted a second later at most, if the machine has the time.
     std::thread::sleep(Duration::from_secs(4));
     assert!(Command::new("kill").arg(daemon.child.id().to_string()).status().unwrap().success());
@@ -330,7 +316,7 @@ fn a_daemon_keeps_what_it_sees_over_its_end_and_its_death() {
     // Killed, the next goes on where it was.
     let mut daemon = Daemon::start(folder.path());
     let more = || kept_in(folder.path()).filter(|report| report["sides"][0]["samples"].as_u64() > Some(samples));
-    until("another life", more);
+    until("another life", || more().is_some());
     daemon.child.kill().unwrap();
     daemon.child.wait().unwrap();
     assert!(more().is_some());
@@ -342,7 +328,7 @@ fn a_daemon_keeps_what_it_sees_over_its_end_and_its_death() {
         let _ = std::fs::remove_file(folder.path().join(log));
     }
     let daemon = Daemon::start(folder.path());
-    until("an answer", || daemon.status());
+    until("an answer", || daemon.status().is_some());
     let log = daemon.log();
     assert!(log.contains("going on without a history") && log.contains("is no history of pagefold"), "{log}");
 }

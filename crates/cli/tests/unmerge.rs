@@ -3,20 +3,20 @@
 //! What needs root, KSM, QEMU or a memory cgroup prints `skipped: why` without.
 
 use pagefold_labs::assets::Assets;
-use pagefold_labs::client;
+use pagefold_labs::client::{self, Lab};
 use pagefold_labs::ksm::Ksm;
-use pagefold_labs::lines::{Guest, READY, Region};
+use pagefold_labs::lines::{Guest, Region};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use std::error::Error;
 use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hasher};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -96,41 +96,10 @@ impl Drop for Cgroup {
 }
 
 /// A lab in a cgroup.
-struct Lab<Line> {
-    child: Child,
-    lines: Vec<Line>,
-}
-
-impl<Line: DeserializeOwned> Lab<Line> {
-    fn start(cgroup: Option<&Cgroup>, arguments: &[&str]) -> Result<Self, Box<dyn Error>> {
-        let mut command = match cgroup {
-            Some(cgroup) => {
-                let mut shell = Command::new("sh");
-                shell.args(["-c", "echo $$ > \"$0/cgroup.procs\" && exec \"$@\""]).arg(&cgroup.directory);
-                shell.arg(client::binary()?);
-                shell
-            }
-            None => Command::new(client::binary()?),
-        };
-        let child = command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
-        let mut lab = Self { child, lines: Vec::new() };
-        let output = lab.child.stdout.take().ok_or("no output")?;
-        for line in BufReader::new(output).lines() {
-            let line = line?;
-            if line.starts_with(READY) {
-                return Ok(lab);
-            }
-            lab.lines.push(serde_json::from_str(&line)?);
-        }
-        Err(format!("pagefold-lab {arguments:?} ended before it was ready").into())
-    }
-}
-
-impl<Line> Drop for Lab<Line> {
-    fn drop(&mut self) {
-        drop(self.child.stdin.take());
-        let _ = self.child.wait();
-    }
+fn start_in<Line: DeserializeOwned>(cgroup: &Cgroup, subcommand: &str, arguments: &[&str]) -> io::Result<Lab<Line>> {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "echo $$ > \"$0/cgroup.procs\" && exec \"$@\""]).arg(&cgroup.directory);
+    Lab::started_by(shell.arg(client::binary()?).arg(subcommand).args(arguments))
 }
 
 /// Where a region begins and ends, and whether it is marked for KSM.
@@ -193,7 +162,7 @@ fn missing() -> Option<String> {
     }
 }
 
-const FLEET: [&str; 9] = ["fleet", "--guests", "2", "--memory", "112", "--same", "16", "--own", "8"];
+const FLEET: [&str; 8] = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8"];
 
 #[test]
 fn a_guest_is_withdrawn_by_its_socket_and_the_copies_are_those_predicted() -> Outcome {
@@ -205,8 +174,8 @@ fn a_guest_is_withdrawn_by_its_socket_and_the_copies_are_those_predicted() -> Ou
         Ok(ksm) => ksm,
         Err(why) => return skipped(&why),
     };
-    let fleet: Lab<Guest> = Lab::start(None, &[&FLEET[..], &["--names", "apart"]].concat())?;
-    let [first, second] = &fleet.lines[..] else { return Err("two guests".into()) };
+    let fleet: Lab<Guest> = Lab::fleet(&[&FLEET[..], &["--names", "apart"]].concat())?;
+    let [first, second] = fleet.lines() else { return Err("two guests".into()) };
     // So that what they hold stays what it is.
     for guest in [first, second] {
         qmp(guest, "stop")?;
@@ -262,9 +231,9 @@ fn killed_at_a_guest_s_socket_it_leaves_the_guest_running_and_the_next_ends_it()
         Ok(ksm) => ksm,
         Err(why) => return skipped(&why),
     };
-    let alone = ["fleet", "--guests", "1", "--memory", "112", "--same", "8", "--own", "8", "--names", "killed"];
-    let fleet: Lab<Guest> = Lab::start(None, &alone)?;
-    let [guest] = &fleet.lines[..] else { return Err("one guest".into()) };
+    let alone = ["--guests", "1", "--memory", "112", "--same", "8", "--own", "8", "--names", "killed"];
+    let fleet: Lab<Guest> = Lab::fleet(&alone)?;
+    let [guest] = fleet.lines() else { return Err("one guest".into()) };
     let is_marked = || -> Result<bool, Box<dyn Error>> { Ok(regions(guest.pid, 112 * MIB)?.iter().any(|r| r.2)) };
     for (point, name, marked) in [("1", "before switching a backend", true), ("2", "after switching a backend", false)]
     {
@@ -294,8 +263,8 @@ fn a_socket_that_is_held_or_a_stranger_s_is_left_alone() -> Outcome {
         Ok(ksm) => ksm,
         Err(why) => return skipped(&why),
     };
-    let fleet: Lab<Guest> = Lab::start(None, &[&FLEET[..], &["--names", "held"]].concat())?;
-    let [first, second] = &fleet.lines[..] else { return Err("two guests".into()) };
+    let fleet: Lab<Guest> = Lab::fleet(&[&FLEET[..], &["--names", "held"]].concat())?;
+    let [first, second] = fleet.lines() else { return Err("two guests".into()) };
     let (status, _, error) = unmerge(&["--vm", "held-0", "--qmp", &second.qmp])?;
     assert_eq!(status, Some(2));
     assert!(error.contains(&format!("is held by process {}, not by {}", second.pid, first.pid)), "{error}");
@@ -326,14 +295,14 @@ fn what_does_not_fit_into_a_cgroup_is_refused_and_nobody_is_killed() -> Outcome 
         Err(why) => return skipped(&why),
     };
     let Some(cgroup) = Cgroup::new("limit") else { return skipped("no memory cgroup can be made") };
-    let fleet: Lab<Guest> = Lab::start(Some(&cgroup), &[&FLEET[..], &["--names", "tight"]].concat())?;
-    for guest in &fleet.lines {
+    let fleet: Lab<Guest> = start_in(&cgroup, "fleet", &[&FLEET[..], &["--names", "tight"]].concat())?;
+    for guest in fleet.lines() {
         qmp(guest, "stop")?;
     }
     ksm.settle();
     let sums = || -> Result<Vec<u64>, Box<dyn Error>> {
         let mut sums = Vec::new();
-        for guest in &fleet.lines {
+        for guest in fleet.lines() {
             for (start, end, _) in regions(guest.pid, 112 * MIB)?.into_iter().filter(|r| r.1 - r.0 == 112 * MIB) {
                 sums.push(checksum(guest.pid, start, end)?);
             }
@@ -366,7 +335,7 @@ fn what_does_not_fit_into_a_cgroup_is_refused_and_nobody_is_killed() -> Outcome 
     let name = cgroup.directory.file_name().and_then(|name| name.to_str()).ok_or("name")?;
     assert!(binds["place"].as_str().is_some_and(|place| place.ends_with(name)), "{binds}");
     assert_eq!(binds["needed"].as_u64(), Some(least + most), "no credit for frames that come free: {binds}");
-    for guest in &fleet.lines {
+    for guest in fleet.lines() {
         assert!(regions(guest.pid, 112 * MIB)?.iter().any(|region| region.2), "refused and changed");
     }
 
@@ -466,9 +435,9 @@ fn the_need_is_the_truth_to_the_page() -> Outcome {
         Err(why) => return skipped(&why),
     };
     ksm.set("use_zero_pages", 1);
-    let lab: Lab<Region> = Lab::start(None, &["layout", "--mergeable", "within=400,copies=4,zero=100,unique=50"])?;
+    let lab: Lab<Region> = Lab::layout(&["--mergeable", "within=400,copies=4,zero=100,unique=50"])?;
     ksm.settle();
-    let pid = lab.child.id().to_string();
+    let pid = lab.pid().to_string();
     let (status, dry) = report(&["--pid", &pid, "--dry-run"])?;
     assert_eq!(status, Some(0), "{dry}");
     let process = &dry["processes"][0];
@@ -500,11 +469,11 @@ fn a_process_gets_its_own_pages_back_from_within_as_it_was_enrolled() -> Outcome
             Err(why) => return skipped(&why),
         };
         ksm.set("use_zero_pages", 1);
-        let lab: Lab<Region> = Lab::start(None, &["layout", enrolled, spec])?;
+        let lab: Lab<Region> = Lab::layout(&[enrolled, spec])?;
         ksm.settle();
-        let pid = lab.child.id();
+        let pid = lab.pid();
         let sums = || -> Result<Vec<u64>, Box<dyn Error>> {
-            lab.lines.iter().map(range).map(|(start, end)| checksum(pid, start, end)).collect()
+            lab.lines().iter().map(range).map(|(start, end)| checksum(pid, start, end)).collect()
         };
         let before = sums()?;
         let (status, done) = report(&["--pid", &pid.to_string()])?;
@@ -536,7 +505,7 @@ fn huge_pages_come_back_where_they_are_asked_for() -> Outcome {
         return skipped("huge pages are not allowed on this host");
     }
     // Equal in both, so that huge pages are split to merge them.
-    let twin = || Lab::<Region>::start(None, &["layout", "--mergeable", "--salt", "twin", "huge=2048"]);
+    let twin = || Lab::layout(&["--mergeable", "--salt", "twin", "huge=2048"]);
     let (lab, _other) = (twin()?, twin()?);
     let ksm = match Ksm::take() {
         Ok(ksm) => ksm,
@@ -544,7 +513,7 @@ fn huge_pages_come_back_where_they_are_asked_for() -> Outcome {
     };
     ksm.set("use_zero_pages", 0);
     ksm.settle();
-    let (status, done) = report(&["--pid", &lab.child.id().to_string(), "--collapse"])?;
+    let (status, done) = report(&["--pid", &lab.pid().to_string(), "--collapse"])?;
     assert_eq!(status, Some(0), "{done}");
     let huge = &done["processes"][0]["huge"];
     let [unmerged, collapsed] = ["unmerged", "collapsed"].map(|name| huge[name].as_u64().unwrap_or(0));
@@ -558,14 +527,14 @@ fn a_process_is_withdrawn_part_by_part_until_its_cgroup_is_full() -> Outcome {
         return skipped("needs root");
     }
     let Some(cgroup) = Cgroup::new("parts") else { return skipped("no memory cgroup can be made") };
-    let lab: Lab<Region> = Lab::start(Some(&cgroup), &["layout", "--mergeable", "within=32768,copies=64"])?;
+    let lab: Lab<Region> = start_in(&cgroup, "layout", &["--mergeable", "within=32768,copies=64"])?;
     let ksm = match Ksm::take() {
         Ok(ksm) => ksm,
         Err(why) => return skipped(&why),
     };
     ksm.settle();
-    let pid = lab.child.id();
-    let (start, end) = range(lab.lines.first().ok_or("a region")?);
+    let pid = lab.pid();
+    let (start, end) = range(lab.lines().first().ok_or("a region")?);
     let before = checksum(pid, start, end)?;
     // Two of four parts of 32 MiB, and some.
     cgroup.limit((cgroup.usage().ok_or("usage")? + 80 * MIB) & !4095)?;

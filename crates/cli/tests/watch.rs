@@ -1,4 +1,5 @@
-//! What is seen of a daemon: its HTTP and `pagefold top`, of one that observes a recorded host and so needs no privilege.
+//! What is seen of a daemon: its HTTP and `pagefold top`, of one that observes a recorded host and so needs no
+//! privilege.
 
 use pagefold_report::daemon::{Mode, Status};
 use std::io::{BufRead, BufReader, Read, Write};

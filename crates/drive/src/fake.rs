@@ -1,7 +1,7 @@
 //! A host in memory for the tests of this crate: the files of `/sys/kernel/mm/ksm`, behaving as the kernel's do, and
-//! what else a policy reads. It has no process but those that are put into its files or given memory; advice changes the
-//! latter's pages, of which `smaps` shows as one region what is adjacent and alike, as the kernel joins them. Those that
-//! are named so are merged.
+//! what else a policy reads. It has no process but those that are put into its files or given memory; advice changes
+//! the latter's pages, of which `smaps` shows as one region what is adjacent and alike, as the kernel joins them. Those
+//! that are named so are merged.
 
 use pagefold_host::act::{Action, Advice, Effect, Refusal};
 use pagefold_host::{Begun, FrameFlags, Host, Mapping, PageView, Process, Programs, Run, Way};

@@ -1,12 +1,13 @@
 //! Merging again and again, while programs run that keep making memory.
 //!
-//! Each round is a whole merge: census, plan, apply, verify, everything put back. What has not been there for long enough
-//! to be expected to stay waits for a later round ([`Ages`]), so that the first round merges nothing of a program that
-//! has just begun; what did not stay merged in one round is left out of the next ones. Between rounds ksmd is as it was,
-//! so that a page that breaks is copied once and not merged again behind anybody's back. What is merged is looked at again
-//! meanwhile, since a page is seen to break once between two looks however often it is written. The second round comes once
-//! what the first one noted can be ripe. The pause after any other is a multiple of the CPU time that the round took, so
-//! that watching memory that does not change costs next to nothing, and no shorter than it takes to ripen.
+//! Each round is a whole merge: census, plan, apply, verify, everything put back. What has not been there for long
+//! enough to be expected to stay waits for a later round ([`Ages`]), so that the first round merges nothing of a
+//! program that has just begun; what did not stay merged in one round is left out of the next ones. Between rounds ksmd
+//! is as it was, so that a page that breaks is copied once and not merged again behind anybody's back. What is merged
+//! is looked at again meanwhile, since a page is seen to break once between two looks however often it is written. The
+//! second round comes once what the first one noted can be ripe. The pause after any other is a multiple of the CPU
+//! time that the round took, so that watching memory that does not change costs next to nothing, and no shorter than it
+//! takes to ripen.
 
 use crate::merge::{self, Planned, carry_out};
 use crate::prepare::{Prepared, Request, prepare};
@@ -23,8 +24,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// The pause after a round, in times of the CPU time it took: but for the first rounds, pagefold's own share stays below a
-/// fortieth of one CPU.
+/// The pause after a round, in times of the CPU time it took: but for the first rounds, pagefold's own share stays
+/// below a fortieth of one CPU.
 const REST: u32 = 40;
 
 /// How often it is looked whether to go on.
@@ -67,8 +68,8 @@ pub struct Follow<'h, 'a> {
 }
 
 impl<'h> Follow<'h, '_> {
-    /// Merge what `members` names, until it names nobody or `stop` is set. While somebody else drives this host a round is
-    /// skipped.
+    /// Merge what `members` names, until it names nobody or `stop` is set. While somebody else drives this host a round
+    /// is skipped.
     pub fn run(
         &self,
         members: impl FnMut() -> Vec<Pid>,

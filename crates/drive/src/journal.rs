@@ -1,8 +1,8 @@
 //! What is written down before a host is changed, so that it can be put back by whoever comes after a crash.
 //!
-//! One JSON file in a directory on a file system that does not outlive the kernel (`/run/pagefold`), replaced atomically.
-//! It names the boot it belongs to: after a reboot there is nothing to put back. A second file of the same form keeps
-//! what the host had before a policy was set, which lasts beyond the command that set it.
+//! One JSON file in a directory on a file system that does not outlive the kernel (`/run/pagefold`), replaced
+//! atomically. It names the boot it belongs to: after a reboot there is nothing to put back. A second file of the same
+//! form keeps what the host had before a policy was set, which lasts beyond the command that set it.
 
 use pagefold_host::act::{Action, Advice};
 use pagefold_model::ksm::Setting;
@@ -42,8 +42,8 @@ pub struct Entry {
     /// For a setting, the last two values that were written, since the last may not have been when it ended: another
     /// value there is somebody else's and stays.
     pub written: Vec<String>,
-    /// For advice, what each of its ranges was part of: like memory without a gap. Whatever else lies there later is not
-    /// what was advised.
+    /// For advice, what each of its ranges was part of: like memory without a gap. Whatever else lies there later is
+    /// not what was advised.
     pub within: Vec<AddressRange>,
     /// Whether it stays once what it was made for is done.
     pub until_done: bool,
@@ -203,7 +203,6 @@ enum WireAction {
     Advise { pid: u32, start_time: u64, mergeable: bool, ranges: Vec<(u64, u64)> },
     MergeAny { pid: u32, start_time: u64, on: bool },
     GuestMerge { pid: u32, start_time: u64, socket: PathBuf, backend: String, on: bool },
-    Collapse { pid: u32, start_time: u64, ranges: Vec<(u64, u64)> },
 }
 
 #[derive(Serialize, Deserialize)]
@@ -238,9 +237,10 @@ fn ranges(pairs: Vec<(u64, u64)>) -> Vec<AddressRange> {
     pairs.into_iter().map(|(start, end)| AddressRange { start, end }).collect()
 }
 
-impl From<&Action> for WireAction {
-    fn from(action: &Action) -> Self {
-        match action {
+impl WireAction {
+    /// What puts something back, for the file; a collapse never does.
+    fn of(undo: &Action) -> Option<Self> {
+        Some(match undo {
             Action::Set { setting, value } => Self::Set { setting: WireSetting(*setting), value: value.clone() },
             Action::Advise { process, advice, ranges } => Self::Advise {
                 pid: process.pid.0,
@@ -258,10 +258,8 @@ impl From<&Action> for WireAction {
                 backend: backend.clone(),
                 on: *on,
             },
-            Action::Collapse { process, ranges } => {
-                Self::Collapse { pid: process.pid.0, start_time: process.start_time, ranges: pairs(ranges) }
-            }
-        }
+            Action::Collapse { .. } => return None,
+        })
     }
 }
 
@@ -279,26 +277,25 @@ impl From<WireAction> for Action {
             WireAction::GuestMerge { pid, start_time, socket, backend, on } => {
                 Self::GuestMerge { process: process(pid, start_time), socket, backend, on }
             }
-            WireAction::Collapse { pid, start_time, ranges: pairs } => {
-                Self::Collapse { process: process(pid, start_time), ranges: ranges(pairs) }
-            }
         }
     }
 }
 
 impl From<&Journal> for Wire {
     fn from(journal: &Journal) -> Self {
-        let entry = |entry: &Entry| WireEntry {
-            written: entry.written.clone(),
-            within: pairs(&entry.within),
-            until_done: entry.until_done,
-            undo: WireAction::from(&entry.undo),
+        let entry = |entry: &Entry| {
+            Some(WireEntry {
+                written: entry.written.clone(),
+                within: pairs(&entry.within),
+                until_done: entry.until_done,
+                undo: WireAction::of(&entry.undo)?,
+            })
         };
         Self {
             boot: journal.boot.clone(),
             writer: journal.writer,
             purpose: journal.purpose.clone(),
-            entries: journal.entries.iter().map(entry).collect(),
+            entries: journal.entries.iter().filter_map(entry).collect(),
         }
     }
 }
@@ -336,7 +333,6 @@ mod tests {
             Action::Advise { process, advice: Advice::Mergeable, ranges: ranges.clone() },
             Action::MergeAny { process, on: false },
             Action::GuestMerge { process, socket: "/run/q.sock".into(), backend: "/objects/ram".to_owned(), on: true },
-            Action::Collapse { process, ranges: ranges.clone() },
         ];
         let entries = undo
             .map(|undo| Entry { undo, written: vec!["1".to_owned()], within: ranges.clone(), until_done: true })

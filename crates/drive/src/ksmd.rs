@@ -48,8 +48,8 @@ pub fn looks(host: &dyn Host) -> Reading<Pages> {
 
 /// The targets of a plan, held to be counted again and again.
 ///
-/// The host's own counters would not do: they hold everybody's pages, and those of processes that ended until ksmd comes
-/// by (mm/ksm.c, `__ksm_exit`).
+/// The host's own counters would not do: they hold everybody's pages, and those of processes that ended until ksmd
+/// comes by (mm/ksm.c, `__ksm_exit`).
 pub struct Gauge<'a> {
     handles: Vec<Box<dyn Process + 'a>>,
     before: Pages,

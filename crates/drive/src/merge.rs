@@ -2,8 +2,8 @@
 //!
 //! 1. What the programs enrolled themselves and does not pay is withdrawn for the time being, so that ksmd does not
 //!    walk it.
-//! 2. The ranges of the plan are enrolled, and ksmd goes as fast as its bound allows until nothing more comes. On kernels
-//!    before 6.11, third and further copies are enrolled once the first two of each have merged.
+//! 2. The ranges of the plan are enrolled, and ksmd goes as fast as its bound allows until nothing more comes. On
+//!    kernels before 6.11, third and further copies are enrolled once the first two of each have merged.
 //! 3. Meanwhile merged pages of targets that run are watched, and what does not stay merged for long enough to pay is
 //!    withdrawn: see [`trial`].
 //! 4. ksmd is stopped, page tables are read, and its settings come back. Merged pages stay merged: their ranges stay
@@ -31,8 +31,8 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How often the counters are read when what is waited for is near and nothing bounds ksmd: until it is seen, ksmd walks
-/// in vain. With a bound as much longer as ksmd is slower.
+/// How often the counters are read when what is waited for is near and nothing bounds ksmd: until it is seen, ksmd
+/// walks in vain. With a bound as much longer as ksmd is slower.
 const LOOK: Duration = Duration::from_millis(5);
 
 /// How often before.
@@ -429,8 +429,8 @@ impl Work<'_, '_> {
                     settle = Settle::new(full_scans(host).map_err(unknown)?, Some(expected));
                     continue;
                 }
-                // While merged pages are only watched, ksmd would merge again what breaks, and hide it. What breaks from
-                // here on is seen however few looks follow, in this round or the next.
+                // While merged pages are only watched, ksmd would merge again what breaks, and hide it. What breaks
+                // from here on is seen however few looks follow, in this round or the next.
                 self.rest()?;
                 self.trial.look(Whom::All);
                 looked = Instant::now();

@@ -4,7 +4,7 @@
 
 use crate::journal;
 use crate::ksmd::Ksmd;
-use crate::session::{Error, Session};
+use crate::session::{Error, Remains, Session};
 use pagefold_host::{Host, observe, parse};
 use pagefold_model::identity::Monitor;
 use pagefold_model::ksm::{Setting, Settings};
@@ -80,18 +80,17 @@ pub fn wanted(session: &Session<'_>, settings: Settings) -> Result<Settings, Err
 }
 
 /// Give a host the settings of a policy until [`Session::restore_policy`]. Of a policy that adapts, those of one step.
-/// On an error the host has what it had.
-pub fn set(session: &mut Session<'_>, policy: &Policy, name: &str) -> Result<Settings, Error> {
+/// Tells them, and what else the session had changed and could not put back.
+///
+/// # Errors
+/// The host has what it had then, but for what [`Error::Remains`] names.
+pub fn set(session: &mut Session<'_>, policy: &Policy, name: &str) -> Result<(Settings, Vec<Remains>), Error> {
     let settings = policy.once(&observe(session.host())).map_err(Error::Unknown)?;
     let wanted = wanted(session, settings.clone())?;
-    match session.set(&wanted) {
-        Ok(()) => session.keep(name)?,
-        Err(error) => {
-            session.finish()?;
-            return Err(error);
-        }
-    };
-    Ok(settings)
+    match session.set(&wanted).and_then(|()| session.keep(name)) {
+        Ok(remains) => Ok((settings, remains)),
+        Err(error) => Err(session.give_up(error)),
+    }
 }
 
 /// Follow a policy until told to stop: write its settings, and after each interval those of its next step. Policies
@@ -139,6 +138,7 @@ mod tests {
     use crate::fake::Fake;
     use pagefold_host::faulty::{Fault, Faulty};
     use pagefold_model::policy::Ksmtuned;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     fn begin<'a>(host: &'a dyn Host, directory: &Path) -> Session<'a> {
         Session::begin(host, directory).unwrap().0
@@ -257,6 +257,50 @@ mod tests {
             let moved: Vec<_> = fake.values().into_iter().filter(|value| !before.contains(value)).collect();
             // Where the advisor starts anew.
             assert!(moved.iter().all(|value| value.starts_with("pages_to_scan")), "{setting}: {moved:?}");
+        }
+    }
+
+    /// The last setting of a policy is refused, and then the way back of another one.
+    #[test]
+    fn a_policy_that_can_neither_be_set_nor_taken_back_says_what_remains() {
+        let (fake, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+        let before = fake.values();
+        let paces = AtomicUsize::new(0);
+        let refused = |path: &str| {
+            let fails = match path {
+                "#set run" => true,
+                "#set pages_to_scan" => paces.fetch_add(1, Ordering::Relaxed) > 0,
+                _ => false,
+            };
+            fails.then_some(Fault::Absent(Absent::Denied))
+        };
+        let host = Faulty::new(&fake, refused);
+        let mut session = begin(&host, directory.path());
+        let error = set(&mut session, &named("flat-out"), "flat-out").unwrap_err();
+        let told = crate::session::chain(&error);
+        let Error::Remains { remains, source } = error else { panic!("{told}") };
+        assert!(matches!(*source, Error::Refused(_)), "{told}");
+        assert_eq!(remains.len(), 1, "{told}");
+        assert!(remains[0].kept && told.contains("(/sys/kernel/mm/ksm/pages_to_scan was 100: "), "{told}");
+        assert_eq!((fake.value("pages_to_scan"), fake.value("sleep_millisecs")), ("20000".to_owned(), "20".to_owned()));
+        drop(session);
+        assert_eq!(current(&host, directory.path()).unwrap(), None);
+        // It stays written down for the next one.
+        begin(&fake, directory.path());
+        assert_eq!(fake.values(), before);
+    }
+
+    #[test]
+    fn a_policy_that_cannot_be_written_down_is_taken_back() {
+        for file in [journal::POLICY, journal::SESSION] {
+            let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+            let before = host.values();
+            let mut session = begin(&host, directory.path());
+            // It is in the way of the file that is to replace another.
+            std::fs::create_dir(directory.path().join(format!("{file}.new"))).unwrap();
+            let error = set(&mut session, &named("flat-out"), "flat-out").unwrap_err();
+            assert!(matches!(error, Error::Journal(_)), "{error}");
+            assert_eq!(host.values(), before);
         }
     }
 

@@ -50,8 +50,8 @@ pub const DIRECTORY: &str = "/run/pagefold";
 pub enum Stays {
     /// It is put back.
     ForNow,
-    /// It is what the session is for, and stays once that is done ([`Session::done`]). Until then it is put back, too, as
-    /// far as there is memory for that.
+    /// It is what the session is for, and stays once that is done ([`Session::done`]). Until then it is put back, too,
+    /// as far as there is memory for that.
     OnceDone,
     /// It is never put back.
     ForGood,
@@ -103,6 +103,24 @@ pub enum Error {
         /// What is there.
         found: String,
     },
+    /// Something failed, and not all that was changed before is put back.
+    #[error("not all is put back ({})", list(.remains))]
+    Remains {
+        /// What is not.
+        remains: Vec<Remains>,
+        /// What had failed, or what failed in putting it back.
+        source: Box<Error>,
+    },
+}
+
+fn list(remains: &[Remains]) -> String {
+    remains.iter().map(Remains::to_string).collect::<Vec<_>>().join("; ")
+}
+
+/// An error with what caused it.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
 
 fn holder(pid: &Option<u32>) -> String {
@@ -153,7 +171,8 @@ impl fmt::Display for Was<'_> {
                 let was = if *on { "" } else { "not " };
                 write!(f, "{backend} of the guest of process {} was {was}enrolled", process.pid)
             }
-            Action::Collapse { process, .. } => write!(f, "huge pages of process {}", process.pid),
+            // It has no undo.
+            Action::Collapse { .. } => Ok(()),
         }
     }
 }
@@ -287,11 +306,10 @@ impl<'a> Session<'a> {
         let host = self.host;
         let lives = |process: &ProcessId| host.open(process.pid).is_ok_and(|handle| handle.id() == *process);
         self.journal.entries.retain(|entry| match &entry.undo {
-            Action::Set { .. } => true,
-            Action::Advise { process, .. }
-            | Action::MergeAny { process, .. }
-            | Action::GuestMerge { process, .. }
-            | Action::Collapse { process, .. } => lives(process),
+            Action::Advise { process, .. } | Action::MergeAny { process, .. } | Action::GuestMerge { process, .. } => {
+                lives(process)
+            }
+            _ => true,
         });
         if self.journal.entries.len() < length { self.store() } else { Ok(()) }
     }
@@ -304,8 +322,21 @@ impl<'a> Session<'a> {
     }
 
     /// Put everything back that was changed for now, newest first.
+    ///
+    /// # Errors
+    /// When the journal cannot be written in the end: [`Error::Remains`] with what is not put back, if there is any.
     pub fn finish(&mut self) -> Result<Vec<Remains>, Error> {
         Ok(self.put_back()?.1)
+    }
+
+    /// The same because something failed: the error, with what remains.
+    pub fn give_up(&mut self, error: Error) -> Error {
+        let remains = match self.finish() {
+            Ok(remains) | Err(Error::Remains { remains, .. }) => remains,
+            // All is back: the journal that says otherwise does no harm.
+            Err(_) => Vec::new(),
+        };
+        if remains.is_empty() { error } else { Error::Remains { remains, source: Box::new(error) } }
     }
 
     /// End with the settings as they are now, as a policy's, and write down what they were before the first policy.
@@ -326,8 +357,10 @@ impl<'a> Session<'a> {
         }
         kept.purpose = Some(policy.to_owned());
         kept.store(&self.directory, POLICY)?;
+        let all = self.journal.entries.clone();
         self.journal.entries.retain(|entry| !settings(entry));
-        self.store()?;
+        // While its own journal has them, they come back.
+        self.store().inspect_err(|_| self.journal.entries = all)?;
         self.finish()
     }
 
@@ -450,9 +483,14 @@ impl<'a> Session<'a> {
                     self.left.insert(older, entry);
                 }
             }
-            stored = stored.and(self.store());
+            // Each time it is written whole.
+            stored = self.store();
         }
-        stored.map(|()| (undone, remains))
+        match stored {
+            Ok(()) => Ok((undone, remains)),
+            Err(error) if remains.is_empty() => Err(error),
+            Err(error) => Err(Error::Remains { remains, source: Box::new(error) }),
+        }
     }
 
     fn put_back_one(&mut self, entry: &Entry) -> Back {
@@ -468,7 +506,7 @@ impl<'a> Session<'a> {
             Action::Advise { process, advice, ranges } => {
                 return self.put_back_advice(entry, *process, *advice, ranges);
             }
-            Action::MergeAny { .. } | Action::GuestMerge { .. } | Action::Collapse { .. } => {}
+            _ => {}
         }
         match self.effect(&entry.undo) {
             Ok(_) | Err(Refusal::Vanished) => Back::done(entry),
@@ -581,12 +619,12 @@ impl<'a> Session<'a> {
 impl Drop for Session<'_> {
     fn drop(&mut self) {
         let told: Vec<String> = match self.put_back() {
-            Ok((_, remains)) => remains.iter().map(Remains::to_string).collect(),
-            Err(error) => vec![error.to_string()],
+            Ok((_, remains)) => remains.iter().map(|remains| format!("not put back: {remains}")).collect(),
+            Err(error) => vec![chain(&error)],
         };
         for told in told {
             // Nobody may be left to read it, and a panic here would end more than this.
-            let _ = writeln!(io::stderr(), "pagefold: not put back: {told}");
+            let _ = writeln!(io::stderr(), "pagefold: {told}");
         }
     }
 }

@@ -1,8 +1,8 @@
 //! The trial that a merge is: what does not stay merged for long enough to pay is withdrawn.
 //!
 //! It outlives a round of merging. What one round merged is watched in the next, which has nothing more to plan there;
-//! and what was withdrawn once is not enrolled again. What is refused is tried again at the next look, and only what the
-//! last try did not bring about is told.
+//! and what was withdrawn once is not enrolled again. What is refused is tried again at the next look, and only what
+//! the last try did not bring about is told.
 
 use crate::session::{self, Session, Stays};
 use crate::verify;
@@ -107,7 +107,8 @@ impl<'h> Trial<'h> {
         &self.withdrawn
     }
 
-    /// What was withdrawn the last time, at the end of a round, because nothing of it was merged. It may be enrolled again.
+    /// What was withdrawn the last time, at the end of a round, because nothing of it was merged. It may be enrolled
+    /// again.
     pub fn idle(&self, process: ProcessId) -> &[AddressRange] {
         self.idle.get(&process).map(Vec::as_slice).unwrap_or_default()
     }
@@ -138,15 +139,15 @@ impl<'h> Trial<'h> {
         self.withdrawn.retain(|&process, _| fits(process));
     }
 
-    /// Look at what is merged. Tells whether any of it does not pay that programs had not enrolled themselves: what can be
-    /// withdrawn between rounds.
+    /// Look at what is merged. Tells whether any of it does not pay that programs had not enrolled themselves: what can
+    /// be withdrawn between rounds.
     pub fn look(&mut self, whom: Whom) -> bool {
         self.blind = self.blind || !self.watch.is_empty() && self.watch.look(whom).is_err();
         !self.is_empty() && self.watch.has_losses(|seen| seen.pays(self.host.page_size().bytes()))
     }
 
-    /// Withdraw what does not pay by the last look, as far as there is memory for it. What is refused is looked at again.
-    /// Tells how many pages were withdrawn.
+    /// Withdraw what does not pay by the last look, as far as there is memory for it. What is refused is looked at
+    /// again. Tells how many pages were withdrawn.
     pub fn withdraw(&mut self, session: &mut Session<'_>, moment: Moment) -> Result<Pages, session::Error> {
         self.refused.clear();
         self.idle.clear();
@@ -248,8 +249,8 @@ impl<'h> Trial<'h> {
 /// How often a process that is busy is tried once more: a thread that gets no processor for a moment does not stop.
 const MORE: usize = 2;
 
-/// Act on a process. Tells what it did not take: parts of it, or all by one without a range. Memory that it has unmapped
-/// needs no withdrawing.
+/// Act on a process. Tells what it did not take: parts of it, or all by one without a range. Memory that it has
+/// unmapped needs no withdrawing.
 pub fn act(
     session: &mut Session<'_>,
     process: ProcessId,

@@ -56,8 +56,8 @@ pub struct Held {
 
 /// What is merged of each target of a plan; nothing of those that have ended.
 ///
-/// Pages of zeros are counted by page tables too: those that the kernel maps to its page of zeros when ksmd has a huge page
-/// split are in no counter of KSM (mm/migrate.c, `try_to_map_unused_to_zeropage`).
+/// Pages of zeros are counted by page tables too: those that the kernel maps to its page of zeros when ksmd has a huge
+/// page split are in no counter of KSM (mm/migrate.c, `try_to_map_unused_to_zeropage`).
 pub fn found(host: &dyn Host, plan: &Plan) -> Reading<Vec<Option<Held>>> {
     let held = |target| match look(host, target) {
         Ok(held) => Ok(Some(held)),

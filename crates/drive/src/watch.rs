@@ -48,8 +48,8 @@ pub enum Whom {
     All,
     /// Of those that have run since the last look: others write nothing.
     Ran,
-    /// Of those that have had a page fault since the last look, as each write to a merged page is one. Only where ksmd has
-    /// rested since, which merges pages without.
+    /// Of those that have had a page fault since the last look, as each write to a merged page is one. Only where ksmd
+    /// has rested since, which merges pages without.
     Faulted,
 }
 
@@ -131,8 +131,8 @@ impl<'h> Watch<'h> {
         self.pieces.iter().fold(Seen::default(), |sum, piece| sum + piece.seen)
     }
 
-    /// Look again at pages. Time counts for those processes that ever ran: one that never did cannot have written. Processes
-    /// that have ended are forgotten: all of their pages went away, and nothing of it was written.
+    /// Look again at pages. Time counts for those processes that ever ran: one that never did cannot have written.
+    /// Processes that have ended are forgotten: all of their pages went away, and nothing of it was written.
     pub fn look(&mut self, whom: Whom) -> Reading<()> {
         let now = Instant::now();
         let mut elapsed: BTreeMap<ProcessId, Duration> = BTreeMap::new();
@@ -228,8 +228,8 @@ impl Piece {
         Self { process, range, own, seen: Seen::default(), stripes, merged: vec![false; watched as usize] }
     }
 
-    /// Look at the watched pages that are not swapped out, which is not to be written: `note` gets the position of each and
-    /// its frame, if others map that too.
+    /// Look at the watched pages that are not swapped out, which is not to be written: `note` gets the position of each
+    /// and its frame, if others map that too.
     fn look(&self, handle: &dyn Process, page: u64, note: &mut dyn FnMut(usize, Option<Pfn>)) {
         let mut position = 0;
         for stripe in &self.stripes {

@@ -4,8 +4,8 @@
  * A domain is processes of one user, by a name. A member hands private anonymous memory to its engine and merges at
  * points at which nobody writes to it; see pagefold(3).
  *
- * Functions that return int give 0, or -1 with pagefold_error() saying why. All may be called by any thread. Sizes are in
- * bytes; addresses and sizes of ranges are of whole pages.
+ * Functions that return int give 0, or -1 with pagefold_error() saying why. All may be called by any thread. Sizes are
+ * in bytes; addresses and sizes of ranges are of whole pages.
  *
  * SPDX-License-Identifier: MIT OR Apache-2.0
  */
@@ -45,7 +45,7 @@ typedef struct pagefold_merged {
 	uint64_t left_alone; /* pages that were written too soon before, or looked at in vain too often */
 	uint64_t failed;     /* pages that could not be merged */
 	uint64_t cut_short;  /* merges whose time was over before they had looked at everything */
-	uint64_t held_up;    /* merges that left something undone because another member had the domain's lock too long */
+	uint64_t held_up;    /* merges that left something undone because another member had the lock too long */
 	uint64_t nanoseconds; /* of the program's time */
 } pagefold_merged;
 
@@ -108,8 +108,8 @@ int pagefold_free(pagefold_engine *engine, void *memory, size_t bytes);
 int pagefold_adopt(pagefold_engine *engine, void *memory, size_t bytes);
 
 /*
- * Take memory that was handed over back, all or part of it, as before it is unmapped. What of it is merged stays so until
- * it is written.
+ * Take memory that was handed over back, all or part of it, as before it is unmapped. What of it is merged stays so
+ * until it is written.
  */
 int pagefold_forsake(pagefold_engine *engine, void *memory, size_t bytes);
 

@@ -20,8 +20,9 @@
 //! # Memory model
 //! - **generation**: written with the lock; sequentially consistent. A reader may see that of an index which was the
 //!   present one. If it still is after a slot was referred to, whoever condemns in a later one sees the reference.
-//! - **other numbers of the header**, but for `Passes` and `Moment`: written with the lock; sequentially consistent. Who has the
-//!   lock sees the last ones; who has not may see a store that others have left since, which is noticed under the lock.
+//! - **other numbers of the header**, but for `Passes` and `Moment`: written with the lock; sequentially consistent.
+//!   Who has the lock sees the last ones; who has not may see a store that others have left since, which is noticed
+//!   under the lock.
 //! - **`Passes`**: counted by every member; relaxed. It says when to collect, and not what.
 //! - **`Moment`**: set by every member, by compare and exchange; relaxed. It says when to merge, and not what.
 //! - **bits of `slots`**: read and written with the lock; relaxed, since the lock orders them.
@@ -111,8 +112,8 @@ pub struct Domain {
 }
 
 impl Domain {
-    /// Join the domain that is kept in a directory, or found it; with its hasher. Waits until some time for the lock. If a
-    /// store is founded, its memory is to be on a node, if one is named.
+    /// Join the domain that is kept in a directory, or found it; with its hasher. Waits until some time for the lock.
+    /// If a store is founded, its memory is to be on a node, if one is named.
     ///
     /// # Errors
     /// Those of files and of the lock, `InvalidData` where the directory holds something else.
@@ -169,8 +170,8 @@ impl Domain {
                 // Whoever still maps something of a former store keeps that, and joins anew.
                 let store = Store::new(count, page)?;
                 if let Some(node) = node {
-                    // A preference: where it cannot be told, as in containers that forbid it, or there is no such memory,
-                    // memory is where its writers run.
+                    // A preference: where it cannot be told, as in containers that forbid it, or there is no such
+                    // memory, memory is where its writers run.
                     let _ = store.stay_on(count, node);
                 }
                 set(Header::StoreInode, 0);

@@ -20,8 +20,8 @@
 //! publishes what was written to the slot before, as a release that its reader acquires.
 //!
 //! A table does not grow. Under the domain's lock a larger one is made beside it, without the entries that nobody has
-//! seen for long, and takes its place. What members still write into the old one is lost, which [`choose`](crate::choose)
-//! knows.
+//! seen for long, and takes its place. What members still write into the old one is lost, which
+//! [`choose`](crate::choose) knows.
 
 use crate::words::Words;
 use std::fs::File;

@@ -21,8 +21,9 @@
 //!
 //! What is merged in one call: pages that hold what another member, or another page of this one, was seen to hold. A
 //! content goes to the store once it was seen in two places, so what only one member has is never touched, and members
-//! that merge one after another find each other's contents one merge later. With a bound on the slow-down a content counts
-//! as seen once it was the same at two merges, and members merge at the same safe points: see [`Options::max_slowdown`].
+//! that merge one after another find each other's contents one merge later. With a bound on the slow-down a content
+//! counts as seen once it was the same at two merges, and members merge at the same safe points: see
+//! [`Options::max_slowdown`].
 //!
 //! How regions, members and the domain stand is told by [`Engine::regions`], [`Engine::standing`] and
 //! [`Engine::domain`]; to others, who are no members, by [`observe`].
@@ -67,8 +68,8 @@
 //!   during a merge it must not be done.
 //!
 //! # Unsafe
-//! `unsafe` is in `memory`, in `words`, and where `pass`, `choose`, `survey` and `store` map and compare; each block says why it holds. The one promise
-//! that is the caller's is that nobody writes to adopted memory during a merge.
+//! `unsafe` is in `memory`, in `words`, and where `pass`, `choose`, `survey` and `store` map and compare; each block
+//! says why it holds. The one promise that is the caller's is that nobody writes to adopted memory during a merge.
 
 mod background;
 mod capi;
@@ -162,15 +163,15 @@ pub struct Options {
     /// Where domains are kept; by default `$PAGEFOLD_RUNTIME`, else `/dev/shm/pagefold-UID`.
     pub root: Option<PathBuf>,
     /// By how much the program may be slowed down, as a share of the time that it would take by itself; `None` for no
-    /// bound. What a merge has no time for waits for a later one. Members with safe points within a second of each other
-    /// wait for a moment at which all of a domain merge ([`pagefold_model::turn`]), since others may wait for whoever
-    /// merges alone.
+    /// bound. What a merge has no time for waits for a later one. Members with safe points within a second of each
+    /// other wait for a moment at which all of a domain merge ([`pagefold_model::turn`]), since others may wait for
+    /// whoever merges alone.
     pub max_slowdown: Option<f64>,
     /// Threads that merge at the same time.
     pub threads: usize,
-    /// Have a domain, and so a store, for each NUMA node, and join that of the node on which this process runs then: what
-    /// is merged stays local, and nothing is merged across nodes. For processes that stay on a node, as ranks do that are
-    /// bound to it. The domain of node 1 is called `NAME.node1`.
+    /// Have a domain, and so a store, for each NUMA node, and join that of the node on which this process runs then:
+    /// what is merged stays local, and nothing is merged across nodes. For processes that stay on a node, as ranks do
+    /// that are bound to it. The domain of node 1 is called `NAME.node1`.
     pub per_node: bool,
     /// How long to wait at most for the lock of a domain that is to be joined, in which others may be at work one after
     /// another.
@@ -347,8 +348,8 @@ impl Engine {
         })?
     }
 
-    /// Forget what is known of pages: the program has given up what was in them, by `madvise(MADV_DONTNEED)` on ordinary
-    /// memory, say, and they are not taken for merged any more.
+    /// Forget what is known of pages: the program has given up what was in them, by `madvise(MADV_DONTNEED)` on
+    /// ordinary memory, say, and they are not taken for merged any more.
     ///
     /// # Errors
     /// [`Error::Forked`], [`Error::Domain`].
@@ -413,9 +414,9 @@ impl Engine {
         })?
     }
 
-    /// Whether [`Engine::merge`] would merge now, for callers to whom a safe point costs something: whether there is room
-    /// for it within the bound, and it is not for others to wait for. To be asked at each safe point; the next merge does
-    /// not ask again.
+    /// Whether [`Engine::merge`] would merge now, for callers to whom a safe point costs something: whether there is
+    /// room for it within the bound, and it is not for others to wait for. To be asked at each safe point; the next
+    /// merge does not ask again.
     ///
     /// # Errors
     /// [`Error::Forked`].

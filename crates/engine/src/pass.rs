@@ -183,9 +183,9 @@ impl State {
         self.tidy(survey.stored - healed + merged.merged.0, stillness, merged)
     }
 
-    /// Look at candidates until the deadline, the new ones first: pages of zeros, and others with their fingerprints, by
-    /// address. Zeros are found before any fingerprint is made: they are known by a line of each other page, and most
-    /// worth.
+    /// Look at candidates until the deadline, the new ones first: pages of zeros, and others with their fingerprints,
+    /// by address. Zeros are found before any fingerprint is made: they are known by a line of each other page, and
+    /// most worth.
     fn look(
         &mut self,
         candidates: &[Candidates],
@@ -264,8 +264,8 @@ impl State {
         (zeros, others)
     }
 
-    /// Note each content in the index. Pages for which there is no room are left out. Where there is a bound on what may
-    /// be spent, so are those that did not hold the same the last time, unless it is known already: whatever
+    /// Note each content in the index. Pages for which there is no room are left out. Where there is a bound on what
+    /// may be spent, so are those that did not hold the same the last time, unless it is known already: whatever
     /// is merged while it changes costs its program a fault and the engine the work once more.
     fn sight(
         &mut self,

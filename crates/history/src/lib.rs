@@ -1,13 +1,13 @@
 //! The history of a host in an SQLite database: what `pagefold report` is made of.
 //!
 //! The daemon notes its status and commits what it has noted in one transaction about once a minute ([`Writer`]). The
-//! database is in WAL mode with `synchronous=NORMAL`: what was committed survives any end of the process; a power failure
-//! may take the last commits, and leaves the rest whole (SQLite, "Write-Ahead Logging", 3.3). Samples are at full rate for
-//! a day, then one a minute for a month, then one an hour for a year; see [`tiers`]. Database and log together stay below
-//! a bound: before it is reached, the oldest goes. Tables and columns are in `schema.sql`.
+//! database is in WAL mode with `synchronous=NORMAL`: what was committed survives any end of the process; a power
+//! failure may take the last commits, and leaves the rest whole (SQLite, "Write-Ahead Logging", 3.3). Samples are at
+//! full rate for a day, then one a minute for a month, then one an hour for a year; see [`tiers`]. Database and log
+//! together stay below a bound: before it is reached, the oldest goes. Tables and columns are in `schema.sql`.
 //!
-//! A file that is not a history, or is damaged, is left as it is and reported. Readers need no lock that the daemon would
-//! wait for; one that holds the log for long makes the daemon keep nothing until it lets go ([`Error::Held`]).
+//! A file that is not a history, or is damaged, is left as it is and reported. Readers need no lock that the daemon
+//! would wait for; one that holds the log for long makes the daemon keep nothing until it lets go ([`Error::Held`]).
 
 #![forbid(unsafe_code)]
 

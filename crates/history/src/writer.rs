@@ -1,5 +1,5 @@
-//! Keeping a history: what is noted is written in one transaction, what is old is thinned out, and the file keeps to its
-//! bound.
+//! Keeping a history: what is noted is written in one transaction, what is old is thinned out, and the file keeps to
+//! its bound.
 
 use crate::Error;
 use crate::open::{log_of, refused, writable};
@@ -163,7 +163,8 @@ impl Writer {
         }
     }
 
-    /// Note what merging saves, gross, at a time (seconds since 1970): to know the course of a pass, and not to be kept.
+    /// Note what merging saves, gross, at a time (seconds since 1970): to know the course of a pass, and not to be
+    /// kept.
     pub fn note_saved(&mut self, time: f64, gross: u64) {
         self.remember(Sample { time, run: self.run, saved_gross: Some(gross), ..Sample::default() });
     }
@@ -437,8 +438,8 @@ fn all_of(table: &str, which: &str) -> String {
     format!("SELECT {} FROM {table} WHERE time_ms < ?1 AND {which}", id(table))
 }
 
-/// The rows of a table before a time that are not the latest of their slice of time; of samples also not of their life of
-/// the daemon, to lose no CPU time.
+/// The rows of a table before a time that are not the latest of their slice of time; of samples also not of their life
+/// of the daemon, to lose no CPU time.
 fn older_of_slices(table: &str, step: i64) -> String {
     let (id, same) = (id(table), if table == "sample" { ", run" } else { "" });
     format!(
@@ -457,8 +458,9 @@ fn delete(connection: &mut Connection, table: &str, which: &str, before: i64, li
     Ok(())
 }
 
-/// Let the oldest go until a good part of the database is free: what is older than a sixteenth of the rows of the longest
-/// table, again and again. By rows and not by time, since a clock that was wrong for a while may have left rows far away.
+/// Let the oldest go until a good part of the database is free: what is older than a sixteenth of the rows of the
+/// longest table, again and again. By rows and not by time, since a clock that was wrong for a while may have left rows
+/// far away.
 fn shrink(connection: &mut Connection, limits: Limits) -> rusqlite::Result<()> {
     // A sixteenth and a sixteenth of the rest, until a thousandth is left.
     for _ in 0..110 {

@@ -1,5 +1,5 @@
-//! A writer is killed with SIGKILL over and over, at any moment: the database opens, is whole, and has all that was said to
-//! be committed. It is run as a program of its own, which starts itself as the writer.
+//! A writer is killed with SIGKILL over and over, at any moment: the database opens, is whole, and has all that was
+//! said to be committed. It is run as a program of its own, which starts itself as the writer.
 
 use pagefold_history::{Limits, Reader, Writer};
 use pagefold_report::daemon::Status;

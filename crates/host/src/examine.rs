@@ -168,7 +168,8 @@ fn tuners(processes: &[ProcessFacts]) -> Reading<Vec<Tuner>> {
     }
 }
 
-/// The settings that differ between two looks at KSM. Looking twice costs nothing, since the processes are read between.
+/// The settings that differ between two looks at KSM. Looking twice costs nothing, since the processes are read
+/// between.
 fn rewritten(before: Option<&Ksm>, after: Option<&Ksm>) -> Vec<String> {
     let (Some(before), Some(after)) = (before, after) else { return Vec::new() };
     let advised = [before, after].iter().any(|ksm| ksm.advisor_mode.as_deref() == Ok("scan-time"));

@@ -78,8 +78,8 @@ pub fn process(handle: &dyn Process) -> Reading<ProcessFacts> {
     })
 }
 
-/// The CPU time that all threads of a process have used, in nanoseconds (`schedstat`). `NotOnThisKernel` where the kernel
-/// does not keep it (CONFIG_SCHED_INFO). A figure that does not move tells that no thread ran.
+/// The CPU time that all threads of a process have used, in nanoseconds (`schedstat`). `NotOnThisKernel` where the
+/// kernel does not keep it (CONFIG_SCHED_INFO). A figure that does not move tells that no thread ran.
 pub fn cpu_time(host: &dyn Host, handle: &dyn Process) -> Reading<u64> {
     let mut sum = 0u64;
     for thread in host.list(&format!("proc/{}/task", handle.id().pid))? {
@@ -91,8 +91,8 @@ pub fn cpu_time(host: &dyn Host, handle: &dyn Process) -> Reading<u64> {
 /// The regions of a process that has memory of its own, with what is resident in each: all of them or none, because
 /// those that are missing would read as memory that is not there.
 ///
-/// `Vanished` if there are none: the kernel shows nothing of an address space that was left, and of a living one at least
-/// the program. Each entry ends with its `VmFlags:` (fs/proc/task_mmu.c, `show_smap`).
+/// `Vanished` if there are none: the kernel shows nothing of an address space that was left, and of a living one at
+/// least the program. Each entry ends with its `VmFlags:` (fs/proc/task_mmu.c, `show_smap`).
 pub fn regions(handle: &dyn Process) -> Reading<Vec<Region>> {
     let smaps = handle.read("smaps")?;
     if smaps.is_empty() {
@@ -105,8 +105,8 @@ pub fn regions(handle: &dyn Process) -> Reading<Vec<Region>> {
     parse::smaps(&smaps)
 }
 
-/// Where the regions of a process that has memory of its own are: a line for each, while [`regions`] takes as long as it
-/// takes the kernel to go over all its pages.
+/// Where the regions of a process that has memory of its own are: a line for each, while [`regions`] takes as long as
+/// it takes the kernel to go over all its pages.
 ///
 /// `Vanished` if there are none.
 pub fn layout(handle: &dyn Process) -> Reading<Vec<Mapped>> {

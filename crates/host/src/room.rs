@@ -1,11 +1,11 @@
 //! How much memory is left, by every limit that counts for given cgroups: what [`pagefold_model::guard`] judges by.
 //!
 //! The memory controller is where the distributions mount it: `/sys/fs/cgroup/memory` (v1), `/sys/fs/cgroup` (v2), or
-//! `/sys/fs/cgroup/unified` beside v1 hierarchies without it. Each cgroup is read with all above it, since a limit holds
-//! for what is below.
+//! `/sys/fs/cgroup/unified` beside v1 hierarchies without it. Each cgroup is read with all above it, since a limit
+//! holds for what is below.
 //!
-//! Limits: from within a cgroup namespace what lies above its root cannot be seen. A cgroup that cannot be found or read
-//! is unknown and said to be so. The three files of a cgroup are not of one instant.
+//! Limits: from within a cgroup namespace what lies above its root cannot be seen. A cgroup that cannot be found or
+//! read is unknown and said to be so. The three files of a cgroup are not of one instant.
 
 use crate::{Host, observe, parse};
 use pagefold_model::guard::{Limit, Place, Room, Rule, reserve};

@@ -25,7 +25,8 @@ pub struct Census {
     pub unread: Pages,
     /// Pages left out of the sample.
     pub skipped: Pages,
-    /// Bytes that drivers hold pinned (`VmPin`), among the classified pages: KSM passes over them until they are let go.
+    /// Bytes that drivers hold pinned (`VmPin`), among the classified pages: KSM passes over them until they are let
+    /// go.
     pub pinned: Bytes,
     /// Pages that others map too, as after a fork, and whose frames may not be known: each is taken for a copy.
     pub indistinct: Pages,
@@ -44,7 +45,8 @@ pub struct Census {
     pub savings: Savings,
     /// Runs of mergeable pages with small gaps, in the order of subjects and addresses.
     pub extents: Vec<Extent>,
-    /// The ranges of the guided enrolment, in the order of subjects and addresses: [`Savings::guided`] is what they reach.
+    /// The ranges of the guided enrolment, in the order of subjects and addresses: [`Savings::guided`] is what they
+    /// reach.
     pub ranges: Vec<GuidedRange>,
     /// Ranges of regions that are enrolled already in which nothing is merged and nothing pays, in the same order.
     pub idle: Vec<IdleRange>,

@@ -76,9 +76,10 @@ const WITHDRAWN: &str = "did not stay merged, and withdrawn";
 impl Outcome {
     /// Why what was reached is not what was predicted: the differences of a figure add up to the whole.
     ///
-    /// Effects that are opposite are told side by side. What is saved is followed content by content ([`Fates`]): exactly
-    /// in a plan of few pages, from a sample otherwise, whose error is in the last of the reasons. Of the other figures a
-    /// part of the plan stands for its share of the prediction, and what is measured of none is called not explained.
+    /// Effects that are opposite are told side by side. What is saved is followed content by content ([`Fates`]):
+    /// exactly in a plan of few pages, from a sample otherwise, whose error is in the last of the reasons. Of the other
+    /// figures a part of the plan stands for its share of the prediction, and what is measured of none is called not
+    /// explained.
     ///
     /// [`Fates`]: crate::outcome::Fates
     pub fn differences(&self, page_size: PageSize, huge_page: Bytes) -> Vec<Difference> {
@@ -139,10 +140,10 @@ impl Outcome {
         metadata.rest("not explained: pages that ksmd did not come to?", "not explained: other ranges enrolled?")
     }
 
-    /// ksmd's time is its looks at pages times what one of them takes. Both differ from what was reckoned, and the second
-    /// is told for as many looks as there were. Looks are the host's, those at pages of others included; before 6.10
-    /// the kernel leaves out those of the batch in which a scan ends (mm/ksm.c, `ksm_do_scan`), and before 6.6 it does not
-    /// count them.
+    /// ksmd's time is its looks at pages times what one of them takes. Both differ from what was reckoned, and the
+    /// second is told for as many looks as there were. Looks are the host's, those at pages of others included; before
+    /// 6.10 the kernel leaves out those of the batch in which a scan ends (mm/ksm.c, `ksm_do_scan`), and before 6.6 it
+    /// does not count them.
     fn of_ksmd(&self) -> Vec<Difference> {
         let Ok(reached) = self.ksmd.as_ref().map(Duration::as_secs_f64) else { return Vec::new() };
         let predicted = self.plan.predicted.ksmd.as_secs_f64();

@@ -351,8 +351,8 @@ impl Grid {
     }
 
     /// The pages of contents seen at most [`FEW`] times by group size, by expectation maximisation for the mixture of
-    /// what a page drawn sees: how many times its content was drawn in all. It starts from parts that fall as 1 / n, and
-    /// the result adds up to `pages`.
+    /// what a page drawn sees: how many times its content was drawn in all. It starts from parts that fall as 1 / n,
+    /// and the result adds up to `pages`.
     fn likely(&self, sample: &Sample, pages: f64) -> Vec<f64> {
         let counts: Vec<f64> = (1..=FEW).map(|j| sample.pages(j..=j)).collect();
         let total: f64 = counts.iter().sum();
@@ -393,8 +393,8 @@ impl Grid {
         often: f64,
         cost: &dyn Fn(f64) -> f64,
     ) -> Option<f64> {
-        // Variables are parts of what they can be at most, rows parts of their upper ends: no number grows with the host,
-        // and few pages beside very many are not lost in the tolerance of the solver.
+        // Variables are parts of what they can be at most, rows parts of their upper ends: no number grows with the
+        // host, and few pages beside very many are not lost in the tolerance of the solver.
         let (seldom_scale, often_scale) = (bands.seldom.high.max(1.0), bands.often.high.max(1.0));
         let scale = seldom_scale.max(often_scale);
         let mut problem = Problem::new(direction);

@@ -2,24 +2,25 @@
 //!
 //! Unmerging gives each merged page a frame of its own, and nobody is asked whether there is one: the kernel breaks the
 //! sharing by faults (mm/ksm.c, `break_ksm`), each of which charges a page and may wake the OOM killer. So the frames
-//! are counted first ([`Need`]), held against every limit that they would count to ([`Room`]), and only what passes none
-//! of them is done ([`judge`]).
+//! are counted first ([`Need`]), held against every limit that they would count to ([`Room`]), and only what passes
+//! none of them is done ([`judge`]).
 //!
 //! # What is needed
 //! A page on a KSM frame is copied also when it is the last one there (mm/memory.c, `wp_can_reuse_anon_folio` refuses
-//! KSM folios), and the frame comes back with its last mapping. So withdrawing k of a frame's n mappings takes k frames,
-//! or n - 1 if k = n, and on the way there never more than one frame above what it comes to: a copy takes one, and at
-//! most gives one back; the reserve has that one. Pages of zeros that KSM placed (`ksm_zero_pages`) take a frame each from 6.6 on; before, they
-//! stay what they are. Page tables are there already, since every page in question is mapped.
+//! KSM folios), and the frame comes back with its last mapping. So withdrawing k of a frame's n mappings takes k
+//! frames, or n - 1 if k = n, and on the way there never more than one frame above what it comes to: a copy takes one,
+//! and at most gives one back; the reserve has that one. Pages of zeros that KSM placed (`ksm_zero_pages`) take a frame
+//! each from 6.6 on; before, they stay what they are. Page tables are there already, since every page in question is
+//! mapped.
 //!
 //! A cgroup is charged for all copies of its processes, and given no credit: the frame that comes back was charged to
 //! whoever held it when it was merged, who may be somebody else.
 //!
 //! # What there is
 //! Of the host `MemAvailable`, less a reserve: see [`reserve`]. It leaves out the watermarks already (mm/show_mem.c,
-//! `si_mem_available`), and is an estimate. Of a cgroup, and each one above it, the limit less the usage, where inactive
-//! file pages that are clean count as free: they are the first to be reclaimed (mm/vmscan.c). Swap makes no room: what
-//! fits only because something else is swapped out is [`Verdict::Swaps`], and not done unless forced.
+//! `si_mem_available`), and is an estimate. Of a cgroup, and each one above it, the limit less the usage, where
+//! inactive file pages that are clean count as free: they are the first to be reclaimed (mm/vmscan.c). Swap makes no
+//! room: what fits only because something else is swapped out is [`Verdict::Swaps`], and not done unless forced.
 
 use crate::reading::Absent;
 use crate::units::{AddressRange, Bytes, PageSize, Pages};
@@ -106,8 +107,8 @@ pub struct Room {
     pub unknown: Vec<(Place, Absent)>,
 }
 
-/// The memory that is left alone beside what the kernel leaves alone: `min_free_kbytes` once more, for what takes memory
-/// meanwhile, and a hundredth of all, because `MemAvailable` takes half of the page cache for free.
+/// The memory that is left alone beside what the kernel leaves alone: `min_free_kbytes` once more, for what takes
+/// memory meanwhile, and a hundredth of all, because `MemAvailable` takes half of the page cache for free.
 pub fn reserve(total: Bytes, min_free: Bytes) -> Bytes {
     min_free + Bytes(total.0 / 100)
 }

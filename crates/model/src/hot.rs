@@ -3,12 +3,12 @@
 //!
 //! A page that is merged and written again costs its program a fault and a copy, and whoever merges it the work once
 //! more. So each page has a note of eight bytes: when it was merged last, or until when it is left alone, and how often
-//! in a row it did not last. A page without a partner costs only that it is read; but most pages of a program have none,
-//! and those that it computes with have another content each time. So they are looked at less and less often, too, and
-//! all of them that wait equally long at the same moments: partners that are looked at by turns never meet.
+//! in a row it did not last. A page without a partner costs only that it is read; but most pages of a program have
+//! none, and those that it computes with have another content each time. So they are looked at less and less often,
+//! too, and all of them that wait equally long at the same moments: partners that are looked at by turns never meet.
 //!
-//! Times are whole seconds of a clock that all members share, of which the lowest 16 bits are kept: a note that is older
-//! than nine hours may be taken for a young one, and its page is then left alone for once too often.
+//! Times are whole seconds of a clock that all members share, of which the lowest 16 bits are kept: a note that is
+//! older than nine hours may be taken for a young one, and its page is then left alone for once too often.
 
 use std::time::Duration;
 

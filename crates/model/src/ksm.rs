@@ -162,12 +162,12 @@ impl Setting {
     }
 }
 
-/// Whether ksmd merges a page whose content is in the stable tree when it looks at it for the first time, by the kernel's
-/// release (`6.8.0-45-generic`). What cannot be read is taken for a new kernel.
+/// Whether ksmd merges a page whose content is in the stable tree when it looks at it for the first time, by the
+/// kernel's release (`6.8.0-45-generic`). What cannot be read is taken for a new kernel.
 ///
 /// Until 6.10 the stable tree was searched before anything else. Since 6.11 a page must have kept its checksum since an
-/// earlier look first (mm/ksm.c, `cmp_and_merge_page`; "mm/ksm: don't waste time searching stable tree for fast changing
-/// page").
+/// earlier look first (mm/ksm.c, `cmp_and_merge_page`; "mm/ksm: don't waste time searching stable tree for fast
+/// changing page").
 pub fn merges_at_first_look(release: &str) -> bool {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map_while(|part| part.parse::<u32>().ok());
     matches!((numbers.next(), numbers.next()), (Some(major), Some(minor)) if (major, minor) < (6, 11))

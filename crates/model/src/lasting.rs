@@ -12,8 +12,8 @@ use std::time::Duration;
 /// CPU seconds of ksmd for a merge: 4 to 10 us were measured on 6.18.
 const MERGE: f64 = 6e-6;
 
-/// CPU seconds of the program for a write to a merged page: the fault, a frame, the copy of 4 KiB. Measured as 1 to 3 us
-/// on 6.18 (x86-64), the fault being most of it.
+/// CPU seconds of the program for a write to a merged page: the fault, a frame, the copy of 4 KiB. Measured as 1 to 3
+/// us on 6.18 (x86-64), the fault being most of it.
 pub const BREAK: f64 = 2.5e-6;
 
 /// For how many seconds memory is taken to be held where nothing else is known. With it, the price of CPU time
@@ -106,7 +106,8 @@ mod tests {
     fn rates_are_bounded_from_below() {
         assert_eq!(seen(100.0, 0).rate_at_least(), 0.0);
         assert_eq!(seen(0.0, 5).rate_at_least(), 0.0);
-        // The lower limits of a Poisson mean for 10 and 100 events at 95 %: 5.43 and 84.1 (tables of chi-squared, halved).
+        // The lower limits of a Poisson mean for 10 and 100 events at 95 %: 5.43 and 84.1 (tables of chi-squared,
+        // halved).
         assert!((seen(1.0, 10).rate_at_least() - 5.43).abs() < 0.05);
         assert!((seen(1.0, 100).rate_at_least() - 84.1).abs() < 0.2);
     }

@@ -54,7 +54,8 @@ pub struct Outcome {
     pub missed: Vec<Missed>,
     /// What was changed for the time being and could not be put back, in words.
     pub remains: Vec<String>,
-    /// Processes outside the plan that were enrolled meanwhile: KSM's one tree may have merged theirs with the targets'.
+    /// Processes outside the plan that were enrolled meanwhile: KSM's one tree may have merged theirs with the
+    /// targets'.
     pub bystanders: Reading<u64>,
 }
 
@@ -148,10 +149,10 @@ pub struct Fates {
 impl Fates {
     /// Add a content: the frames that merging its pages should give back, and what became of each page.
     ///
-    /// Of `n` pages that should give back `f` frames, `n - f` are the copies that stay, and of `m` that are merged as large
-    /// a part stays. A page that is not merged for a reason of its own loses one frame, and what is lost beyond that is
-    /// lost by those that are as they were. Where less is lost than pages are, each stands for its share: of two equal
-    /// pages that were both written, one frame is lost, by the writing.
+    /// Of `n` pages that should give back `f` frames, `n - f` are the copies that stay, and of `m` that are merged as
+    /// large a part stays. A page that is not merged for a reason of its own loses one frame, and what is lost beyond
+    /// that is lost by those that are as they were. Where less is lost than pages are, each stands for its share: of
+    /// two equal pages that were both written, one frame is lost, by the writing.
     pub fn count(&mut self, frees: f64, pages: &[Fate]) {
         self.frees += frees;
         let merged = pages.iter().filter(|&&fate| fate == Fate::Merged).count();

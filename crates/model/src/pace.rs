@@ -61,10 +61,10 @@ impl Pace {
 /// Decides when ksmd has done what there was to do.
 ///
 /// A page merges on its second look at the earliest, because ksmd wants its checksum unchanged, and before 6.11 on its
-/// first where its content is in the stable tree (mm/ksm.c, `cmp_and_merge_page`). An address space that is enrolled now is looked
-/// at last in the scan under way. So nothing is settled before two whole scans after the one that was under way; from
-/// then on, as soon as a whole scan adds next to nothing; before, when all that was expected has come, or at the end of a
-/// scan all but a thousandth.
+/// first where its content is in the stable tree (mm/ksm.c, `cmp_and_merge_page`). An address space that is enrolled
+/// now is looked at last in the scan under way. So nothing is settled before two whole scans after the one that was
+/// under way; from then on, as soon as a whole scan adds next to nothing; before, when all that was expected has come,
+/// or at the end of a scan all but a thousandth.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settle {
     expected: Option<Pages>,

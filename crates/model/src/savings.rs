@@ -98,8 +98,8 @@ impl AddAssign for Reach {
 pub struct Costs {
     /// A page that is scanned: its metadata, and ksmd's time for it.
     pub scan: i64,
-    /// A range: splitting a region adds up to two `vm_area_struct`s (184 bytes in slabs of 192 to 256 on 64-bit kernels,
-    /// /proc/slabinfo) with an `anon_vma_chain` (64 bytes) each and their maple tree slots.
+    /// A range: splitting a region adds up to two `vm_area_struct`s (184 bytes in slabs of 192 to 256 on 64-bit
+    /// kernels, /proc/slabinfo) with an `anon_vma_chain` (64 bytes) each and their maple tree slots.
     pub range: i64,
     /// A page that is not resident and lies within a range: the metadata it costs if it fills while ksmd runs. There is
     /// nothing to scan of it now.

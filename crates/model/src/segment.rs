@@ -2,14 +2,14 @@
 //!
 //! A covered page gives back bytes and costs its scan, a range costs its boundaries, a hole that a range bridges costs
 //! what may come to lie in it, and a huge page is split, and its value lost, once as soon as one covered page of it
-//! merges or a range begins or ends in it, where the kernel splits the region (mm/huge_memory.c, `vma_adjust_trans_huge`).
-//! A huge page that is covered as a whole and has nothing to merge stays: ksmd looks at its pages one by one and splits
-//! only what it is about to merge (mm/ksm.c, `try_to_merge_one_page`).
+//! merges or a range begins or ends in it, where the kernel splits the region (mm/huge_memory.c,
+//! `vma_adjust_trans_huge`). A huge page that is covered as a whole and has nothing to merge stays: ksmd looks at its
+//! pages one by one and splits only what it is about to merge (mm/ksm.c, `try_to_merge_one_page`).
 //!
 //! The choice is a walk over the pages with four states: outside or inside of a range, with the present huge page whole
 //! or split. Alike pages behind one another are one stretch, of which the best choice takes all or nothing, because a
-//! range that ends within could be made longer or shorter without another boundary. Time is linear in the stretches, and
-//! five bytes are kept for each.
+//! range that ends within could be made longer or shorter without another boundary. Time is linear in the stretches,
+//! and five bytes are kept for each.
 
 use std::ops::Range;
 
@@ -117,9 +117,9 @@ pub fn best_ranges(stretches: impl IntoIterator<Item = Stretch>, prices: Prices)
 /// The best ranges of several regions that are `at_most` so many together. `stretches` gives those of a region.
 ///
 /// If the best ranges are too many, the price of a range is raised until they fit (`dear_enough`). That may leave out
-/// ranges that are worth just as much as others that are in: just below that price too many are chosen, and are worth the
-/// same. So up to some place those are taken, and behind it those that fit: up to the place that makes the most ranges that
-/// fit. Where no huge page has a price this is the best choice there is.
+/// ranges that are worth just as much as others that are in: just below that price too many are chosen, and are worth
+/// the same. So up to some place those are taken, and behind it those that fit: up to the place that makes the most
+/// ranges that fit. Where no huge page has a price this is the best choice there is.
 ///
 /// Where one has, several ranges may be worth nothing but together, so that one less than those is worth nothing more
 /// than none of them. Then the choice is the best of as few ranges as are left at the raised price, or better, and no

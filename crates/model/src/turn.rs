@@ -1,19 +1,19 @@
 //! When the members of a domain merge: together.
 //!
-//! Ranks of a parallel program wait at each barrier for the slowest of them. If each of them merges as soon as it has room
-//! for that, they do so one after another, and the program waits for each: n ranks slow it down n times as much as any of
-//! them thinks. So a member that could merge names a moment that is not far, and all merge at their first safe points
-//! after it. Ranks that come to safe points at about the same times pass the moment between the same two of them: it lies
-//! in the middle between two, as far as the member that names it can tell from its last ones.
+//! Ranks of a parallel program wait at each barrier for the slowest of them. If each of them merges as soon as it has
+//! room for that, they do so one after another, and the program waits for each: n ranks slow it down n times as much as
+//! any of them thinks. So a member that could merge names a moment that is not far, and all merge at their first safe
+//! points after it. Ranks that come to safe points at about the same times pass the moment between the same two of
+//! them: it lies in the middle between two, as far as the member that names it can tell from its last ones.
 
 use std::time::Duration;
 
-/// How far away the moment at least is that a member names: more than lies between the first and the last rank at a barrier, where
-/// ranks share CPUs, too.
+/// How far away the moment at least is that a member names: more than lies between the first and the last rank at a
+/// barrier, where ranks share CPUs, too.
 const LEAD: Duration = Duration::from_millis(50);
 
-/// A moment that is longer ago than this, and for which a member has not merged, is none for it any more. Safe points that
-/// lie farther apart are nothing to wait for.
+/// A moment that is longer ago than this, and for which a member has not merged, is none for it any more. Safe points
+/// that lie farther apart are nothing to wait for.
 const LATE: Duration = Duration::from_secs(1);
 
 /// What a member knows as it comes to a safe point. Times are of a clock that all members share.

@@ -1,4 +1,5 @@
-//! `libpagefold_preload.so`: enrols the program that loads it in KSM, from within (`LD_PRELOAD`, set by `pagefold run`).
+//! `libpagefold_preload.so`: enrols the program that loads it in KSM, from within (`LD_PRELOAD`, set by `pagefold
+//! run`).
 //!
 //! It is for hosts on which enrolment cannot be inherited over exec. When it is loaded it asks for
 //! `prctl(PR_SET_MEMORY_MERGE)`, which covers all that the process will ever map (kernel/sys.c, mm/ksm.c

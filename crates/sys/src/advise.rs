@@ -1,7 +1,7 @@
 //! Advice that the kernel takes about another process's memory from outside, and about room in one's own.
 //!
-//! Mirrors `process_madvise(2)` (mm/madvise.c, 6.18): from outside it takes `MADV_COLLAPSE`, since 6.1, with the right to
-//! read the target and CAP_SYS_NICE.
+//! Mirrors `process_madvise(2)` (mm/madvise.c, 6.18): from outside it takes `MADV_COLLAPSE`, since 6.1, with the right
+//! to read the target and CAP_SYS_NICE.
 
 use std::ffi::c_void;
 use std::io;
@@ -32,8 +32,8 @@ pub fn collapse(process: impl AsFd, start: u64, bytes: u64) -> io::Result<()> {
 }
 
 /// Have memory that is about to be filled backed with huge pages: it then costs one fault for each of those instead of
-/// one for each base page, and fewer misses of the TLB afterwards. Where the allocator gives the memory to somebody else
-/// later, the advice is still there.
+/// one for each base page, and fewer misses of the TLB afterwards. Where the allocator gives the memory to somebody
+/// else later, the advice is still there.
 ///
 /// # Errors
 /// The kernel's: `EINVAL` on one without transparent huge pages.

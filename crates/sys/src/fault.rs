@@ -5,8 +5,9 @@
 //! it sends itself, so that no handler, destructor or exit function of it runs; `N NAME` at the N-th time that it is at
 //! the point of that name; `stop N` and `stop N NAME` stop the process there by a SIGSTOP, until somebody has it go on;
 //! `count` prints on exit how many were reached, as `fault points: N` on standard error, and how often each, as
-//! `fault points at NAME: N`; so does [`ended`], for a process that ends without an exit. Limits: points are numbered in the order in which this process reaches them, which is the
-//! same in each run only as long as one thread reaches them at a time.
+//! `fault points at NAME: N`; so does [`ended`], for a process that ends without an exit. Limits: points are numbered
+//! in the order in which this process reaches them, which is the same in each run only as long as one thread reaches
+//! them at a time.
 
 /// A place to fail at. `name` says what has just been done.
 #[cfg(not(feature = "fault-points"))]

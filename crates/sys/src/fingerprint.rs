@@ -11,8 +11,8 @@
 //! terms without `ki`; bi + bi' is not zero, so over a random `ki` the difference takes each of its 2^64 values equally
 //! often, and it is 0 with probability exactly 2^-64, whatever the pages are. This is the half-multiplication form of
 //! multilinear hashing over GF(2^64) (D. Lemire and O. Kaser, "Faster 64-bit universal hashing using carry-less
-//! multiplications", Journal of Cryptographic Engineering 6, 2016, section 4). The bound needs a key that is drawn at random, not
-//! shown to whoever fills the pages, and used for one census.
+//! multiplications", Journal of Cryptographic Engineering 6, 2016, section 4). The bound needs a key that is drawn at
+//! random, not shown to whoever fills the pages, and used for one census.
 //!
 //! The value 0 stands for the page of zeros, which is found by comparison; any other page whose hash is 0 gets 1, which
 //! at most doubles the bound.

@@ -1,9 +1,10 @@
 //! Becoming another program without leaving a trace on it.
 //!
 //! The Rust runtime changes what a process was given before `main` begins: it ignores SIGPIPE and opens `/dev/null` in
-//! place of standard descriptors that were closed (library/std/src/sys/pal/unix/mod.rs, `init`). An ignored signal stays
-//! ignored over exec, so a program that is started in place of this one would find another world than its parent made.
-//! What there was is noted by a function that the loader calls before the runtime, and [`become_program`] puts it back.
+//! place of standard descriptors that were closed (library/std/src/sys/pal/unix/mod.rs, `init`). An ignored signal
+//! stays ignored over exec, so a program that is started in place of this one would find another world than its parent
+//! made. What there was is noted by a function that the loader calls before the runtime, and [`become_program`] puts it
+//! back.
 //!
 //! [`accompany`] makes the one process that may stay behind: detached, so that the program neither waits for it nor
 //! gets its signals. Limits: glibc and musl on Linux, whose loaders honour `.init_array`.
@@ -109,9 +110,9 @@ pub fn forget_children() {
 
 /// Leave a process behind that outlives exec: not a child of the program to come, in a session of its own, in `/`, with
 /// standard error if that is a terminal or a file, and no other descriptor of this process: whoever reads a pipe to its
-/// end, as a shell's `$(...)` does, waits for the program and for nobody else. There `work` is called once this process has become another
-/// program, and the process ends when it returns. Dropping the returned handle, as a failed exec does by ending this
-/// process, looks to it as an exec does.
+/// end, as a shell's `$(...)` does, waits for the program and for nobody else. There `work` is called once this process
+/// has become another program, and the process ends when it returns. Dropping the returned handle, as a failed exec
+/// does by ending this process, looks to it as an exec does.
 ///
 /// # Errors
 /// `ResourceBusy` if this process has more than one thread, of which a fork would copy one; else those of pipe(2) and

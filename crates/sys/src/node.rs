@@ -24,8 +24,9 @@ pub fn current() -> io::Result<u32> {
     }
 }
 
-/// Have memory at an address taken from a node while that has any. Of a shared mapping of a file in memory this holds for all who use
-/// the file, by whichever way, for as long as there is the file (`shmem_set_policy` in mm/shmem.c, 6.18).
+/// Have memory at an address taken from a node while that has any. Of a shared mapping of a file in memory this holds
+/// for all who use the file, by whichever way, for as long as there is the file (`shmem_set_policy` in mm/shmem.c,
+/// 6.18).
 ///
 /// # Errors
 /// Those of mbind(2): `ENOSYS` of kernels without NUMA, `EINVAL` for a node that there is not or a range that is not

@@ -106,9 +106,9 @@ pub fn resident(pagemap: &File, range: Range<u64>, mut found: impl FnMut(Residen
 
 /// Hand all pages of `range` that are resident or swapped out to `found`, in address order.
 ///
-/// Before 6.7 the entries of `pagemap` are read, which tell less: no page is told to be a part of a huge one, and a page
-/// that others map, too, as after a fork or a merge by KSM, cannot be told from the kernel's zero page, and is told to be
-/// that.
+/// Before 6.7 the entries of `pagemap` are read, which tell less: no page is told to be a part of a huge one, and a
+/// page that others map, too, as after a fork or a merge by KSM, cannot be told from the kernel's zero page, and is
+/// told to be that.
 ///
 /// `pagemap` is an open `/proc/PID/pagemap`. Errors are those of the ioctl or of reading it: `ESRCH` when the process's
 /// memory is gone.
@@ -179,8 +179,8 @@ fn mapped_by_entries(pagemap: &File, range: Range<u64>, mut found: impl FnMut(Ma
 fn scan(pagemap: &File, range: Range<u64>, wanted: &Wanted, mut found: impl FnMut(PageRegion)) -> io::Result<()> {
     let pages = (range.end.saturating_sub(range.start)).div_ceil(crate::mapping::page_size() as u64);
     let mut batch = vec![PageRegion::default(); BATCH.min(pages as usize)];
-    // Where the kernel empties its own buffer of 512 ranges on the way, the end that it tells may lie before what it has
-    // told already (`walk_end` in do_pagemap_scan, 6.18).
+    // Where the kernel empties its own buffer of 512 ranges on the way, the end that it tells may lie before what it
+    // has told already (`walk_end` in do_pagemap_scan, 6.18).
     let (mut start, mut told) = (range.start, range.start);
     while start < range.end {
         let mut request = PmScanArg {

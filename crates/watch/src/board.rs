@@ -74,8 +74,8 @@ impl Board {
         state.latest.clone().filter(|sheet| sheet.number > than && !state.closed)
     }
 
-    /// Wait until it is time for the next status: so long while somebody waits for it, otherwise longer, and no more once
-    /// the board is closed.
+    /// Wait until it is time for the next status: so long while somebody waits for it, otherwise longer, and no more
+    /// once the board is closed.
     pub fn pause(&self, watched: Duration, otherwise: Duration) {
         let since = Instant::now();
         let mut state = self.state();

@@ -1,12 +1,12 @@
 //! A status as metrics, for Prometheus and what reads its format.
 //!
 //! Two formats that differ in a few words: OpenMetrics 1.0 tells units and ends with `# EOF`, and its metadata names a
-//! counter without `_total`; the older text format of Prometheus (0.0.4) is what tools without content negotiation, such
-//! as `promtool check metrics`, understand. Names are `pagefold_`, what is counted, and the base unit.
+//! counter without `_total`; the older text format of Prometheus (0.0.4) is what tools without content negotiation,
+//! such as `promtool check metrics`, understand. Names are `pagefold_`, what is counted, and the base unit.
 //!
-//! How many series there can be is bounded whatever the host holds: [`NAMED`] of each kind, the biggest, are named and the
-//! rest is summed up as `others`. Members of the same kind, name and domain are one series. A figure that is absent from
-//! the status has no sample, so that 0 always means 0.
+//! How many series there can be is bounded whatever the host holds: [`NAMED`] of each kind, the biggest, are named and
+//! the rest is summed up as `others`. Members of the same kind, name and domain are one series. A figure that is absent
+//! from the status has no sample, so that 0 always means 0.
 
 mod families;
 

@@ -13,8 +13,8 @@ pub const HTML: &str = concat!(
     "</script>\n</body>\n</html>\n"
 );
 
-/// What a browser may do for a document of ours (Content Security Policy): run this script, apply this style, and ask this
-/// server. The hashes are SHA-256 of what stands between the tags.
+/// What a browser may do for a document of ours (Content Security Policy): run this script, apply this style, and ask
+/// this server. The hashes are SHA-256 of what stands between the tags.
 pub const POLICY: &str = "default-src 'none'; connect-src 'self'; img-src data:; \
      script-src 'sha256-IlkdW9qL2rjHDt5hGrGmiG/Hy2XKHkXeSiF98vIws9k='; \
      style-src 'sha256-K5cNmtRX/BKIkuT7IAvj3sLJtn/29jh3kqUxtw9FCSc='; \

@@ -220,8 +220,8 @@ fn long_heads_are_refused() {
     assert_eq!(code(&get(&server, "/api/status")), 200);
 }
 
-/// As many peers as the server takes send a byte now and then: they are told that it takes too long, and others wait for
-/// no longer than that.
+/// As many peers as the server takes send a byte now and then: they are told that it takes too long, and others wait
+/// for no longer than that.
 #[test]
 fn slow_peers_do_not_hold_it_up() {
     let server = serve(&board());

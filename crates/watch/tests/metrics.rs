@@ -1,5 +1,5 @@
-//! The metrics of the fixture, against a golden file and Prometheus' own tools; and that alert rules and dashboard ask for
-//! metrics that exist.
+//! The metrics of the fixture, against a golden file and Prometheus' own tools; and that alert rules and dashboard ask
+//! for metrics that exist.
 
 mod common;
 

@@ -316,8 +316,8 @@ static void wait_epoll_beside(void)
 	pthread_join(thread, NULL);
 }
 
-/* The kernel ends this wait with EINTR when a thread is stopped and goes on, whoever stops it: a tracer that dies before
- * it could see to that leaves it so. */
+/* The kernel ends this wait with EINTR when a thread is stopped and goes on, whoever stops it: a tracer that dies
+ * before it could see to that leaves it so. */
 static void wait_epoll_again(void)
 {
 	forgiving = 1;
@@ -704,13 +704,16 @@ static const struct {
 	const char *name;
 	void (*enter)(void);
 } states[] = {
-	{"spin", spin}, {"recurse", recurse}, {"sleep", sleep_fully}, {"futex", wait_on_futex}, {"without_vdso", without_vdso}, {"pipe", read_pipe}, {"receive", receive},
+	{"spin", spin}, {"recurse", recurse}, {"sleep", sleep_fully}, {"futex", wait_on_futex},
+	{"without_vdso", without_vdso}, {"pipe", read_pipe}, {"receive", receive},
 	{"epoll", wait_epoll}, {"epoll_again", wait_epoll_again},
 	{"epoll_beside", wait_epoll_beside},
-	{"ticks", ticks}, {"array", array}, {"regions", regions}, {"ppoll", wait_ppoll}, {"threads", many_threads}, {"coroutine", coroutine}, {"coroutine_alone", coroutine_alone},
+	{"ticks", ticks}, {"array", array}, {"regions", regions}, {"ppoll", wait_ppoll},
+	{"threads", many_threads}, {"coroutine", coroutine}, {"coroutine_alone", coroutine_alone},
 	{"coroutine_above_zeros", coroutine_above_zeros}, {"coroutine_above_untouched", coroutine_above_untouched},
 	{"coroutine_on_main_stack", coroutine_on_main_stack},
-	{"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered}, {"filtered_throughout", filtered_throughout}, {"sandboxed", sandboxed}, {"strict", strict},
+	{"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered},
+	{"filtered_throughout", filtered_throughout}, {"sandboxed", sandboxed}, {"strict", strict},
 	{"forbidden", forbidden}, {"filtered_by_another", filtered_by_another},
 	{"signals", signals}, {"storm", storm}, {"execs", execs}, {"newborn", newborn}, {"churn", churn},
 	{"leaderless", leaderless},

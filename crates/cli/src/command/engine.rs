@@ -1,7 +1,7 @@
 //! `pagefold engine`: domains of programs that merge their memory by `libpagefold`.
 //!
-//! All that is shown is what members have written down of themselves, read without joining (`pagefold_engine::observe`).
-//! A record is believed if its process lives and is of the user whose domain it is.
+//! All that is shown is what members have written down of themselves, read without joining
+//! (`pagefold_engine::observe`). A record is believed if its process lives and is of the user whose domain it is.
 
 use crate::arguments::Global;
 use crate::{Outcome, output, source};

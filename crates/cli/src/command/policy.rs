@@ -6,7 +6,7 @@ use crate::{Outcome, config, output, progress, source};
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
 use pagefold_drive::policy;
-use pagefold_drive::session::{self, Error};
+use pagefold_drive::session::{self, Error, Remains};
 use pagefold_host::act::{Action, setting_now};
 use pagefold_host::{Host, observe};
 use pagefold_model::doctor::tuner;
@@ -118,10 +118,12 @@ fn set(options: &Set, global: &Global) -> anyhow::Result<Outcome> {
     let host = live(global)?;
     let policy = checked(&*host, options)?;
     let mut session = begin(&*host, global)?;
-    let settings = policy::set(&mut session, &policy, &options.policy).map_err(explained)?;
+    let (settings, remains) = policy::set(&mut session, &policy, &options.policy).map_err(explained)?;
     drop(session);
+    let outcome = not_put_back(&remains);
     if options.json {
-        return show(&*host, true, global);
+        show(&*host, true, global)?;
+        return Ok(outcome);
     }
     let list: Vec<_> = settings.iter().map(|(setting, value)| format!("{} = {value}", setting.file())).collect();
     let mut text = format!("{} is set: {}.\n", options.policy, list.join(", "));
@@ -130,7 +132,15 @@ fn set(options: &Set, global: &Global) -> anyhow::Result<Outcome> {
     }
     text.push_str("They stay until `pagefold policy restore`.\n");
     output::print(&text)?;
-    Ok(Outcome::Done)
+    Ok(outcome)
+}
+
+/// Say what remains on standard error; the terminal may be what went away.
+fn not_put_back(remains: &[Remains]) -> Outcome {
+    for remains in remains {
+        let _ = writeln!(std::io::stderr(), "pagefold: not put back: {remains}");
+    }
+    if remains.is_empty() { Outcome::Done } else { Outcome::Partial }
 }
 
 fn follow(options: &Set, global: &Global) -> anyhow::Result<Outcome> {
@@ -139,22 +149,19 @@ fn follow(options: &Set, global: &Global) -> anyhow::Result<Outcome> {
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
     let mut session = begin(&*host, global)?;
     eprintln!("Following {policy} every {} s until Ctrl-C.", policy.interval().as_secs());
-    let followed = policy::follow(&mut session, &policy, || stop.load(Ordering::Relaxed));
-    let remains = session.finish().map_err(explained)?;
-    for remains in &remains {
-        let _ = writeln!(std::io::stderr(), "pagefold: not put back: {remains}");
-    }
-    match followed {
+    match policy::follow(&mut session, &policy, || stop.load(Ordering::Relaxed)) {
         Ok(steps) => {
-            // The terminal may be what went away.
-            let _ = writeln!(std::io::stderr(), "Took {steps} steps. What the host had before is back.");
-            Ok(if remains.is_empty() { Outcome::Done } else { Outcome::Partial })
+            let outcome = not_put_back(&session.finish().map_err(explained)?);
+            let back = if outcome == Outcome::Done { " What the host had before is back." } else { "" };
+            let _ = writeln!(std::io::stderr(), "Took {steps} steps.{back}");
+            Ok(outcome)
         }
         Err(error @ Error::Contested { .. }) => {
-            eprintln!("pagefold: {error}. Left it to them.");
+            not_put_back(&session.finish().map_err(explained)?);
+            let _ = writeln!(std::io::stderr(), "pagefold: {error}. Left it to them.");
             Ok(Outcome::Partial)
         }
-        Err(error) => Err(explained(error)),
+        Err(error) => Err(explained(session.give_up(error))),
     }
 }
 

@@ -99,6 +99,13 @@ pub fn explained(error: Error) -> anyhow::Error {
     Err::<(), _>(error).context(remedy).expect_err("it is an error")
 }
 
+/// With what status the program ends for an error: 3 where something remains of what was changed, else 2.
+pub fn status(error: &anyhow::Error) -> u8 {
+    let remains =
+        |error: &(dyn std::error::Error + 'static)| matches!(error.downcast_ref(), Some(Error::Remains { .. }));
+    if error.chain().any(remains) { 3 } else { 2 }
+}
+
 /// That the kernel has KSM, which everything else takes for granted.
 pub fn needs_ksm(host: &dyn Host) -> anyhow::Result<()> {
     match host.read("sys/kernel/mm/ksm/run") {
@@ -119,5 +126,28 @@ pub fn refuse_tuner(host: &dyn Host, force: bool) -> anyhow::Result<()> {
             tuner.stop().join("; ")
         ),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_model::ksm::Setting;
+
+    #[test]
+    fn an_error_says_that_nothing_was_changed_only_if_that_is_so() {
+        let refused = || Error::Refused(Refusal::Denied("writing 1 to run".to_owned()));
+        let undo = Action::Set { setting: Setting::PagesToScan, value: "100".to_owned() };
+        let remains = vec![Remains { undo, why: "permission denied".to_owned(), kept: true }];
+        let in_part = explained(Error::Remains { remains, source: Box::new(refused()) });
+        assert_eq!(
+            format!("{in_part:#}"),
+            "not all is put back (/sys/kernel/mm/ksm/pages_to_scan was 100: permission denied): \
+             permission denied: writing 1 to run"
+        );
+        assert_eq!(status(&in_part.context("around it")), 3);
+        let whole = explained(refused());
+        assert!(format!("{whole:#}").starts_with("nothing was changed"), "{whole:#}");
+        assert_eq!(status(&whole), 2);
     }
 }

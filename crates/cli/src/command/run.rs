@@ -1,5 +1,5 @@
-//! `pagefold run`: starts a program with its whole process tree enrolled in KSM, or merged in user space ([`user`]), and
-//! becomes it.
+//! `pagefold run`: starts a program with its whole process tree enrolled in KSM, or merged in user space ([`user`]),
+//! and becomes it.
 //!
 //! This process turns into the program by exec, so its number, parent, terminal, process group, limits and descriptors
 //! are what they would have been. The ways to enrol it ([`way`]) are tried, best first, on a copy of this program.

@@ -1,8 +1,8 @@
 //! `/etc/ksmtuned.conf` read as what it means for the daemon.
 //!
 //! The file is a shell script of assignments (ksmtuned 4.20150326). What ksmtuned does with a value is in
-//! [`pagefold_model::policy::Ksmtuned`]: it runs ksmd at a rate that moves with free memory. The daemon has no rate but a
-//! bound on CPU time, so that a rate is kept as the CPU time that it takes, and a threshold as memory to keep.
+//! [`pagefold_model::policy::Ksmtuned`]: it runs ksmd at a rate that moves with free memory. The daemon has no rate but
+//! a bound on CPU time, so that a rate is kept as the CPU time that it takes, and a threshold as memory to keep.
 
 use pagefold_model::Bytes;
 use pagefold_model::doctor::SCAN_MICROSECONDS;

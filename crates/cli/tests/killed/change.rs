@@ -1,9 +1,10 @@
 //! Kinds of change to the memory of processes.
 
-use crate::{PAGE, SETTINGS, checksum, enrolled, json, killed_at_any, pagefold, points, recover, until, was_killed};
+use crate::{PAGE, checksum, json, killed_at_any, pagefold, points, recover, set_as_before, was_killed};
 use pagefold_labs::client::Lab;
 use pagefold_labs::ksm::Ksm;
 use pagefold_labs::lines::Region;
+use pagefold_labs::look::{enrolled, until};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
@@ -64,9 +65,7 @@ impl Change {
             // Not until ksmd settles: who else is enrolled may keep it busy.
             until("a merge", || labs.iter().all(is_merged));
         }
-        for (name, value) in SETTINGS {
-            ksm.set(name, value);
-        }
+        set_as_before(ksm);
         labs
     }
 
@@ -79,7 +78,8 @@ impl Change {
         pagefold(state, self.command, if self.first.is_some() { &[] } else { pids }, fault)
     }
 
-    /// How often it reaches each point when nobody kills it. Where the machine is busy, it may see too late what it is to do.
+    /// How often it reaches each point when nobody kills it. Where the machine is busy, it may see too late what it is
+    /// to do.
     fn points(&self, ksm: &Ksm) -> BTreeMap<String, u64> {
         let count = |_| {
             let (state, labs) = (tempfile::tempdir().unwrap(), self.start(ksm));

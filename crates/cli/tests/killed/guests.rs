@@ -1,6 +1,6 @@
 //! Guests that are told by their control sockets.
 
-use crate::{SETTINGS, json, killed_at_any, pagefold, points, recover, was_killed};
+use crate::{json, killed_at_any, pagefold, points, recover, set_as_before, was_killed};
 use pagefold_labs::assets::Assets;
 use pagefold_labs::client::{Lab, ask};
 use pagefold_labs::ksm::Ksm;
@@ -22,7 +22,7 @@ fn a_merge_of_guests_by_their_control_sockets() {
     let pids: Vec<u32> = fleet.lines().iter().map(|guest| guest.pid).collect();
     let marked = |pid: &u32| fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap().contains(" mg");
     let merge = |fault: &str| {
-        SETTINGS.iter().for_each(|&(name, value)| ksm.set(name, value));
+        set_as_before(&ksm);
         assert!(!pids.iter().any(marked));
         let state = tempfile::tempdir().unwrap();
         let command = "merge --whole --across-domains --settle 0 --cpu 100 --watch 0";

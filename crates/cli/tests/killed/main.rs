@@ -1,10 +1,10 @@
 //! The program killed with -9 at any step of each kind of change that it makes to a host: whoever it was at goes on as
-//! if nothing had been, and `recover` brings back the rest. That holds of memory ([`change`], [`guests`]), of settings that
-//! are to last ([`policies`]), and of programs that it starts and stays beside ([`programs`]).
+//! if nothing had been, and `recover` brings back the rest. That holds of memory ([`change`], [`guests`]), of settings
+//! that are to last ([`policies`]), and of programs that it starts and stays beside ([`programs`]).
 //!
-//! Each kind of change names the fault points that it reaches, and all that there are in the code are named. They are dealt
-//! among the kinds, anew each day, so that each is hit in every run. `PAGEFOLD_SOAK=1` takes every one of each kind, as
-//! often as it is reached. Needs root and KSM, and the feature `fault-points`.
+//! Each kind of change names the fault points that it reaches, and all that there are in the code are named. They are
+//! dealt among the kinds, anew each day, so that each is hit in every run. `PAGEFOLD_SOAK=1` takes every one of each
+//! kind, as often as it is reached. Needs root and KSM, and the feature `fault-points`.
 
 #![cfg(feature = "fault-points")]
 
@@ -22,8 +22,7 @@ use std::hash::{DefaultHasher, Hasher};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Command, Output};
-use std::thread::sleep;
-use std::time::{Duration, Instant, UNIX_EPOCH};
+use std::time::{Instant, UNIX_EPOCH};
 
 /// In how many kinds of change each point is hit in the short form, where so many reach it.
 const HITS: usize = 2;
@@ -97,11 +96,30 @@ const PAGEFOLD: &str = env!("CARGO_BIN_EXE_pagefold");
 /// The labs' pages.
 const PAGE: u64 = 4096;
 
-/// The settings that are there before: not the ones that Pagefold writes.
-const SETTINGS: [(&str, i64); 4] = [("run", 0), ("pages_to_scan", 123), ("sleep_millisecs", 77), ("use_zero_pages", 0)];
+/// The settings that are there before, where the kernel has them: not the ones that Pagefold writes.
+const SETTINGS: [(&str, &str); 5] = [
+    ("advisor_mode", "none"),
+    ("run", "0"),
+    ("pages_to_scan", "123"),
+    ("sleep_millisecs", "77"),
+    ("use_zero_pages", "0"),
+];
 
-fn settings(ksm: &Ksm) -> [(&'static str, i64); 4] {
-    SETTINGS.map(|(name, _)| (name, ksm.counter(name)))
+/// The settings that there are of a kernel, in the order in which it takes them.
+type Settings = Vec<(&'static str, String)>;
+
+fn settings(ksm: &Ksm) -> Settings {
+    SETTINGS.iter().filter_map(|&(name, _)| Some((name, ksm.value(name)?))).collect()
+}
+
+fn set_as_before(ksm: &Ksm) {
+    for (name, value) in SETTINGS.iter().filter(|(name, _)| ksm.value(name).is_some()) {
+        ksm.set(name, value);
+    }
+}
+
+fn are_as_before(settings: &[(&str, String)]) -> bool {
+    settings.iter().all(|(name, value)| SETTINGS.contains(&(name, value.as_str())))
 }
 
 /// Run a command about some processes, none for a command that is not about any.
@@ -163,8 +181,8 @@ fn day() -> u64 {
 }
 
 /// Kill a kind of change at the points that are its today, all of them in the long form, as it has reached them when
-/// nobody killed it. `kill` tells whether it got to one: how far ksmd is when it is looked at decides how often its pace
-/// is written, so that a point may be reached less often.
+/// nobody killed it. `kill` tells whether it got to one: how far ksmd is when it is looked at decides how often its
+/// pace is written, so that a point may be reached less often.
 fn killed_at_any(kind: &str, reached: &BTreeMap<String, u64>, kill: impl Fn(&str) -> bool) {
     let began = Instant::now();
     let names: BTreeSet<&str> = reached.keys().map(String::as_str).collect();
@@ -231,7 +249,8 @@ fn recover(ksm: &Ksm, state: &Path, pids: &[u32], place: &str) {
     }
     let recovered = pagefold(state, "recover", &[], None);
     assert_eq!(recovered.status.code(), Some(0), "{place}: {recovered:?}");
-    assert_eq!(settings(ksm), SETTINGS, "{place}");
+    let settings = settings(ksm);
+    assert!(are_as_before(&settings), "{place}: {settings:?}");
 }
 
 /// What some regions of a process hold.
@@ -244,29 +263,4 @@ fn checksum(pid: u32, regions: &[Region]) -> u64 {
         hasher.write(&bytes);
     }
     hasher.finish()
-}
-
-/// The addresses of a process's enrolled pages.
-fn enrolled(pid: u32) -> BTreeSet<u64> {
-    let mut pages = BTreeSet::new();
-    let mut region = 0..0;
-    let address = |text| u64::from_str_radix(text, 16).ok();
-    for line in fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap().lines() {
-        let bounds = line.split(' ').next().and_then(|word| word.split_once('-'));
-        if let Some((Some(start), Some(end))) = bounds.map(|(start, end)| (address(start), address(end))) {
-            region = start..end;
-        } else if line.strip_prefix("VmFlags:").is_some_and(|flags| flags.split(' ').any(|flag| flag == "mg")) {
-            pages.extend(region.clone().step_by(PAGE as usize));
-        }
-    }
-    pages
-}
-
-/// Wait for something that is bound to come.
-fn until(what: &str, mut there: impl FnMut() -> bool) {
-    let began = Instant::now();
-    while !there() {
-        assert!(began.elapsed() < Duration::from_secs(120), "{what} did not come within two minutes");
-        sleep(Duration::from_millis(5));
-    }
 }

@@ -1,7 +1,7 @@
-//! Settings that are to last: wherever it is killed, there are those from before it or its own, and `policy restore` brings
-//! back what there was before the first.
+//! Settings that are to last: wherever it is killed, there are those from before it or its own, and `policy restore`
+//! brings back what there was before the first.
 
-use crate::{SETTINGS, checksum, json, killed_at_any, pagefold, points, settings, was_killed};
+use crate::{Settings, checksum, json, killed_at_any, pagefold, points, set_as_before, settings, was_killed};
 use pagefold_labs::client::Lab;
 use pagefold_labs::ksm::Ksm;
 use pagefold_labs::lines::Region;
@@ -13,6 +13,8 @@ use std::process::Output;
 struct Lasting {
     /// Its name among the kinds.
     kind: &'static str,
+    /// Whether the kernel's advisor is on before, where there is one.
+    advised: bool,
     /// The policy that is set before.
     set: Option<&'static str>,
     /// What is killed.
@@ -22,18 +24,20 @@ struct Lasting {
 }
 
 impl Lasting {
-    /// A state directory with the settings before, and whom it is about.
-    fn start(&self, ksm: &Ksm) -> (tempfile::TempDir, Vec<Lab<Region>>) {
-        for (name, value) in SETTINGS {
-            ksm.set(name, value);
+    /// The settings before all, a state directory, and whom it is about.
+    fn start(&self, ksm: &Ksm) -> (Settings, tempfile::TempDir, Vec<Lab<Region>>) {
+        set_as_before(ksm);
+        if self.advised && ksm.value("advisor_mode").is_some() {
+            ksm.set("advisor_mode", "scan-time");
         }
+        let first = settings(ksm);
         let state = tempfile::tempdir().unwrap();
         if let Some(policy) = self.set {
             done(state.path(), &format!("policy set {policy}"));
         }
         let words: Vec<&str> = self.lab.into_iter().flat_map(|words| words.split(' ')).collect();
         let lab = words.split_first().map(|(name, arguments)| Lab::start(name, arguments).unwrap());
-        (state, lab.into_iter().collect())
+        (first, state, lab.into_iter().collect())
     }
 
     fn run(&self, state: &Path, labs: &[Lab<Region>], fault: &str) -> Output {
@@ -42,8 +46,8 @@ impl Lasting {
     }
 
     /// How often it reaches each point when nobody kills it, and which settings it leaves.
-    fn points(&self, ksm: &Ksm) -> (BTreeMap<String, u64>, [(&'static str, i64); 4]) {
-        let (state, labs) = self.start(ksm);
+    fn points(&self, ksm: &Ksm) -> (BTreeMap<String, u64>, Settings) {
+        let (_, state, labs) = self.start(ksm);
         let before = settings(ksm);
         let output = self.run(state.path(), &labs, "count");
         assert_eq!(output.status.code(), Some(0), "{output:?}");
@@ -53,17 +57,17 @@ impl Lasting {
     }
 
     /// Kill it at a point. Whether it got there.
-    fn kill(&self, ksm: &Ksm, leaves: [(&'static str, i64); 4], point: &str) -> bool {
-        let (state, labs) = self.start(ksm);
+    fn kill(&self, ksm: &Ksm, leaves: &Settings, point: &str) -> bool {
+        let (first, state, labs) = self.start(ksm);
         let before = settings(ksm);
         let held: Vec<u64> = labs.iter().map(|lab| checksum(lab.pid(), lab.lines())).collect();
         let output = self.run(state.path(), &labs, point);
         let (killed, place) = was_killed(&output, point);
         assert!(labs.iter().all(|lab| !crate::is_held(lab.pid())), "{place}");
         done(state.path(), "recover");
-        assert!([before, leaves].contains(&settings(ksm)), "{place}: {:?}", settings(ksm));
+        assert!([&before, leaves].contains(&&settings(ksm)), "{place}: {:?}", settings(ksm));
         done(state.path(), "policy restore");
-        assert_eq!(settings(ksm), SETTINGS, "{place}");
+        assert_eq!(settings(ksm), first, "{place}");
         assert!(labs.iter().zip(held).all(|(lab, held)| checksum(lab.pid(), lab.lines()) == held), "{place}");
         killed
     }
@@ -74,7 +78,7 @@ impl Lasting {
             Err(why) => return println!("skipped: {why}"),
         };
         let (reached, leaves) = self.points(&ksm);
-        killed_at_any(self.kind, &reached, |point| self.kill(&ksm, leaves, point));
+        killed_at_any(self.kind, &reached, |point| self.kill(&ksm, &leaves, point));
     }
 }
 
@@ -89,15 +93,17 @@ fn done(state: &Path, command: &str) {
 fn a_merge_that_leaves_ksmd_running() {
     let command = "merge --keep --settle 0 --cpu 100 --min-profit 0 --watch 0";
     let lab = Some("layout within=600,copies=3");
-    Lasting { kind: "keep", set: None, command, lab }.killed_at_any_step();
+    Lasting { kind: "keep", advised: false, set: None, command, lab }.killed_at_any_step();
 }
 
 #[test]
 fn a_policy_in_place_of_another() {
-    Lasting { kind: "policy", set: Some("guided"), command: "policy set flat-out", lab: None }.killed_at_any_step();
+    let (set, command) = (Some("guided"), "policy set flat-out");
+    Lasting { kind: "policy", advised: false, set, command, lab: None }.killed_at_any_step();
 }
 
 #[test]
-fn a_policy_that_is_taken_back() {
-    Lasting { kind: "restore", set: Some("flat-out"), command: "policy restore", lab: None }.killed_at_any_step();
+fn a_policy_that_is_taken_back_for_the_advisor() {
+    let (set, command) = (Some("flat-out"), "policy restore");
+    Lasting { kind: "restore", advised: true, set, command, lab: None }.killed_at_any_step();
 }

@@ -1,13 +1,14 @@
-//! Programs that are started with somebody beside them, who enrols them from outside or drives KSM: it is killed, or the
-//! process that is to become the program before it does. The program goes on.
+//! Programs that are started with somebody beside them, who enrols them from outside or drives KSM: it is killed, or
+//! the process that is to become the program before it does. The program goes on.
 
 use crate::{
-    GUIDED, PAGEFOLD, SETTINGS, checksum, day, dealt_to, enrolled, is_held, killed_at_any, pagefold, recover, settings,
-    soak, until,
+    GUIDED, PAGEFOLD, are_as_before, checksum, day, dealt_to, is_held, killed_at_any, pagefold, recover, set_as_before,
+    settings, soak,
 };
 use pagefold_labs::client::binary;
 use pagefold_labs::ksm::Ksm;
 use pagefold_labs::lines::{READY, Region};
+use pagefold_labs::look::{enrolled, until};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
@@ -41,7 +42,7 @@ struct Program {
 
 impl Program {
     fn start(way: &Way, ksm: &Ksm, fault: &str) -> Self {
-        SETTINGS.iter().for_each(|&(name, value)| ksm.set(name, value));
+        set_as_before(ksm);
         let state = tempfile::tempdir().unwrap();
         let mut command = Command::new(PAGEFOLD);
         command.arg("--state").arg(state.path()).arg("run").args(way.arguments).arg("--");
@@ -161,7 +162,7 @@ fn a_program_beside_which_what_pays_is_merged() {
         there: |ksm, program| {
             let merged = fs::read_to_string(format!("/proc/{}/ksm_merging_pages", program.pid())).unwrap();
             merged.trim().parse::<u64>().unwrap() >= 2000
-                && settings(ksm) == SETTINGS
+                && are_as_before(&settings(ksm))
                 && !program.state.path().join("journal.json").exists()
         },
     };

@@ -2,12 +2,9 @@
 //! ends. Needs root and KSM; what is refused before the program starts needs neither.
 
 use crate::programs::{PAGEFOLD, refusal, text};
-use pagefold_host::{Host, observe};
 use pagefold_labs::ksm::Ksm;
 use pagefold_labs::lines::{READY, Region};
-use pagefold_linux::LiveHost;
-use pagefold_model::region::VmFlags;
-use pagefold_model::{AddressRange, Pid};
+use pagefold_labs::look::{enrolled, until};
 use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 use std::fs;
@@ -16,8 +13,6 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::thread::sleep;
-use std::time::{Duration, Instant};
 
 const NOBODY: u32 = 65534;
 const NAMES: [&str; 4] = ["run", "pages_to_scan", "sleep_millisecs", "use_zero_pages"];
@@ -28,9 +23,6 @@ const FLAT_OUT: [i64; 3] = [1, 20_000, 0];
 fn take() -> Option<(Ksm, tempfile::TempDir)> {
     match Ksm::take() {
         Ok(ksm) => {
-            if Path::new("/sys/kernel/mm/ksm/advisor_mode").exists() {
-                ksm.set("advisor_mode", "none");
-            }
             NAMES.iter().zip(BEFORE).for_each(|(name, value)| ksm.set(name, value));
             Some((ksm, tempfile::tempdir().unwrap()))
         }
@@ -49,14 +41,6 @@ fn command(state: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(PAGEFOLD);
     command.arg("--state").arg(state).arg("run").args(arguments);
     command
-}
-
-fn until(what: &str, mut there: impl FnMut() -> bool) {
-    let started = Instant::now();
-    while !there() {
-        assert!(started.elapsed() < Duration::from_secs(300), "{what} did not come within five minutes");
-        sleep(Duration::from_millis(5));
-    }
 }
 
 /// The process beside a program, by whom the journal names.
@@ -153,16 +137,6 @@ fn guided_merges_what_pays_while_the_program_runs() {
     assert_eq!(values(&ksm), BEFORE);
 }
 
-/// Pages of a region that are enrolled.
-fn enrolled(pid: u32, region: &Region) -> u64 {
-    let host = LiveHost::new();
-    let regions = observe::regions(&*host.open(Pid(pid)).unwrap()).unwrap();
-    let range = AddressRange { start: region.start, end: region.end() };
-    let enrolled = regions.iter().filter(|region| region.flags.has(VmFlags::MERGEABLE));
-    let parts = enrolled.filter_map(|enrolled| enrolled.range.overlap(range));
-    parts.map(|part| part.bytes().0 / region.page_size).sum()
-}
-
 #[test]
 fn guided_withdraws_what_breaks_between_its_rounds() {
     let Some((ksm, state)) = take() else { return };
@@ -175,9 +149,10 @@ fn guided_withdraws_what_breaks_between_its_rounds() {
     let regions: Vec<Region> =
         lines.take_while(|line| !line.starts_with(READY)).map(|line| serde_json::from_str(&line).unwrap()).collect();
     let [zero, hot] = &regions[..] else { panic!("{regions:?}") };
-    until("an enrolment", || enrolled(child.id(), hot) == hot.pages);
-    until("a withdrawal", || enrolled(child.id(), hot) == 0);
-    assert_eq!(enrolled(child.id(), zero), zero.pages);
+    let enrolled = |region: &Region| enrolled(child.id()).range(region.start..region.end()).count() as u64;
+    until("an enrolment", || enrolled(hot) == hot.pages);
+    until("a withdrawal", || enrolled(hot) == 0);
+    assert_eq!(enrolled(zero), zero.pages);
     drop(child.stdin.take());
     assert!(child.wait().unwrap().success());
     until("what was before", || values(&ksm) == BEFORE);

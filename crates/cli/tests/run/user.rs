@@ -180,7 +180,8 @@ fn ranks_are_merged_at_safe_points_without_any_privilege() {
     words.push("--".to_owned());
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     assert!(shrunk(&home.ranks(&[], &program, &["8", "5"])) < 2);
-    // Of 24 MiB, half are the same in all three, and a quarter is zeros: 14 MiB could go. A slow machine gets more time.
+    // Of 24 MiB, half are the same in all three, and a quarter is zeros: 14 MiB could go. A slow machine gets more
+    // time.
     let shrinks = |program: &Path, before: &[&str], after: &[&str]| {
         ["60", "1000"].iter().any(|steps| {
             let output = home.ranks(&words, program, &[before, &["8", steps], after].concat());

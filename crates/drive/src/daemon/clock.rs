@@ -1,7 +1,7 @@
 //! What the host's clocks show, for hours of the day.
 //!
-//! The host's time zone is that of `TZ` or `/etc/localtime`, which is looked at again every few minutes; UTC where there
-//! is none.
+//! The host's time zone is that of `TZ` or `/etc/localtime`, which is looked at again every few minutes; UTC where
+//! there is none.
 
 use jiff::Timestamp;
 use jiff::tz::TimeZone;

@@ -1,10 +1,11 @@
 //! The daemon: the loop with a clock.
 //!
-//! One thread takes in what happens, hands it to [`pagefold_model::daemon::step`] and gives out what that decides; another
-//! carries it out, since a merge takes seconds in which somebody may ask or stop. Who runs is told by the host or found out
-//! by polling ([`roster`]). While it may act, the daemon has the host's one [`Session`](crate::Session) all the time and
-//! ksmd rests between merges; paused, or where somebody else drives KSM, it has not, and the settings are what they were.
-//! What programs wait for is read at each tick while it works and now and then while it rests ([`probe`]).
+//! One thread takes in what happens, hands it to [`pagefold_model::daemon::step`] and gives out what that decides;
+//! another carries it out, since a merge takes seconds in which somebody may ask or stop. Who runs is told by the host
+//! or found out by polling ([`roster`]). While it may act, the daemon has the host's one [`Session`](crate::Session)
+//! all the time and ksmd rests between merges; paused, or where somebody else drives KSM, it has not, and the settings
+//! are what they were. What programs wait for is read at each tick while it works and now and then while it rests
+//! ([`probe`]).
 
 mod clock;
 mod probe;
@@ -100,8 +101,8 @@ pub struct Daemon<'h, 'a> {
     log: &'a mut dyn FnMut(&str),
 }
 
-/// Run the daemon over a host. `messages` is what is said to it; `sender` is the other end of it. `alive` is called about
-/// once a second while all is well, `log` for what an operator should know.
+/// Run the daemon over a host. `messages` is what is said to it; `sender` is the other end of it. `alive` is called
+/// about once a second while all is well, `log` for what an operator should know.
 pub fn run(
     host: &dyn Host,
     directory: &Path,

@@ -1,8 +1,8 @@
-//! What managed programs wait for: run-queue delay of their threads (`/proc/PID/task/TID/schedstat`), pressure on the CPUs
-//! (`/proc/pressure/cpu`) and time stolen by a hypervisor (`/proc/stat`), each since the reading before.
+//! What managed programs wait for: run-queue delay of their threads (`/proc/PID/task/TID/schedstat`), pressure on the
+//! CPUs (`/proc/pressure/cpu`) and time stolen by a hypervisor (`/proc/stat`), each since the reading before.
 //!
-//! At rest this is read seldom, and of many threads only some are looked at: those of the programs that came first, which
-//! are the same at work and at rest.
+//! At rest this is read seldom, and of many threads only some are looked at: those of the programs that came first,
+//! which are the same at work and at rest.
 
 use pagefold_host::{Host, observe, parse};
 use pagefold_model::ProcessId;
@@ -83,7 +83,8 @@ impl Probe {
         (self.threads, self.members, self.listed) = (threads, members, Some(now));
     }
 
-    /// For how long threads stood in run queues and ran since they were read last; nothing where the kernel does not tell.
+    /// For how long threads stood in run queues and ran since they were read last; nothing where the kernel does not
+    /// tell.
     fn queued(&mut self, host: &dyn Host) -> Option<(Duration, Duration)> {
         let mut sum = None;
         for (file, before) in &mut self.threads {

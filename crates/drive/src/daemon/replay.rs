@@ -1,8 +1,8 @@
 //! The daemon over a recording of many moments: the same roster and the same decisions by the recorded clock.
 //!
-//! Each moment is a tick. A census is answered within it, at the price that the model takes it for, because what it took
-//! depends on the machine that replays. Nothing can be changed, so the daemon only advises, and the host goes on as it was
-//! recorded. The same recording, settings and seed give the same decisions.
+//! Each moment is a tick. A census is answered within it, at the price that the model takes it for, because what it
+//! took depends on the machine that replays. Nothing can be changed, so the daemon only advises, and the host goes on
+//! as it was recorded. The same recording, settings and seed give the same decisions.
 
 use super::roster::Roster;
 use super::worker::{request, worth, young};

@@ -5,8 +5,8 @@
 //!
 //! Only those are looked at whose turn it is: a process that has just come at every poll for a few seconds, since a
 //! virtual machine is small when it starts, and longer and longer ones afterwards. A look at who is not managed is one
-//! read of its size, so that thousands of short-lived programs cost little. A number that was given to another process is
-//! noticed when its turn comes.
+//! read of its size, so that thousands of short-lived programs cost little. A number that was given to another process
+//! is noticed when its turn comes.
 
 use super::Settings;
 use pagefold_host::{Begun, Host, Process as Handle, Programs, observe, parse};
@@ -192,7 +192,8 @@ impl Roster {
             }
             there
         });
-        // Who was there before is asked at once: a program that writes KSM's settings is heeded before anything is done.
+        // Who was there before is asked at once: a program that writes KSM's settings is heeded before anything is
+        // done.
         let pause = if self.listed.is_none() { LASTING } else { FIRST };
         for pid in pids.into_iter().filter(|pid| *pid != self.own) {
             self.known.entry(pid).or_insert_with(|| Known { pause, ..Known::new(now) });

@@ -29,8 +29,8 @@ pub struct Settings {
     pub max_regions: Option<u64>,
     /// Whether huge pages may be split.
     pub split_huge_pages: bool,
-    /// The pause between the two looks of a census; none where each look but the first of a process is compared with the
-    /// one before.
+    /// The pause between the two looks of a census; none where each look but the first of a process is compared with
+    /// the one before.
     pub settle: Duration,
     /// For how long merged pages are watched at least at the end of a merge.
     pub watch: Duration,

@@ -1,8 +1,8 @@
 //! Carrying out what was decided, one piece of work after the other, on a thread of its own.
 //!
 //! The worker has what changes the host: the session while it is held, what is watched and what was withdrawn, the ages
-//! of contents, the plan of the last census. It answers each order with one event; what a piece of work cost is what the
-//! process and ksmd used meanwhile.
+//! of contents, the plan of the last census. It answers each order with one event; what a piece of work cost is what
+//! the process and ksmd used meanwhile.
 
 use super::{Message, Settings, Told};
 use crate::merge::{self, After, Planned, carry_out, own_cpu};
@@ -131,7 +131,7 @@ impl<'h> Worker<'h> {
                 self.tell(Message::Event(Event::Contested(error.to_string())));
                 Event::Failed(error.to_string())
             }
-            error => Event::Failed(chain(&error)),
+            error => Event::Failed(session::chain(&error)),
         })
     }
 
@@ -358,15 +358,4 @@ fn metadata(host: &dyn Host) -> Bytes {
 
 fn lives(host: &dyn Host, process: ProcessId) -> bool {
     host.open(process.pid).is_ok_and(|handle| handle.id() == process)
-}
-
-/// An error with what caused it.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        text.push_str(&format!(": {cause}"));
-        next = cause.source();
-    }
-    text
 }

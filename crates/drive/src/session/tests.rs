@@ -192,6 +192,38 @@ fn whatever_fails_the_settings_come_back_or_it_is_said() {
     }
 }
 
+/// Neither a setting can be put back nor the journal be written: it is said, and the next session mends both.
+#[test]
+fn what_remains_is_told_with_a_journal_that_cannot_be_written() {
+    let (fake, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let before = fake.values();
+    let written = AtomicUsize::new(0);
+    let again = |path: &str| path == "#set pages_to_scan" && written.fetch_add(1, Ordering::Relaxed) > 0;
+    let host = Faulty::new(&fake, |path: &str| again(path).then_some(Fault::Absent(Absent::Denied)));
+    let wanted = settings(&[(Setting::PagesToScan, "5000"), (Setting::Run, "1")]);
+    let mut session = begin(&host, directory.path());
+    session.set(&wanted).unwrap();
+    // It is in the way of the file that is to replace the journal.
+    let obstacle = directory.path().join(format!("{SESSION}.new"));
+    fs::create_dir(&obstacle).unwrap();
+    let error = session.finish().unwrap_err();
+    let Error::Remains { remains, source } = &error else { panic!("{error}") };
+    assert!(matches!(**source, Error::Journal(_)), "{error}");
+    assert_eq!(
+        remains.iter().map(|remains| &remains.undo).collect::<Vec<_>>(),
+        [&Action::Set { setting: Setting::PagesToScan, value: "100".to_owned() }]
+    );
+    assert!(chain(&error).starts_with("not all is put back (/sys/kernel/mm/ksm/pages_to_scan was 100: "), "{error}");
+    drop(session);
+    fs::remove_dir(&obstacle).unwrap();
+    let (mut session, _, remains) = Session::begin(&fake, directory.path()).unwrap();
+    assert_eq!((remains, fake.values()), (Vec::new(), before.clone()));
+    // A journal is removed once all is back, however often it could not be replaced on the way.
+    session.set(&wanted).unwrap();
+    fs::create_dir(&obstacle).unwrap();
+    assert_eq!((session.finish().unwrap(), fake.values()), (Vec::new(), before));
+}
+
 #[test]
 fn what_somebody_else_wrote_stays() {
     let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());

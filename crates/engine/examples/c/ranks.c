@@ -1,6 +1,6 @@
 /*
- * Processes that hold the same table, and each a work array that is mostly zeros: like the ranks of an MPI program. They
- * merge when all of them have come to a barrier, and tell what it saved.
+ * Processes that hold the same table, and each a work array that is mostly zeros: like the ranks of an MPI program.
+ * They merge when all of them have come to a barrier, and tell what it saved.
  *
  *     cc -O2 ranks.c $(pkg-config --cflags --libs pagefold) -o ranks && ./ranks 4 64
  *

@@ -1,5 +1,5 @@
-//! The memory limits of cgroups: `memory.max` and its like (mm/memcontrol.c), `memory.limit_in_bytes` and its like of v1
-//! (mm/memcontrol-v1.c).
+//! The memory limits of cgroups: `memory.max` and its like (mm/memcontrol.c), `memory.limit_in_bytes` and its like of
+//! v1 (mm/memcontrol-v1.c).
 
 use super::text::{field, number};
 use pagefold_model::{Absent, Bytes, Reading};
@@ -17,7 +17,8 @@ pub fn limit(bytes: &[u8]) -> Reading<Option<Bytes>> {
 }
 
 /// What of a cgroup's usage is reclaimed first and at once, from its `memory.stat`: inactive pages of files that are
-/// neither dirty nor being written. `v1` takes the `total_` lines, which count the cgroups below too, as v2 always does.
+/// neither dirty nor being written. `v1` takes the `total_` lines, which count the cgroups below too, as v2 always
+/// does.
 pub fn reclaimable(bytes: &[u8], v1: bool) -> Reading<Bytes> {
     let line =
         |v2_name: &str, v1_name: &str| -> Reading<u64> { number(field(bytes, if v1 { v1_name } else { v2_name })?) };

@@ -74,8 +74,8 @@ pub struct Status {
     pub pinned: Reading<Bytes>,
     /// `Threads:`.
     pub threads: Reading<u64>,
-    /// `RssAnon:`: anonymous memory, in which merged pages count and those of zeros do not. A process without memory does
-    /// not have the line.
+    /// `RssAnon:`: anonymous memory, in which merged pages count and those of zeros do not. A process without memory
+    /// does not have the line.
     pub anonymous: Reading<Bytes>,
 }
 

@@ -323,8 +323,8 @@ impl Footprint {
         Ok(merged + page.of(self.ksm_zero.clone()?))
     }
 
-    /// What the user-space engine saves this process, gross: each page that maps its store in full, less what the process
-    /// still pays for it. Zeros that it gave back are not seen.
+    /// What the user-space engine saves this process, gross: each page that maps its store in full, less what the
+    /// process still pays for it. Zeros that it gave back are not seen.
     pub fn engine_saved(&self, page: PageSize) -> Reading<Bytes> {
         Ok(page.of(self.engine.clone()?).saturating_sub(self.engine_fair.clone()?.bytes(page)))
     }

@@ -84,8 +84,8 @@ pub(super) const RULES: &[HostRule] = &[
 /// Passes after which a loss is one: pages merge in the second pass at the earliest.
 const SETTLED_PASSES: u64 = 3;
 
-/// Whether ksmd has had the passes over the memory of these processes, of which it has metadata for `tracked` pages, that
-/// merging takes: it runs, it knows most of the pages, and most of them belong to processes that are older than
+/// Whether ksmd has had the passes over the memory of these processes, of which it has metadata for `tracked` pages,
+/// that merging takes: it runs, it knows most of the pages, and most of them belong to processes that are older than
 /// [`SETTLED_PASSES`]. `full_scans` alone does not tell, since it counts from boot.
 ///
 /// Limits: of a process that was enrolled, or of a ksmd that was started, long after the process, it is believed after

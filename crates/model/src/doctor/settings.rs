@@ -143,7 +143,8 @@ fn kernel(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
 }
 
 /// Stopped while something is enrolled is a failure: somebody asked for merging and gets none. Stopped while nothing
-/// is enrolled is only a warning, for nobody misses it, and so it is while that cannot be told. Whether 0 or 2 makes no difference to what merges from now on.
+/// is enrolled is only a warning, for nobody misses it, and so it is while that cannot be told. Whether 0 or 2 makes no
+/// difference to what merges from now on.
 fn run(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
     let run = *need("run", &ksm(facts)?.run)?;
     let value = format!("run = {run}");

@@ -56,8 +56,8 @@ fn traces(facts: &HostFacts) -> String {
 }
 
 /// A writer that no name is known for can be caught in the act only: a setting that changes while the doctor looks is a
-/// warning. One daemon is a warning, for it may be wanted, and whoever sets KSM by hand must know. Two are a failure: they undo
-/// each other. tuned and ksmctl write once and are fine alone; tuned is what to ask when `run` is 2.
+/// warning. One daemon is a warning, for it may be wanted, and whoever sets KSM by hand must know. Two are a failure:
+/// they undo each other. tuned and ksmctl write once and are fine alone; tuned is what to ask when `run` is 2.
 fn tuners(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
     let tuners = match sorted(facts) {
         Err(_) if !facts.rewritten.is_empty() => Vec::new(),

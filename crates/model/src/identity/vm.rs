@@ -31,8 +31,9 @@ pub(super) fn of(arguments: &[String], cgroup: Option<&str>) -> Option<Vm> {
 }
 
 /// The technique that keeps a guest's memory from its host, if the command line of a virtual machine names one: QEMU's
-/// objects of AMD SEV and SEV-SNP, Intel TDX, IBM Secure Execution and PEF (docs/system/confidential-guest-support.rst), or
-/// any other that the machine is told of, and cloud-hypervisor's `--platform tdx=on` and `sev_snp=on`.
+/// objects of AMD SEV and SEV-SNP, Intel TDX, IBM Secure Execution and PEF
+/// (docs/system/confidential-guest-support.rst), or any other that the machine is told of, and cloud-hypervisor's
+/// `--platform tdx=on` and `sev_snp=on`.
 pub(super) fn confidential(arguments: &[String]) -> Option<String> {
     let Vm { monitor, .. } = of(arguments, None)?;
     let (_, arguments) = arguments.split_first()?;

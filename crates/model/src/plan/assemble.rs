@@ -146,9 +146,9 @@ fn whole(census: &Census, constraints: &Constraints, subject: &SubjectCensus) ->
 }
 
 /// The ranges of a process that pay, and how much they give back. If they would take the process beyond half of the
-/// regions that it may still have, which the census kept to as things were then, those are left out that are worth least
-/// by the costs at which the census chose them. Of these ranges that is the best choice of so many, but for a huge page
-/// that two of them split; fewer and longer ones, over what lies between, are not looked for again.
+/// regions that it may still have, which the census kept to as things were then, those are left out that are worth
+/// least by the costs at which the census chose them. Of these ranges that is the best choice of so many, but for a
+/// huge page that two of them split; fewer and longer ones, over what lies between, are not looked for again.
 fn guided(
     census: &Census,
     constraints: &Constraints,

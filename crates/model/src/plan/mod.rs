@@ -36,9 +36,9 @@ impl Plan {
         self.targets.iter().map(|target| target.ranges.len()).sum()
     }
 
-    /// Leave out what of the ranges lies in `without`, in any order. Counts shrink in proportion; what should merge of the
-    /// parts that stay is at most what should have of the whole range, and is taken for that. The rest of the prediction
-    /// stays that of the whole plan.
+    /// Leave out what of the ranges lies in `without`, in any order. Counts shrink in proportion; what should merge of
+    /// the parts that stay is at most what should have of the whole range, and is taken for that. The rest of the
+    /// prediction stays that of the whole plan.
     pub fn leave_out(&mut self, process: ProcessId, without: Vec<AddressRange>) {
         let without = AddressRange::union(without);
         for target in self.targets.iter_mut().filter(|target| target.process.id == process) {
@@ -49,8 +49,8 @@ impl Plan {
     }
 
     /// Keep to some processes, and to what else a plan must not do: with `whole_huge`, split a huge page; take more
-    /// metadata than `metadata`, of which who gives back most for a page scanned comes first. The prediction becomes that
-    /// of the ranges that stay.
+    /// metadata than `metadata`, of which who gives back most for a page scanned comes first. The prediction becomes
+    /// that of the ranges that stay.
     pub fn keep_to(&mut self, fits: impl Fn(ProcessId) -> bool, whole_huge: bool, metadata: Option<Bytes>) {
         let before: Pages = self.scanned();
         self.targets.retain(|target| fits(target.process.id));
@@ -170,8 +170,8 @@ pub struct PlannedRange {
     pub zero: Pages,
     /// What they are likely to give back: of `n` equal pages each stands for `1 - 1/n`, as if all were enrolled.
     pub freed: Bytes,
-    /// Huge pages that are split because a part of them merges or it begins or ends in them. Not told where a process is
-    /// enrolled whole.
+    /// Huge pages that are split because a part of them merges or it begins or ends in them. Not told where a process
+    /// is enrolled whole.
     pub huge_split: Pages,
     /// Whether the program has enrolled it already.
     pub enrolled: bool,
@@ -194,8 +194,8 @@ impl Target {
         ranges
     }
 
-    /// Its planned ranges that lie beside its guest's memory, where a control socket by which the guest is enrolled as a
-    /// `whole` does not reach.
+    /// Its planned ranges that lie beside its guest's memory, where a control socket by which the guest is enrolled as
+    /// a `whole` does not reach.
     pub fn beside_its_guest(&self, whole: bool) -> impl Iterator<Item = &PlannedRange> {
         let memory = match &self.way {
             Way::Guest(guest) if whole => Some(&guest.memory),

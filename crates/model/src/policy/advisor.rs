@@ -2,14 +2,14 @@
 //!
 //! Mirrors `scan_time_advisor`, `set_advisor_defaults` and `advisor_start_scan` of mm/ksm.c as of 6.18 (since 6.8). At
 //! the end of each full scan it sets `pages_to_scan` so that the next one should take `advisor_target_scan_time`,
-//! within bounds of ksmd's CPU. It aims at a time and never at a benefit: on a host with little to scan it stretches the
-//! scan to the target, and is slower than the kernel's default.
+//! within bounds of ksmd's CPU. It aims at a time and never at a benefit: on a host with little to scan it stretches
+//! the scan to the target, and is slower than the kernel's default.
 //!
 //! Quirks, kept: arithmetic is of integers and divides early; the moving average starts at nothing, so that the first
 //! change counts by its weight of 30 % only; switching the advisor on forgets the CPU time it last saw, so that the
 //! first step takes ksmd's CPU since boot for that of one scan; and where it is switched on in the middle of a scan the
-//! first step takes the time since boot for that scan's. `advisor_min_pages_to_scan` is where it starts, and is no lower
-//! bound afterwards.
+//! first step takes the time since boot for that scan's. `advisor_min_pages_to_scan` is where it starts, and is no
+//! lower bound afterwards.
 
 use crate::ksm::{Setting, Settings};
 use std::time::Duration;

@@ -1,9 +1,10 @@
 //! Which values the kernel takes for a setting.
 //!
-//! As the `*_store` functions of mm/ksm.c decide (6.18, tried on the running kernel). Three differences: a boolean may be
-//! written in many ways (`kstrtobool`) and is 0 or 1 here; `advisor_max_cpu` beyond 32 bits is taken and silently cut,
-//! which is refused here; and so is a `run` of 2, which is no pace: it unmerges the whole host, room or none. What depends on the moment is not judged: EBUSY while pages are merged, EINVAL for
-//! `pages_to_scan` while the advisor is on.
+//! As the `*_store` functions of mm/ksm.c decide (6.18, tried on the running kernel). Three differences: a boolean may
+//! be written in many ways (`kstrtobool`) and is 0 or 1 here; `advisor_max_cpu` beyond 32 bits is taken and silently
+//! cut, which is refused here; and so is a `run` of 2, which is no pace: it unmerges the whole host, room or none. What
+//! depends on the moment is not judged: EBUSY while pages are merged, EINVAL for `pages_to_scan` while the advisor is
+//! on.
 
 use crate::ksm::Setting;
 

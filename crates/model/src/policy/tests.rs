@@ -170,10 +170,11 @@ fn the_advisor_takes_the_steps_of_the_kernel() {
     check(
         Advisor::default(),
         &[
-            // A small host. 1 s, 5 ms: cpu 1 %. factor 20000, change 30*100/100 = 30; wanted 500*100/20000 = 2, *30/100 = 0;
-            // a percent is 500 pages, so at least 5000.
+            // A small host. 1 s, 5 ms: cpu 1 %. factor 20000, change 30*100/100 = 30; wanted 500*100/20000 = 2, *30/100
+            // = 0; a percent is 500 pages, so at least 5000.
             (100, 5, 5000, 30),
-            // Less than 1 % is 1 %: a percent is 5000 pages, 50000 at least, 30000 at most. change (70*30 + 3000)/100 = 51.
+            // Less than 1 % is 1 %: a percent is 5000 pages, 50000 at least, 30000 at most. change (70*30 + 3000)/100 =
+            // 51.
             (100, 14, 30_000, 51),
             (100, 20, 30_000, 65),
             // A scan in 400 s with 8000 ms of CPU: 8020-20 = 8000 ms of 400 s is 2 %. factor 20000/400 = 50;

@@ -74,8 +74,8 @@ pub struct CensusReport {
     pub cost: Cost,
 }
 
-/// Bytes that merging everything would give back. With `--sample` the likely values for the whole, from `estimate`; `net`
-/// then pays for metadata alone.
+/// Bytes that merging everything would give back. With `--sample` the likely values for the whole, from `estimate`;
+/// `net` then pays for metadata alone.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct Reclaimable {
     /// Every redundant page and every page of zeros; of a page that processes share since a fork, one mapping.
@@ -154,8 +154,8 @@ pub struct Exactness {
     pub fingerprint_bits: u32,
     /// Different contents that were seen, pages of zeros apart.
     pub distinct_contents: u64,
-    /// Pages that others map too, as after a fork, and whose frames only root may know: each was taken for a copy of its
-    /// own, which a frame that is mapped twice is not. 0 as root.
+    /// Pages that others map too, as after a fork, and whose frames only root may know: each was taken for a copy of
+    /// its own, which a frame that is mapped twice is not. 0 as root.
     pub pages_indistinct: u64,
     /// Whether `merge_across_nodes` is 0 and the pages' nodes are not known, for which root is needed: the savings are
     /// those of one node then, and too high.

@@ -1,5 +1,5 @@
-//! The findings of the doctor for people: what needs a decision in full; in a line each what is as it should be and what
-//! the kernel refused to tell, for which one remedy at the end serves.
+//! The findings of the doctor for people: what needs a decision in full; in a line each what is as it should be and
+//! what the kernel refused to tell, for which one remedy at the end serves.
 
 use super::{DoctorReport, FindingReport, VerdictCounts, VerdictName};
 use crate::text::{Style, cut, printable, wrap};

@@ -1,8 +1,8 @@
 //! The pictures of a report as data: what is drawn, in which colours, on which axes.
 //!
-//! They are the plots that operators make of KSM by hand: memory in use over time with and without merging, savings over
-//! time of several hosts side by side, the CPU time that it cost, and how long it took. Nothing is drawn across the time
-//! between two lives of the daemon.
+//! They are the plots that operators make of KSM by hand: memory in use over time with and without merging, savings
+//! over time of several hosts side by side, the CPU time that it cost, and how long it took. Nothing is drawn across
+//! the time between two lives of the daemon.
 
 use super::report::{HistoryReport, Side};
 use super::series::Point;
@@ -214,7 +214,8 @@ fn parts(points: &[Point], spot: impl Fn(&Point) -> Option<Spot>) -> Vec<Vec<Spo
     parts
 }
 
-/// A dot for each merge whose course is known: from arrival where somebody had come, otherwise from the start of the pass.
+/// A dot for each merge whose course is known: from arrival where somebody had come, otherwise from the start of the
+/// pass.
 fn converge(sides: &[Side], clock: Clock) -> Vec<Series> {
     let colour = |i| if sides.len() == 1 { Colour::Saved } else { Colour::Side(i) };
     let of = |(i, side): (usize, &Side)| {

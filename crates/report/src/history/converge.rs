@@ -1,8 +1,8 @@
 //! How long a pass took until most of what it saved was saved.
 //!
 //! The savings of the host are followed from the last sample before the pass to its end: from the lowest to the highest
-//! one after it, since what programs have freed before may leave the counter when ksmd comes by. Between two samples they
-//! are taken to grow evenly. What programs do meanwhile is in it: the host has one counter.
+//! one after it, since what programs have freed before may leave the counter when ksmd comes by. Between two samples
+//! they are taken to grow evenly. What programs do meanwhile is in it: the host has one counter.
 
 use super::record::{Pass, Sample};
 
@@ -15,8 +15,8 @@ const SAMPLES: usize = 3;
 /// Seconds after the end of a pass until which samples count: the one that shows the end comes after it.
 pub const AFTER: f64 = 3.0;
 
-/// Seconds from the start of a pass to 90 % and to 99 % of what was saved in the end. Samples are the oldest first, those
-/// of other lives of the daemon are left out. `None` where they are too few, or too little was saved.
+/// Seconds from the start of a pass to 90 % and to 99 % of what was saved in the end. Samples are the oldest first,
+/// those of other lives of the daemon are left out. `None` where they are too few, or too little was saved.
 pub fn times(pass: &Pass, samples: &[Sample]) -> Option<(f64, f64)> {
     let (began, until) = (pass.began(), pass.ended + AFTER);
     let saved = |sample: &Sample| Some((sample.time, sample.saved_gross? as f64));

@@ -6,8 +6,8 @@ use pagefold_model::Bytes;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// What a host's span of time came to. Means are over the time that was covered by samples. Absent where it is not known.
-/// Bytes and seconds, unless the name says otherwise.
+/// What a host's span of time came to. Means are over the time that was covered by samples. Absent where it is not
+/// known. Bytes and seconds, unless the name says otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Figures {
     /// Time that was covered by samples.

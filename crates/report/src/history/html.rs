@@ -1,5 +1,5 @@
-//! The report as one HTML document: everything in it, nothing fetched, no script. Each picture has its numbers in a table
-//! beside it.
+//! The report as one HTML document: everything in it, nothing fetched, no script. Each picture has its numbers in a
+//! table beside it.
 
 use super::chart::{self, Chart};
 use super::figures::Unit;

@@ -1,7 +1,8 @@
 //! How hosts stood over time: what the daemon answers of its past, and the report that is made of what it has kept.
 //!
-//! `record` is what is kept, `report` the document that is made of it, `converge`, `series` and `figures` the arithmetic,
-//! `chart` and `svg` the pictures; `text`, `html`, `csv` and `parquet` are the document for people and programs.
+//! `record` is what is kept, `report` the document that is made of it, `converge`, `series` and `figures` the
+//! arithmetic, `chart` and `svg` the pictures; `text`, `html`, `csv` and `parquet` are the document for people and
+//! programs.
 
 pub mod chart;
 pub mod converge;

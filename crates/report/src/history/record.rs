@@ -73,8 +73,8 @@ pub struct Pass {
     pub predicted: u64,
     /// What it saved; absent where nothing was merged.
     pub reached: Option<i64>,
-    /// Seconds before its start at which the first of those was seen who came since the merge before, two minutes before
-    /// it at most. Absent where nobody came.
+    /// Seconds before its start at which the first of those was seen who came since the merge before, two minutes
+    /// before it at most. Absent where nobody came.
     pub waited: Option<f64>,
     /// Seconds from its start until 90 % of what was saved in the end was saved.
     pub to_90: Option<f64>,

@@ -1,7 +1,7 @@
 //! The document of `pagefold report`: hosts, or spans of time, side by side.
 //!
-//! It is bounded: few points stand for many, the latest passes and the largest members are named, and what is left out is
-//! counted. `--csv` and `--parquet` have every sample.
+//! It is bounded: few points stand for many, the latest passes and the largest members are named, and what is left out
+//! is counted. `--csv` and `--parquet` have every sample.
 
 use super::figures::{Figures, Unit};
 use super::record::{Footprint, Kept, Pass};

@@ -65,8 +65,8 @@ fn point(before: Option<&Sample>, sample: &Sample) -> Point {
     }
 }
 
-/// At most about so many samples, at even distances in time: the last of each slice and of each life of the daemon within
-/// it. CPU time is counted up, so that none is lost between those that stay.
+/// At most about so many samples, at even distances in time: the last of each slice and of each life of the daemon
+/// within it. CPU time is counted up, so that none is lost between those that stay.
 pub fn thinned(samples: &[Sample], most: usize) -> Vec<Sample> {
     let (Some(first), Some(last)) = (samples.first(), samples.last()) else { return Vec::new() };
     if samples.len() <= most {

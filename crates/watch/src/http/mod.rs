@@ -9,9 +9,9 @@
 //! | `/api/events` | each status as it comes, as server-sent events |
 //!
 //! There is nothing but to GET. A request is compared with these paths and that is all: no file is opened, nothing is
-//! decoded and no body is taken. Everything is bounded: a head to [`HEAD_BYTES`] in [`READING`], an answer to [`SENDING`]
-//! however slowly it is taken, a server to [`CONNECTIONS`] at a time, of which [`STREAMS`] may be streams of events. Who
-//! comes when there are so many waits in the kernel's queue; a stream too many is refused.
+//! decoded and no body is taken. Everything is bounded: a head to [`HEAD_BYTES`] in [`READING`], an answer to
+//! [`SENDING`] however slowly it is taken, a server to [`CONNECTIONS`] at a time, of which [`STREAMS`] may be streams
+//! of events. Who comes when there are so many waits in the kernel's queue; a stream too many is refused.
 //!
 //! Whoever can connect can read, so a server belongs on loopback, and a page of another site that a browser has been
 //! made to load from this address (DNS rebinding) is refused by its name. Who can connect can also keep others waiting.

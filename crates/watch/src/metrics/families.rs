@@ -220,8 +220,8 @@ fn members(status: &Status, to: &mut Exposition) {
 /// A figure of what there is several of: the name of its metric, its meaning, and where it is found.
 type Figure<T> = (&'static str, &'static str, fn(&T) -> Option<u64>);
 
-/// Write a family for each figure. Things with equal labels are one series; the first [`NAMED`] are named, and the others
-/// summed up.
+/// Write a family for each figure. Things with equal labels are one series; the first [`NAMED`] are named, and the
+/// others summed up.
 fn write_each<'a, T>(
     to: &mut Exposition,
     figures: &[Figure<T>],
@@ -234,8 +234,8 @@ fn write_each<'a, T>(
     }
 }
 
-/// Samples for the first [`NAMED`] different labels, the rest summed up as `others`. Who is named does not depend on which
-/// values are absent.
+/// Samples for the first [`NAMED`] different labels, the rest summed up as `others`. Who is named does not depend on
+/// which values are absent.
 fn series<'a>(rows: impl Iterator<Item = (Labels<'a>, Option<u64>)>) -> Vec<Sample<'a>> {
     let mut sums: Vec<(Labels, Option<u64>)> = Vec::new();
     for (mut labels, value) in rows {

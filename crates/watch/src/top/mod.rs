@@ -1,8 +1,9 @@
 //! `pagefold top`: the status in a terminal, as it comes.
 //!
 //! [`App`] holds what is chosen and shown, and knows nothing of a terminal: keys and statuses go in, a frame comes out.
-//! The loop around it waits for either. The status is read on a thread of its own, so that keys are answered while a daemon
-//! takes its time; the terminal is put back at the end, on an error, a panic and the signals that ask for an end.
+//! The loop around it waits for either. The status is read on a thread of its own, so that keys are answered while a
+//! daemon takes its time; the terminal is put back at the end, on an error, a panic and the signals that ask for an
+//! end.
 
 mod app;
 mod draw;

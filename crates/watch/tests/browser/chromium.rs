@@ -1,5 +1,6 @@
-//! A headless Chromium, driven by its DevTools protocol over two pipes (`--remote-debugging-pipe`: it reads from descriptor
-//! 3 and writes to 4, JSON with a zero byte behind each message). A shell moves them there, from where a child has pipes.
+//! A headless Chromium, driven by its DevTools protocol over two pipes (`--remote-debugging-pipe`: it reads from
+//! descriptor 3 and writes to 4, JSON with a zero byte behind each message). A shell moves them there, from where a
+//! child has pipes.
 
 use super::common;
 use serde_json::{Value, json};

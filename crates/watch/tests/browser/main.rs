@@ -1,5 +1,5 @@
-//! The page in headless Chromium: what it shows, that it lives, and that it is of use without a mouse, colours or width.
-//! `PAGEFOLD_PICTURES=FOLDER` has pictures of it written.
+//! The page in headless Chromium: what it shows, that it lives, and that it is of use without a mouse, colours or
+//! width. `PAGEFOLD_PICTURES=FOLDER` has pictures of it written.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,6 +1,6 @@
 //! What the daemon keeps of the past: its status, noted every ten seconds, each second while work is under way and when
-//! somebody comes, and written to an SQLite database about once a minute and when a merge has ended. Between the notes of
-//! a second, what merging saves is looked at alone, so that the course of a short merge is known.
+//! somebody comes, and written to an SQLite database about once a minute and when a merge has ended. Between the notes
+//! of a second, what merging saves is looked at alone, so that the course of a short merge is known.
 //!
 //! It is a thread of its own, so that a slow disk holds nobody up. Where the file cannot be used, that is said, and the
 //! daemon goes on without.
@@ -142,8 +142,8 @@ impl Bell {
         self.news.notify_all();
     }
 
-    /// Wait until it is time for the next look: so long while work is under way, otherwise so long. `false` once there is
-    /// none.
+    /// Wait until it is time for the next look: so long while work is under way, otherwise so long. `false` once there
+    /// is none.
     fn wait(&self, quick: Duration, calm: Duration) -> bool {
         let wait = |ring, pause, on: fn(&mut Ring) -> bool| {
             let (ring, _) = self.news.wait_timeout_while(ring, pause, on).unwrap_or_else(PoisonError::into_inner);

@@ -1,0 +1,75 @@
+//! What `make test` makes of what the test runner prints.
+
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+/// Two programs of tests: in the first both pass and say why they skip something, in the second one fails.
+const PRINTED: &str = "
+running 2 tests
+test one ... ok
+test two ... ok
+
+successes:
+
+---- one stdout ----
+noise
+skipped: this kernel has no KSM
+
+---- two stdout ----
+skipped: this kernel has no KSM
+
+
+successes:
+    one
+    two
+
+test result: ok. 2 passed; 0 failed
+
+
+running 1 test
+test three ... FAILED
+
+successes:
+
+successes:
+
+failures:
+
+---- three stdout ----
+why it failed
+
+failures:
+    three
+
+test result: FAILED. 0 passed; 1 failed
+
+";
+
+fn told(printed: &str) -> Output {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.ci/skipped");
+    let mut script = Command::new(script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it runs");
+    script.stdin.take().expect("a pipe").write_all(printed.as_bytes()).expect("it reads");
+    script.wait_with_output().expect("it ends")
+}
+
+#[test]
+fn what_was_skipped_is_told_with_why_before_the_last_result() {
+    let output = told(PRINTED);
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{said}");
+    let end = "skipped: this kernel has no KSM (2x)\n2 skipped\n\ntest result: FAILED. 0 passed; 1 failed\n";
+    assert!(said.ends_with(end), "{said}");
+    // The output of what failed is passed on, that of what passed is not.
+    assert!(said.contains("why it failed") && !said.contains("noise"), "{said}");
+    assert!(said.contains("test result: ok. 2 passed; 0 failed\n\nrunning 1 test\n"), "{said}");
+}
+
+#[test]
+fn root_may_skip_nothing_but_what_the_machine_lacks() {
+    let output = told(&PRINTED.replace("this kernel has no KSM", "needs a C compiler"));
+    let said = String::from_utf8(output.stdout).unwrap();
+    let root = nix::unistd::geteuid().is_root();
+    assert_eq!(output.status.code(), Some(root.into()), "{said}");
+    assert_eq!(said.contains("error: skipped: needs a C compiler (2x), which root can have"), root, "{said}");
+}
