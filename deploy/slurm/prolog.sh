@@ -10,8 +10,10 @@ watch=$(dirname "$(readlink -f "$0")")/watch.sh
 
 # In a unit of its own, as slurmd ends what a prolog leaves behind.
 if [ -d /run/systemd/system ]; then
-    timeout 10 systemd-run --quiet --collect --unit="pagefold-job-$SLURM_JOB_ID" --property=Nice=10 \
-        --property=Environment="PAGEFOLD_BINARY=${PAGEFOLD_BINARY:-}" "$watch" "$SLURM_JOB_ID"
+    given=()
+    for name in PAGEFOLD_BINARY PAGEFOLD_JOBS PAGEFOLD_PAUSE; do given+=("--setenv=$name=${!name:-}"); done
+    timeout 10 systemd-run --quiet --collect --unit="pagefold-job-$SLURM_JOB_ID" --property=Nice=10 "${given[@]}" \
+        "$watch" "$SLURM_JOB_ID"
 else
     setsid --fork nice -n 10 "$watch" "$SLURM_JOB_ID"
 fi < /dev/null > /dev/null 2>&1
