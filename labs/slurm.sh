@@ -226,8 +226,8 @@ said() { grep -q "$1" "$work/out/$job.out"; }
 targets() { sed -n 's/^READY pid=//p' "$work/out/$job.out"; }
 running() { [ "$(targets | wc -l)" -eq 2 ]; }
 enough() { touch "$work/out/enough-$job"; }
-asked() { for pid in $(targets); do grep -qx "enrol $pid 0" "$work/asked" || return 1; done; }
-mapped() { for pid in $(targets); do grep -q "$1" "/proc/$pid/maps" || return 1; done; }
+asked() { running && for pid in $(targets); do grep -qx "enrol $pid 0" "$work/asked" || return 1; done; }
+mapped() { running && for pid in $(targets); do grep -q "$1" "/proc/$pid/maps" || return 1; done; }
 told() { grep -qE "$1" "$work/jobs/$job.json"; }
 shrunk() { [ "$(grep -cE '^ranks=2 shrunk=([5-9]|[1-9][0-9])$' "$work/out/$job.out")" -eq "$1" ]; }
 # done_with HOW: it ended so, nobody watches it, nothing of it stays, the node takes the next one.
