@@ -100,6 +100,19 @@ test-deb: deb setup ## Install the package in a fresh Debian that systemd has st
 	.ci/debian mmdebstrap cpio lintian
 	labs/deb/test.sh target/deb/pagefold_*.deb
 
+.PHONY: test-slurm
+test-slurm: setup ## Run jobs under a real Slurm of one node with the scripts of deploy/slurm (as root; minutes)
+	.ci/debian munge procps slurm-client slurmctld slurmd
+	$(CARGO) build $(LOCKED) --release -p pagefold -p pagefold-preload -p pagefold-adopt -p pagefold-labs
+	labs/slurm.sh target/release
+
+.PHONY: check-kubernetes
+check-kubernetes: ## Validate what is in deploy/kubernetes against the schemas of Kubernetes 1.37 (by a package of PyPI)
+	.ci/debian python3-venv
+	python3 -m venv target/kubernetes
+	target/kubernetes/bin/pip install --quiet kubernetes-validate==1.37.0
+	target/kubernetes/bin/kubernetes-validate --strict deploy/kubernetes/daemonset.yaml deploy/kubernetes/namespace.yaml
+
 .PHONY: check-hera
 check-hera: ## Compare the stand-in for HERA with itself in all its modes of memory (minutes; needs OpenMPI)
 	$(CARGO) build $(LOCKED) --release -p pagefold-engine

@@ -8,10 +8,13 @@ trap 'exit 0' EXIT
 [[ ${SLURM_JOB_ID:-} =~ ^[0-9]+$ ]] || exit 0
 watch=$(dirname "$(readlink -f "$0")")/watch.sh
 
-# In a unit of its own, as slurmd ends what a prolog leaves behind.
+# In a unit of its own, or a session, as slurmd kills what a prolog leaves in its process group. It must be there before
+# this ends: `setsid --fork` does not wait for that.
 if [ -d /run/systemd/system ]; then
-    timeout 10 systemd-run --quiet --collect --unit="pagefold-job-$SLURM_JOB_ID" --property=Nice=10 \
-        --property=Environment="PAGEFOLD_BINARY=${PAGEFOLD_BINARY:-}" "$watch" "$SLURM_JOB_ID"
+    given=()
+    for name in PAGEFOLD_BINARY PAGEFOLD_JOBS PAGEFOLD_PAUSE; do given+=("--setenv=$name=${!name:-}"); done
+    timeout 10 systemd-run --quiet --collect --unit="pagefold-job-$SLURM_JOB_ID" --property=Nice=10 "${given[@]}" \
+        "$watch" "$SLURM_JOB_ID"
 else
-    setsid --fork nice -n 10 "$watch" "$SLURM_JOB_ID"
+    setsid --wait sh -c '"$@" &' sh nice -n 10 "$watch" "$SLURM_JOB_ID"
 fi < /dev/null > /dev/null 2>&1

@@ -1,5 +1,5 @@
 //! The metrics of the fixture, against a golden file and Prometheus' own tools; and that alert rules and dashboard ask
-//! for metrics that exist.
+//! for metrics and labels that exist.
 
 mod common;
 
@@ -221,4 +221,36 @@ fn rules_and_dashboard_ask_for_metrics_that_exist() {
             assert!(names.contains(metric.as_str()), "{expression}: there is no {metric}");
         }
     }
+}
+
+/// The labels that a query of the dashboard picks, sums by and names its lines after. Prometheus adds `instance`.
+fn labels(query: &Value) -> BTreeSet<&str> {
+    let text = |name: &str| query[name].as_str().unwrap_or_default();
+    let (expression, legend) = (text("expr"), text("legendFormat"));
+    let named = legend.split("{{").skip(1).filter_map(|rest| Some(rest.split_once("}}")?.0));
+    let summed = expression.split(" by (").skip(1).filter_map(|rest| Some(rest.split_once(')')?.0));
+    let picked = expression.split('{').skip(1).filter_map(|rest| Some(rest.split_once('}')?.0));
+    let picked = picked.flat_map(|matchers| matchers.split(',')).filter_map(|matcher| matcher.split(['=', '!']).next());
+    named.chain(summed.flat_map(|list| list.split(','))).chain(picked).map(str::trim).collect()
+}
+
+#[test]
+fn the_dashboard_asks_for_labels_that_exist() {
+    let text = text(&status(), Format::Prometheus);
+    let dashboard = fs::read_to_string(repository("deploy/grafana/pagefold.json")).expect("the dashboard");
+    let dashboard: Value = serde_json::from_str(&dashboard).expect("JSON");
+    let panels = dashboard["panels"].as_array().expect("panels");
+    let mut seen = BTreeSet::new();
+    for query in panels.iter().flat_map(|panel| panel["targets"].as_array().expect("queries")) {
+        let metrics = asked(query["expr"].as_str().expect("an expression"));
+        for label in labels(query).into_iter().filter(|label| *label != "instance") {
+            for metric in &metrics {
+                let mut samples = text.lines().filter(|line| line.split(['{', ' ']).next() == Some(metric));
+                let has = |line: &str| line.contains(&format!("{{{label}=")) || line.contains(&format!(",{label}="));
+                assert!(samples.all(has), "{query}: {metric} has no {label}");
+            }
+            seen.insert(label.to_owned());
+        }
+    }
+    assert!(["class", "domain", "kind", "member", "of", "reason", "verdict"].iter().all(|label| seen.contains(*label)));
 }
