@@ -2,12 +2,12 @@
 //!
 //! [`plan`] counts what each process has merged and what it takes to give it pages of its own, exactly where frames may
 //! be looked at; [`carry_out`] withdraws, process by process or part by part, and asks [`pagefold_model::guard`] before
-//! each step. Who needs least comes first: so most processes are through when memory runs out, and each of the others but
-//! one is as it was. Within a process parts go by address, which cuts at most one region in two at a time.
+//! each step. Who needs least comes first: so most processes are through when memory runs out, and each of the others
+//! but one is as it was. Within a process parts go by address, which cuts at most one region in two at a time.
 //!
 //! # Ways
-//! A process that is enrolled whole (`ksm_merge_any`) is withdrawn whole, regions marked by madvise region by region, and
-//! a guest whose control socket is known by its memory backends, all at once. Each unmerges what is merged
+//! A process that is enrolled whole (`ksm_merge_any`) is withdrawn whole, regions marked by madvise region by region,
+//! and a guest whose control socket is known by its memory backends, all at once. Each unmerges what is merged
 //! (mm/ksm.c, `ksm_disable_merge_any`, `ksm_madvise`).
 //!
 //! Before 6.14 nothing tells from outside who is enrolled whole. So a process that is withdrawn region by region is
@@ -16,8 +16,8 @@
 //! # Limits
 //! Before 6.14 a process that is enrolled whole and has nothing marked now is taken for one that is not enrolled.
 //! A page table of a marked region is read whole, also where little is resident. Frames are kept in memory meanwhile, 8
-//! bytes for each merged page. Which zero pages KSM placed cannot be seen from outside: each zero page of a part could be
-//! one, and no more than `ksm_zero_pages` of a process are.
+//! bytes for each merged page. Which zero pages KSM placed cannot be seen from outside: each zero page of a part could
+//! be one, and no more than `ksm_zero_pages` of a process are.
 
 use crate::session::{Error as SessionError, Session, Stays};
 use pagefold_census::{Selection, survey};
@@ -722,8 +722,8 @@ fn joined(mut ranges: Vec<AddressRange>) -> Vec<AddressRange> {
     all
 }
 
-/// Memory of a process in huge pages now, and the ranges that could be but are not: aligned, wholly resident, in what was
-/// withdrawn, where huge pages are allowed.
+/// Memory of a process in huge pages now, and the ranges that could be but are not: aligned, wholly resident, in what
+/// was withdrawn, where huge pages are allowed.
 fn collapsible(host: &dyn Host, target: &Target) -> Reading<(Bytes, Vec<AddressRange>)> {
     let huge = observe::huge_page_bytes(host)?;
     let mode = observe::huge_page_mode(host)?;

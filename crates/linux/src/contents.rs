@@ -4,14 +4,14 @@
 //! shares must not be copied, and another process that got the same number must not be read in its place.
 //!
 //! - Every batch is checked against pagemap right before it is read: only pages that are present are touched, so
-//!   nothing is swapped in or filled. What leaves memory within those microseconds is faulted in by the read; the window
-//!   is one batch.
+//!   nothing is swapped in or filled. What leaves memory within those microseconds is faulted in by the read; the
+//!   window is one batch.
 //! - `process_vm_readv` pins the pages it reads, and pinning unshares: it gives the process a private copy of each KSM
 //!   page and of each page shared by fork (mm/gup.c, `gup_must_unshare`; measured: PSS rises, `cow_ksm` rises). It is
 //!   used only for pages that pagemap says nobody else maps, in regions KSM has not been told of. All others are read
 //!   through `/proc/PID/mem`, which takes a reference and leaves the sharing alone.
-//! - `process_vm_readv` takes a number. pagemap, opened before, belongs to the address space itself and reads empty once
-//!   it is gone: it is read again after each batch, and if it is empty the batch is thrown away.
+//! - `process_vm_readv` takes a number. pagemap, opened before, belongs to the address space itself and reads empty
+//!   once it is gone: it is read again after each batch, and if it is empty the batch is thrown away.
 
 use crate::process::LiveProcess;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
@@ -22,8 +22,8 @@ use std::io::IoSliceMut;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-/// Bytes read at once: fits the second-level cache, so that a page is hashed where it was copied to. Smaller batches pay
-/// more for system calls, larger ones fall out of the cache (measured: 256 KiB to 512 KiB is the plateau).
+/// Bytes read at once: fits the second-level cache, so that a page is hashed where it was copied to. Smaller batches
+/// pay more for system calls, larger ones fall out of the cache (measured: 256 KiB to 512 KiB is the plateau).
 pub const BATCH_BYTES: usize = 256 << 10;
 
 /// Pieces of memory that one `process_vm_readv` takes at most (`UIO_MAXIOV`).

@@ -97,8 +97,8 @@ impl Host for LiveHost {
     }
 }
 
-/// Bytes that are asked for at once: more than most files of the kernel have. Each read costs, and some of these files are
-/// made anew for each.
+/// Bytes that are asked for at once: more than most files of the kernel have. Each read costs, and some of these files
+/// are made anew for each.
 const CHUNK: usize = 4096;
 
 /// All of a file of the kernel, whose size is not known before.

@@ -1,11 +1,11 @@
 //! Programs as they begin, by the process connector (drivers/connector/cn_proc.c; CONFIG_PROC_EVENTS).
 //!
-//! The kernel sends an event for each execve(2) to whoever listens, and is told to send no others: a process that forks all
-//! the time costs nothing. Kernels before 6.6 send all events, and then as many are taken in as fit into the buffer. What
-//! does not fit is told to be lost.
+//! The kernel sends an event for each execve(2) to whoever listens, and is told to send no others: a process that forks
+//! all the time costs nothing. Kernels before 6.6 send all events, and then as many are taken in as fit into the
+//! buffer. What does not fit is told to be lost.
 //!
-//! It takes CAP_NET_ADMIN, the initial network namespace (in others nobody has registered the protocol) and the initial PID
-//! namespace, whose numbers the events have: in another one the kernel does not answer.
+//! It takes CAP_NET_ADMIN, the initial network namespace (in others nobody has registered the protocol) and the initial
+//! PID namespace, whose numbers the events have: in another one the kernel does not answer.
 
 use crate::absent;
 use pagefold_host::parse::{self, ProcEvent, ProcRequest};

@@ -1,5 +1,5 @@
-//! QEMU's control socket (QMP, docs/interop/qmp-spec.rst of QEMU): to see which memory backends of a guest are marked for
-//! KSM, and to mark or withdraw them while it runs. Nothing is injected and no thread is stopped.
+//! QEMU's control socket (QMP, docs/interop/qmp-spec.rst of QEMU): to see which memory backends of a guest are marked
+//! for KSM, and to mark or withdraw them while it runs. Nothing is injected and no thread is stopped.
 //!
 //! A backend's property `merge` (backends/hostmem.c, `host_memory_backend_set_merge`) advises all its memory at once:
 //! `MADV_MERGEABLE` or `MADV_UNMERGEABLE`. The latter unmerges before it answers, and QEMU's main loop stands still
@@ -9,8 +9,9 @@
 //! listen) and start time must be the expected process's before a word is sent; what it then says is held to be of a
 //! guest that may have broken out: lines are bounded, and so is the time.
 //!
-//! Limits: QEMU serves one client of a monitor at a time and lets others wait without a word, so a monitor that somebody
-//! holds is found busy by waiting [`PATIENCE`]. libvirt holds its guests' monitors, and opens the socket itself.
+//! Limits: QEMU serves one client of a monitor at a time and lets others wait without a word, so a monitor that
+//! somebody holds is found busy by waiting [`PATIENCE`]. libvirt holds its guests' monitors, and opens the socket
+//! itself.
 
 use pagefold_host::act::Refusal;
 use pagefold_host::{Process, parse};

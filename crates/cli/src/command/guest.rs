@@ -1,5 +1,5 @@
-//! How the commands that enrol and withdraw reach a virtual machine: by QEMU's control socket where one is named or found,
-//! and then by nothing else unless that is asked for.
+//! How the commands that enrol and withdraw reach a virtual machine: by QEMU's control socket where one is named or
+//! found, and then by nothing else unless that is asked for.
 
 use crate::arguments::Global;
 use anyhow::bail;

@@ -73,11 +73,13 @@ pub struct Options {
     #[arg(long, value_enum, value_name = "RULE")]
     domains: Option<DomainBy>,
     /// Watch merged pages of running programs for this time at least, from when ksmd begins, and for up to 600ms of it
-    /// once ksmd is done; withdraw what is written too often to pay, with the bytes that were there too; 0 for not at all
+    /// once ksmd is done; withdraw what is written too often to pay, with the bytes that were there too; 0 for not at
+    /// all
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = duration)]
     watch: Duration,
     /// Pause between the two looks of the census at each page that might merge: what merges has held still for as long.
-    /// 5s is about the age from which `run --policy guided` expects a page to stay until merging it has paid; 0 for one look
+    /// 5s is about the age from which `run --policy guided` expects a page to stay until merging it has paid; 0 for one
+    /// look
     #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = duration)]
     settle: Duration,
     /// Threads of the census [default: one for each CPU]

@@ -1,5 +1,5 @@
-//! Over a host of a few pages, each of whose frames is known: what is planned is what is taken, and what fails leaves the
-//! rest as it was.
+//! Over a host of a few pages, each of whose frames is known: what is planned is what is taken, and what fails leaves
+//! the rest as it was.
 
 use super::*;
 use pagefold_host::act::{Effect, Refusal};

@@ -46,8 +46,8 @@ const STOP: Duration = Duration::from_micros(400);
 const CALL: Duration = Duration::from_micros(250);
 /// A kernel call takes at most 2 GiB less a page of a vector (MAX_RW_COUNT) and drops the rest without a word.
 const LARGEST: u64 = 1 << 30;
-/// Unmerging copies pages, at some microseconds each, and what has none merged says nothing of what comes behind it: how
-/// many bytes to begin with, at least and at most.
+/// Unmerging copies pages, at some microseconds each, and what has none merged says nothing of what comes behind it:
+/// how many bytes to begin with, at least and at most.
 const FIRST_UNMERGE: u64 = 128 << 10;
 const SMALLEST: u64 = 64 << 10;
 const MOST_UNMERGE: u64 = 512 << 10;
@@ -238,8 +238,8 @@ impl Work {
         Ok(())
     }
 
-    /// The front of a range, so many bytes of it and the rest of the huge page that would be cut. In that nothing is merged,
-    /// so that it takes next to no time.
+    /// The front of a range, so many bytes of it and the rest of the huge page that would be cut. In that nothing is
+    /// merged, so that it takes next to no time.
     fn part(&self, range: AddressRange, bytes: u64) -> AddressRange {
         let end = range.start.saturating_add(bytes);
         let next = self.huge.partition_point(|page| page.end <= end);

@@ -16,8 +16,8 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// A share of one CPU on average, and CPU time that may be saved up; all of that is there. `spent` is the reading of
-    /// the CPU time at `at`.
+    /// A share of one CPU on average, and CPU time that may be saved up; all of that is there. `spent` is the reading
+    /// of the CPU time at `at`.
     pub fn new(average: f64, burst: Duration, at: Duration, spent: Duration) -> Self {
         let burst = burst.as_secs_f64();
         Self { average: average.max(0.0), burst, left: burst, at, spent }

@@ -6,7 +6,8 @@ use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// Members that are looked at beside those of their domain whose turn it is, at most: alike ones, and the biggest others.
+/// Members that are looked at beside those of their domain whose turn it is, at most: alike ones, and the biggest
+/// others.
 const PARTNERS: usize = 2;
 
 /// The part of its pause by which somebody is looked at earlier, where others are looked at now.
@@ -174,9 +175,11 @@ impl State {
         due
     }
 
-    /// Those of whose turn it is, and of others beside them, for whom there is CPU time now; `None` while it is waited for.
+    /// Those of whose turn it is, and of others beside them, for whom there is CPU time now; `None` while it is waited
+    /// for.
     fn affordable(&self, due: &[ProcessId]) -> Option<BTreeSet<ProcessId>> {
-        // Who was in a look that used up the budget is looked at with one other alone, so that it is found out who costs it.
+        // Who was in a look that used up the budget is looked at with one other alone, so that it is found out who
+        // costs it.
         let apart = due.first().is_some_and(|process| self.members[process].overran > 0);
         let most = if apart { 1 } else { usize::MAX };
         let (mut chosen, mut cost) = (BTreeSet::new(), 0.0);

@@ -142,8 +142,8 @@ impl Member {
         self.looked.is_none()
     }
 
-    /// Who comes first where CPU time is short, the least first: who was noted and may be merged, who was merged before,
-    /// who is to be noted.
+    /// Who comes first where CPU time is short, the least first: who was noted and may be merged, who was merged
+    /// before, who is to be noted.
     pub fn urgency(&self, rules: &Rules) -> u8 {
         match self.looked {
             Some(_) if !self.enrolled && self.pause <= rules.ripens => 0,
@@ -180,8 +180,8 @@ impl Member {
         }
     }
 
-    /// Take note of its CPU time. Who has just come and is no longer busy is as it will be: memory that was there before,
-    /// as in huge pages, fills without growing.
+    /// Take note of its CPU time. Who has just come and is no longer busy is as it will be: memory that was there
+    /// before, as in huge pages, fills without growing.
     pub fn ran_for(&mut self, ran: Duration, now: Duration, rules: &Rules) {
         let (before, at) = self.ran.replace((ran, now)).unwrap_or((ran, now));
         if now >= self.came + YOUNG.0 {
@@ -222,10 +222,10 @@ impl Member {
         self.busy = self.busy.filter(|busy| now < *busy + FILLED);
     }
 
-    /// It was looked at. What had something to merge, or will have when that `ripens`, is looked at again sooner, what had
-    /// nothing later, up to the pause `rarest`; `spread` between 0 and 1 keeps those apart that came together, so that
-    /// none meets a program's own rhythm each time. Contents were read in the order of the look before, so that it counts
-    /// when that began.
+    /// It was looked at. What had something to merge, or will have when that `ripens`, is looked at again sooner, what
+    /// had nothing later, up to the pause `rarest`; `spread` between 0 and 1 keeps those apart that came together, so
+    /// that none meets a program's own rhythm each time. Contents were read in the order of the look before, so that it
+    /// counts when that began.
     pub fn looked(
         &mut self,
         now: Duration,
@@ -277,7 +277,8 @@ impl Member {
         self.next = now + self.pause;
     }
 
-    /// It has refused to be enrolled. A plan that counts on its copies comes to nothing: it is in none until its next turn.
+    /// It has refused to be enrolled. A plan that counts on its copies comes to nothing: it is in none until its next
+    /// turn.
     pub fn refuse(&mut self, now: Duration, rules: &Rules) {
         self.back_off(now, rules);
         self.refused = Some(self.next);

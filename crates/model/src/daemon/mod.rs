@@ -1,25 +1,26 @@
 //! The daemon's decisions: from what happens on a host to what is done about it.
 //!
-//! [`step`] takes the state, a time and an event, and gives the state after it with the actions to carry out. There is no
-//! clock and no host in it, so a recorded day is gone through in no time, and the same seed and events give the same
+//! [`step`] takes the state, a time and an event, and gives the state after it with the actions to carry out. There is
+//! no clock and no host in it, so a recorded day is gone through in no time, and the same seed and events give the same
 //! actions.
 //!
 //! At most one piece of work is under way: every action but [`Action::Say`], [`Action::Halt`] and [`Action::End`] is
 //! answered by one event before the next one is asked for.
 //!
 //! # Who is looked at when
-//! Who has come is looked at after a short debounce, which only takes note of what there is; again once that is old enough
-//! to be merged, and whenever it has grown. Everybody else waits longer and longer as long as nothing is found, and who
-//! has hardly run since the longest ([`member`]). With those whose turn it is a few of their domain are looked at that are
-//! known already: a guest that equals its siblings is found out by two of them, since what all have merged lies in each.
+//! Who has come is looked at after a short debounce, which only takes note of what there is; again once that is old
+//! enough to be merged, and whenever it has grown. Everybody else waits longer and longer as long as nothing is found,
+//! and who has hardly run since the longest ([`member`]). With those whose turn it is a few of their domain are looked
+//! at that are known already: a guest that equals its siblings is found out by two of them, since what all have merged
+//! lies in each.
 //!
 //! # What it may cost
-//! CPU time of ksmd and pagefold comes out of one [`budget`]. Nothing is begun that does not fit, what takes longer than
-//! expected is halted, and what is merged for more CPU time than [`Rules::price`] allows is left alone for long.
+//! CPU time of ksmd and pagefold comes out of one [`budget`]. Nothing is begun that does not fit, what takes longer
+//! than expected is halted, and what is merged for more CPU time than [`Rules::price`] allows is left alone for long.
 //!
 //! # When nothing is done
-//! While programs wait longer for a CPU than they do without it ([`slowdown`]), unless memory is short. Above the goal, in
-//! quiet hours, while paused, while somebody else writes KSM's settings. Nothing is withdrawn while memory is short:
+//! While programs wait longer for a CPU than they do without it ([`slowdown`]), unless memory is short. Above the goal,
+//! in quiet hours, while paused, while somebody else writes KSM's settings. Nothing is withdrawn while memory is short:
 //! unmerging takes memory.
 
 pub mod budget;

@@ -15,7 +15,8 @@ pub enum Mode {
     Act,
 }
 
-/// What clocks show, in seconds since midnight. Where a clock is put forward or back, so are the hours that are told by it.
+/// What clocks show, in seconds since midnight. Where a clock is put forward or back, so are the hours that are told by
+/// it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TimeOfDay {
     /// The host's own, in its time zone.

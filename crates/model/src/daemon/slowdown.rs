@@ -1,14 +1,14 @@
 //! Whether programs are slowed down while the daemon works, and what it does about it: rest, then work at a lower pace.
 //!
-//! What programs wait for is compared between when it works and when it rests, so that a host that is busy anyway is not
-//! taken for one that it makes busy. What counts is the part of the CPU time that managed programs want for which they are
-//! kept waiting in run queues; where the kernel does not tell, the time in which any task waited for a CPU, in which its
-//! own waiting counts, too; and the time that a hypervisor gives to others, since the CPU that it uses may be what is
-//! taken away.
+//! What programs wait for is compared between when it works and when it rests, so that a host that is busy anyway is
+//! not taken for one that it makes busy. What counts is the part of the CPU time that managed programs want for which
+//! they are kept waiting in run queues; where the kernel does not tell, the time in which any task waited for a CPU, in
+//! which its own waiting counts, too; and the time that a hypervisor gives to others, since the CPU that it uses may be
+//! what is taken away.
 //!
-//! Each time that it finds itself in the way it rests for twice as long as the time before and then has ksmd work at half
-//! the pace; each second of work in which nobody waits longer takes one such step back. At the lowest pace it is not
-//! stopped, so that it comes to an end on a host that is always busy.
+//! Each time that it finds itself in the way it rests for twice as long as the time before and then has ksmd work at
+//! half the pace; each second of work in which nobody waits longer takes one such step back. At the lowest pace it is
+//! not stopped, so that it comes to an end on a host that is always busy.
 
 use std::time::Duration;
 
@@ -70,8 +70,8 @@ impl Average {
         };
     }
 
-    /// The parts of the time for which programs wait, each between 0 and 1: in run queues or for any CPU, and because of
-    /// others than this host.
+    /// The parts of the time for which programs wait, each between 0 and 1: in run queues or for any CPU, and because
+    /// of others than this host.
     fn parts(&self) -> [f64; 2] {
         let queued = if self.wanted >= WANTED { self.queued / self.wanted } else { 0.0 };
         let seconds = self.seconds.max(f64::MIN_POSITIVE);
@@ -93,8 +93,8 @@ pub struct Slowdown {
 }
 
 impl Slowdown {
-    /// Take in a reading made while it works, or rests. Tells for how long it should rest, and why, if programs wait for
-    /// longer by this part of their time while it works.
+    /// Take in a reading made while it works, or rests. Tells for how long it should rest, and why, if programs wait
+    /// for longer by this part of their time while it works.
     pub fn read(&mut self, waits: &Waits, works: bool, limit: f64, now: Duration) -> Option<(Duration, String)> {
         let same = std::mem::replace(&mut self.worked, works) == works;
         // What lies half in the work says nothing of either.

@@ -105,8 +105,8 @@ impl State {
         }
     }
 
-    /// Back off where programs are slowed down. A census comes to its end, or there would be none on a host that is always
-    /// busy; a merge is done again at a lower pace.
+    /// Back off where programs are slowed down. A census comes to its end, or there would be none on a host that is
+    /// always busy; a merge is done again at a lower pace.
     fn wait(&mut self, waits: &Waits, actions: &mut Vec<Action>) {
         let works = matches!(self.work, Some(Work::Census(..) | Work::Merge(_)));
         let slowest = self.slowdown.is_slowest();

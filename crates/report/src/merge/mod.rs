@@ -29,7 +29,8 @@ pub struct MergeReport {
     pub huge_page_size: u64,
     /// The processes that the census looked at.
     pub processes: u64,
-    /// Processes of other trust domains that are enrolled already. They were looked at, too: what they hold is in no plan.
+    /// Processes of other trust domains that are enrolled already. They were looked at, too: what they hold is in no
+    /// plan.
     pub kept_apart_from: u64,
     /// What was planned.
     pub plan: PlanReport,
@@ -144,11 +145,12 @@ pub struct OutcomeReport {
     pub ksm_frames: u64,
     /// Pages of zeros mapped to the kernel's zero page.
     pub zero_pages: u64,
-    /// Why figures are not what was predicted: those of one figure sum up to the difference, opposite ones side by side.
-    /// Of `saved` they are exact where up to 131,072 pages should merge, and from a sample of contents otherwise.
+    /// Why figures are not what was predicted: those of one figure sum up to the difference, opposite ones side by
+    /// side. Of `saved` they are exact where up to 131,072 pages should merge, and from a sample of contents otherwise.
     /// What is measured of nothing begins with `not explained`.
     pub differences: Vec<DifferenceReport>,
-    /// Regions added to the processes while the ranges are enrolled, as far as these live on; they map others meanwhile.
+    /// Regions added to the processes while the ranges are enrolled, as far as these live on; they map others
+    /// meanwhile.
     pub regions_added: i64,
     /// Seconds of the census and the plan.
     pub census_seconds: f64,
@@ -187,8 +189,8 @@ pub struct OutcomeReport {
     pub watched: Option<WatchedReport>,
     /// What could not be enrolled or withdrawn.
     pub missed: Vec<MissedReport>,
-    /// Processes outside the plan that were enrolled too: KSM has one tree, and may have merged theirs with the targets'.
-    /// Absent where the kernel does not tell (before 6.14).
+    /// Processes outside the plan that were enrolled too: KSM has one tree, and may have merged theirs with the
+    /// targets'. Absent where the kernel does not tell (before 6.14).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub other_enrolled_processes: Option<u64>,
     /// What was changed for the time being and could not be put back.
@@ -201,9 +203,9 @@ pub struct OutcomeReport {
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct DifferenceReport {
     /// The figure: `saved`, `metadata` (bytes), `ksmd_seconds` (CPU seconds: looks at pages times what one takes; looks
-    /// at pages of others are among them), `huge_pages_split`, `regions_added`, `wall_seconds` (from the first enrolment
-    /// until 99 % is merged, where anything is), `available` (bytes of `MemAvailable`, which what is saved, net, should add
-    /// to; absent if it could not be read).
+    /// at pages of others are among them), `huge_pages_split`, `regions_added`, `wall_seconds` (from the first
+    /// enrolment until 99 % is merged, where anything is), `available` (bytes of `MemAvailable`, which what is saved,
+    /// net, should add to; absent if it could not be read).
     pub of: &'static str,
     /// By how much it is more than predicted, less if negative.
     pub by: f64,

@@ -1,13 +1,13 @@
 //! aarch64: registers, the signal frame, and the code that a thread is parked at.
 //!
 //! Mirrors arch/arm64/kernel/signal.c, arch/arm64/include/uapi/asm/sigcontext.h, ptrace.h and
-//! arch/arm64/kernel/vdso/sigreturn.S (6.18). The kernel winds an interrupted call back before a tracer sees the thread,
-//! so it begins anew when the thread goes on: a relative sleep that is interrupted here sleeps its full time again, so
-//! that one longer than the time between two of many stops ends after the last of them only. A signal that comes
-//! meanwhile is to the thread as one that came right before the call. Limits: calls that end with EINTR when stopped
-//! (epoll_wait(2)) do so if they wait for a limited time, or began in the moment before the stop; a length of scalable
-//! vectors that was set for the next exec alone (PR_SVE_SET_VL_ONEXEC) is forgotten where such vectors are live; threads
-//! with vectors too long for a frame, with live SME state or with a guarded control stack are refused.
+//! arch/arm64/kernel/vdso/sigreturn.S (6.18). The kernel winds an interrupted call back before a tracer sees the
+//! thread, so it begins anew when the thread goes on: a relative sleep that is interrupted here sleeps its full time
+//! again, so that one longer than the time between two of many stops ends after the last of them only. A signal that
+//! comes meanwhile is to the thread as one that came right before the call. Limits: calls that end with EINTR when
+//! stopped (epoll_wait(2)) do so if they wait for a limited time, or began in the moment before the stop; a length of
+//! scalable vectors that was set for the next exec alone (PR_SVE_SET_VL_ONEXEC) is forgotten where such vectors are
+//! live; threads with vectors too long for a frame, with live SME state or with a guarded control stack are refused.
 
 use std::io;
 use std::time::Duration;
@@ -38,9 +38,9 @@ pub const KEEPS_ARGUMENTS: bool = false;
 /// io_getevents, epoll_pwait, rt_sigtimedwait, semtimedop, semop, io_pgetevents, epoll_pwait2: see the head.
 pub const INTERRUPTED_BY_STOP: [u64; 7] = [4, 22, 137, 192, 193, 292, 441];
 
-/// System calls that end so if they wait for a socket with a timeout, or for whatever else cannot be restarted by itself:
-/// read, write, readv, writev, accept, connect, sendto, recvfrom, sendmsg, recvmsg, accept4, recvmmsg, sendmmsg,
-/// io_uring_enter. None has done anything then.
+/// System calls that end so if they wait for a socket with a timeout, or for whatever else cannot be restarted by
+/// itself: read, write, readv, writev, accept, connect, sendto, recvfrom, sendmsg, recvmsg, accept4, recvmmsg,
+/// sendmmsg, io_uring_enter. None has done anything then.
 const INTERRUPTED_AT_TIMES: [u64; 14] = [63, 64, 65, 66, 202, 203, 206, 207, 211, 212, 242, 243, 269, 426];
 
 /// `nop; mov x8, #139; svc #0`: the `nop` is there so that unwinders may look one instruction back. A call that the
@@ -139,8 +139,8 @@ impl State {
             Some(libc::ENOEXEC) => Error::Unsupported("it is a 32-bit program".to_owned()),
             _ => failed("reading its registers")(error),
         })?;
-        // `struct user_gcs` (6.13): features_enabled at 0. `sigreturn` would look for a token on that stack that only the
-        // kernel can put there.
+        // `struct user_gcs` (6.13): features_enabled at 0. `sigreturn` would look for a token on that stack that only
+        // the kernel can put there.
         let mut control = [0; 24];
         if thread.register_set(NT_ARM_GCS, &mut control).is_ok() && control[0] & SHADOW_STACK_ENABLE != 0 {
             return Err(Error::Unsupported("it runs with a guarded control stack".to_owned()));
@@ -193,8 +193,8 @@ impl State {
         self.registers.words[PC] = ip;
     }
 
-    /// A call that answers EINTR because of the stop is to begin anew, if no argument of it limits its time. Its answer has
-    /// replaced its first argument, which `waited` knows: the call that the thread was found waiting in once it was
+    /// A call that answers EINTR because of the stop is to begin anew, if no argument of it limits its time. Its answer
+    /// has replaced its first argument, which `waited` knows: the call that the thread was found waiting in once it was
     /// traced, from when on no handler of a signal has run in it. Whether it was so.
     pub fn forgive_interruption(
         &mut self,
@@ -260,7 +260,8 @@ impl State {
         bytes[RESERVED_ALIGNED + 8..RESERVED_ALIGNED + 16].copy_from_slice(&self.vectors[512..520]);
         bytes[RESERVED_ALIGNED + 16..RESERVED_ALIGNED + 528].copy_from_slice(&self.vectors[..512]);
         if !self.scalable.is_empty() {
-            // The registers lie in the record as in the register set; of its header the record has the length of vectors.
+            // The registers lie in the record as in the register set; of its header the record has the length of
+            // vectors.
             let record = record_bytes(&self.scalable);
             let place = &mut bytes[RESERVED_ALIGNED + FPSIMD_BYTES as usize..][..record];
             place.copy_from_slice(&self.scalable[..record]);

@@ -1,13 +1,13 @@
 //! System calls made inside another running process, from outside.
 //!
 //! Some of what a process may do to its memory the kernel takes only from itself: `MADV_MERGEABLE` and
-//! `PR_SET_MEMORY_MERGE` among it. So one thread of it is stopped for a moment by ptrace(2), makes the call, and goes on
-//! where it was; the other threads never stop.
+//! `PR_SET_MEMORY_MERGE` among it. So one thread of it is stopped for a moment by ptrace(2), makes the call, and goes
+//! on where it was; the other threads never stop.
 //!
 //! **The thread is at all times one instruction away from healing itself.** Before anything of it is changed, a signal
-//! frame is laid out on its stack, below what is in use: the one that the kernel would write if a signal came just then,
-//! holding every register, the vector state and the signal mask. The thread is then parked at the code that ends signal
-//! handlers (`rt_sigreturn`), with the stack pointer at that frame. Whenever the tracer is gone from here on, by
+//! frame is laid out on its stack, below what is in use: the one that the kernel would write if a signal came just
+//! then, holding every register, the vector state and the signal mask. The thread is then parked at the code that ends
+//! signal handlers (`rt_sigreturn`), with the stack pointer at that frame. Whenever the tracer is gone from here on, by
 //! `kill -9` or a crash, the kernel lets the thread go and it restores itself.
 //!
 //! A call is made by letting the thread enter `rt_sigreturn` and turning that, at its entry, into the call that is
@@ -16,20 +16,20 @@
 //!
 //! At the end the thread is made to trap before it returns to user mode. That is the place in the kernel (`get_signal`)
 //! at which it was found, so that its registers, among them the number of an interrupted call, can be put back as they
-//! were: the kernel restarts the call as if nothing had happened, on x86-64 a sleep with the time that is left. A tracer
-//! that died takes that last finesse with it: the call then begins anew. What is left is a mark in a few KiB of stack that
-//! nobody had ever used, by which they are known the next time.
+//! were: the kernel restarts the call as if nothing had happened, on x86-64 a sleep with the time that is left. A
+//! tracer that died takes that last finesse with it: the call then begins anew. What is left is a mark in a few KiB of
+//! stack that nobody had ever used, by which they are known the next time.
 //!
 //! Mirrors kernel/ptrace.c, kernel/signal.c, kernel/entry/common.c, kernel/rseq.c (6.18); what depends on the processor
 //! is in one module each. Limits: a thread with a seccomp filter needs it suspended (CAP_SYS_ADMIN), which is so only
-//! while the thread is parked, and ends with the tracer: if that is killed in the microseconds between turning a call and
-//! the kernel's check of it, a filter that forbids the call judges it. Without that privilege the same goes for a filter
-//! that another thread puts on this one while it is parked. A few calls (epoll_wait(2), sigwaitinfo(2), sockets with a
-//! timeout: signal(7)) end with EINTR when their thread is stopped by whatever means; that is undone, with a socket's
-//! timeout begun anew, but not by a tracer that is killed before the thread is parked. What a socket had sent or received
-//! in part is told as a short count, as after any stop. A signal that only the mask of ppoll(2) and its like held back
-//! ends that wait. 32-bit programs, strict seccomp, shadow stacks, and programs that dispatch system calls
-//! themselves are refused.
+//! while the thread is parked, and ends with the tracer: if that is killed in the microseconds between turning a call
+//! and the kernel's check of it, a filter that forbids the call judges it. Without that privilege the same goes for a
+//! filter that another thread puts on this one while it is parked. A few calls (epoll_wait(2), sigwaitinfo(2), sockets
+//! with a timeout: signal(7)) end with EINTR when their thread is stopped by whatever means; that is undone, with a
+//! socket's timeout begun anew, but not by a tracer that is killed before the thread is parked. What a socket had sent
+//! or received in part is told as a short count, as after any stop. A signal that only the mask of ppoll(2) and its
+//! like held back ends that wait. 32-bit programs, strict seccomp, shadow stacks, and programs that dispatch system
+//! calls themselves are refused.
 
 #[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
 #[cfg_attr(target_arch = "aarch64", path = "aarch64.rs")]
@@ -237,7 +237,8 @@ fn visit<T>(
     let (mut deadline, last) = (Instant::now() + patience, Instant::now() + PROMPT);
     loop {
         match wait_for_trap(thread, deadline) {
-            // On its way, but without a processor. Let go now, a call that was interrupted already would end with EINTR.
+            // On its way, but without a processor. Let go now, a call that was interrupted already would end with
+            // EINTR.
             Err(Error::Busy(_)) if Instant::now() < last && target.is_runnable(tid) => {
                 deadline = last.min(Instant::now() + patience);
             }

@@ -150,8 +150,8 @@ impl Thread {
     /// A word of the memory that the thread has now, which after an exec is another than before.
     pub fn peek(self, address: u64) -> io::Result<u64> {
         let mut word: libc::c_ulong = 0;
-        // SAFETY: the kernel writes one word to `word`. Called without the C library, which would return the word itself
-        // and leave an error to be told from it.
+        // SAFETY: the kernel writes one word to `word`. Called without the C library, which would return the word
+        // itself and leave an error to be told from it.
         let answer = unsafe { libc::syscall(libc::SYS_ptrace, libc::PTRACE_PEEKDATA, self.0, address, &raw mut word) };
         if answer == -1 { Err(io::Error::last_os_error()) } else { Ok(word) }
     }
@@ -220,8 +220,8 @@ impl Thread {
 
     /// Wait until it reports, at most until `deadline`.
     ///
-    /// waitpid(2) knows no deadline, so it is asked whenever SIGCHLD says that something happened, and from time to time
-    /// in between: the signal may have come while nobody waited for it.
+    /// waitpid(2) knows no deadline, so it is asked whenever SIGCHLD says that something happened, and from time to
+    /// time in between: the signal may have come while nobody waited for it.
     pub fn wait(self, deadline: Instant) -> io::Result<Option<Stop>> {
         let mut polls = 0_u32;
         loop {

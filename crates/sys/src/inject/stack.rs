@@ -4,14 +4,14 @@
 //! While one thread is stopped the others run, so the room has to be where none of them can come, nor the kernel on
 //! behalf of one that waits in a call. And nobody can tell from a stack pointer what a program will come back to: a
 //! coroutine may have left an array of zeros there, or one that nobody has written yet. So the room is below all pages
-//! that were ever touched, since whoever leaves a frame has touched the page below it, and what is left there says whose it
-//! has become, for the next time.
+//! that were ever touched, since whoever leaves a frame has touched the page below it, and what is left there says
+//! whose it has become, for the next time.
 //!
-//! Mirrors `do_procmap_query` and `task_current_syscall` (fs/proc/task_mmu.c, lib/syscall.c, 6.18). Limits: a main thread
-//! that returns from its call and within that stop goes down by more than [`MARGIN`] meets the frame; and where a stack
-//! may not grow any more, the place is right below the stack pointer of whoever runs there. Where a killed tracer left its
-//! frame, that place is used again in processes of one thread; in others, and with arguments left beside it, it stays in
-//! the way, and the next is taken.
+//! Mirrors `do_procmap_query` and `task_current_syscall` (fs/proc/task_mmu.c, lib/syscall.c, 6.18). Limits: a main
+//! thread that returns from its call and within that stop goes down by more than [`MARGIN`] meets the frame; and where
+//! a stack may not grow any more, the place is right below the stack pointer of whoever runs there. Where a killed
+//! tracer left its frame, that place is used again in processes of one thread; in others, and with arguments left
+//! beside it, it stays in the way, and the next is taken.
 
 use std::fs::File;
 use std::io;
@@ -126,9 +126,9 @@ impl Target {
 
     /// Where on the main stack so many bytes can be written without anybody noticing while `tid` is stopped.
     ///
-    /// That is below all pages that were ever touched: the ones there are neither resident nor swapped out, or hold our mark.
-    /// Where there are none the stack grows. Where it may not, it is below the stack pointer of a thread that runs there,
-    /// where the kernel would put a signal's frame.
+    /// That is below all pages that were ever touched: the ones there are neither resident nor swapped out, or hold our
+    /// mark. Where there are none the stack grows. Where it may not, it is below the stack pointer of a thread that
+    /// runs there, where the kernel would put a signal's frame.
     pub(super) fn room_on_stack(&self, tid: i32, state: &arch::State, bytes: usize) -> Result<Room, Error> {
         let stack_pointer = state.stack_pointer();
         let stack = self.stack()?;
@@ -167,8 +167,8 @@ impl Target {
         .map_err(failed("reading which pages of its stack are in use"))?;
         let is_marked = |page: u64| self.read(page, page_size()).is_ok_and(|found| found == mark(page_size()));
         let used = touched.iter().copied().find(|&page| !is_marked(page)).unwrap_or(reach.end);
-        // With as much again below it, if possible: there the kernel puts the frame of a signal that comes when the tracer is
-        // gone, and the stack need not grow for it.
+        // With as much again below it, if possible: there the kernel puts the frame of a signal that comes when the
+        // tracer is gone, and the stack need not grow for it.
         for base in [stack.start + len, stack.start] {
             if base + len <= used.min(top) {
                 let is_new = !touched.iter().any(|page| (base..base + len).contains(page));

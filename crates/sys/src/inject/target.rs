@@ -269,7 +269,8 @@ impl Target {
             self.memory.read_exact_at(&mut bytes, at).ok()?;
             Some(u64::from_le_bytes(bytes))
         };
-        // `struct rseq` has `rseq_cs` at 8; `struct rseq_cs` is version and flags, start_ip, post_commit_offset, abort_ip.
+        // `struct rseq` has `rseq_cs` at 8; `struct rseq_cs` is version and flags, start_ip, post_commit_offset,
+        // abort_ip.
         let sequence = read(rseq + 8)?;
         if sequence == 0 {
             return None;

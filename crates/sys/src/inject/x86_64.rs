@@ -61,9 +61,9 @@ const ERESTART_RESTARTBLOCK: i64 = -516;
 /// semtimedop, epoll_wait, epoll_pwait, io_pgetevents, epoll_pwait2. None has done anything when it answers so.
 pub const INTERRUPTED_BY_STOP: [u64; 8] = [65, 128, 208, 220, 232, 281, 333, 441];
 
-/// System calls that do so if they wait for a socket with a timeout, or for whatever else cannot be restarted by itself:
-/// read, write, readv, writev, connect, accept, sendto, recvfrom, sendmsg, recvmsg, accept4, recvmmsg, sendmmsg,
-/// io_uring_enter. Nor have these done anything then: what was done in part is told by a count.
+/// System calls that do so if they wait for a socket with a timeout, or for whatever else cannot be restarted by
+/// itself: read, write, readv, writev, connect, accept, sendto, recvfrom, sendmsg, recvmsg, accept4, recvmmsg,
+/// sendmmsg, io_uring_enter. Nor have these done anything then: what was done in part is told by a count.
 const INTERRUPTED_AT_TIMES: [u64; 14] = [0, 1, 19, 20, 42, 43, 44, 45, 46, 47, 288, 299, 307, 426];
 
 /// Milliseconds of the clock that fit beside the number of a call, which stays positive.
@@ -155,12 +155,12 @@ impl State {
         self.registers.rip = ip;
     }
 
-    /// A call that answers EINTR because of the stop is to be restarted instead, or answers that its time is over: begun
-    /// anew at each of many stops it would never see its timeout. `now` is the monotonic clock, `read` reads the
+    /// A call that answers EINTR because of the stop is to be restarted instead, or answers that its time is over:
+    /// begun anew at each of many stops it would never see its timeout. `now` is the monotonic clock, `read` reads the
     /// target's memory. Whether it was so.
     ///
-    /// When it was first interrupted is kept in the upper half of the call's number. The kernel ignores that half, hands
-    /// it on when it restarts the call, and forgets it when the call is over (`syscall_get_nr`,
+    /// When it was first interrupted is kept in the upper half of the call's number. The kernel ignores that half,
+    /// hands it on when it restarts the call, and forgets it when the call is over (`syscall_get_nr`,
     /// `arch_do_signal_or_restart`), so that a new call of the same kind is known to be new, and the program never sees
     /// a register that is not as it was.
     pub fn forgive_interruption(
@@ -188,7 +188,8 @@ impl State {
         true
     }
 
-    /// How many milliseconds a call of [`INTERRUPTED_BY_STOP`] waits at most, if not for ever, and what it then answers.
+    /// How many milliseconds a call of [`INTERRUPTED_BY_STOP`] waits at most, if not for ever, and what it then
+    /// answers.
     fn time_limit(&self, called: u64, read: impl Fn(u64) -> Option<[u8; 16]>) -> Option<(u64, i64)> {
         let r = &self.registers;
         let again = -i64::from(libc::EAGAIN);
@@ -248,8 +249,9 @@ impl State {
         bytes
     }
 
-    /// Whether bytes are a whole frame of [`State::frame`] with that home and nothing else: known by its head, which one
-    /// of the kernel's does not have (another alternate stack), and by its end, from where a stack would grow into it.
+    /// Whether bytes are a whole frame of [`State::frame`] with that home and nothing else: known by its head, which
+    /// one of the kernel's does not have (another alternate stack), and by its end, from where a stack would grow into
+    /// it.
     pub fn is_frame(&self, bytes: &[u8], home: Home) -> bool {
         let end = (8 + FRAME).next_multiple_of(64) + self.vectors.len();
         let word = |at: usize| bytes.get(at..at + 8).map(|at| u64::from_le_bytes(at.try_into().expect("eight bytes")));

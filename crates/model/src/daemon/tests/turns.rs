@@ -120,7 +120,8 @@ fn newcomers_do_not_keep_others_from_being_merged() {
     assert!(urgency(&noted) < urgency(&merged) && urgency(&merged) < urgency(&new));
 }
 
-/// What a look at somebody costs can be far beyond its size: one with very many regions. Others are merged all the same.
+/// What a look at somebody costs can be far beyond its size: one with very many regions. Others are merged all the
+/// same.
 #[test]
 fn one_that_costs_too_much_does_not_take_the_turns_of_others() {
     let rules = Rules { burst: Duration::from_secs(3), ..rules(Mode::Act) };
