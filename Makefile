@@ -25,10 +25,11 @@ demo: setup ## Merge memory of real programs on this machine and show what that 
 # passed have printed, and with it what they skipped, to itself: .ci/skipped tells it. The status is cargo's (pipefail).
 .PHONY: test
 test: setup setup-watch ## Run every test; as root the live ones too (real KSM, other processes, guests)
-	{ $(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --doc && \
+	( trap "echo 'tests: all done'" EXIT; \
+	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --doc && \
 	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --lib --bins -- --show-output && \
 	$(CARGO) build $(LOCKED) --workspace --all-features --examples --lib && \
-	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --test '*' -- --show-output; } | .ci/skipped
+	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --test '*' -- --show-output ) | .ci/skipped
 
 .PHONY: soak
 soak: setup ## Enrol and withdraw busy programs thousands of times, a database under load among them (as root; minutes)

@@ -66,6 +66,17 @@ fn what_was_skipped_is_told_with_why_before_the_last_result() {
 }
 
 #[test]
+fn it_does_not_wait_for_what_tests_have_left_behind() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.ci/skipped");
+    let mut script = Command::new(script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it runs");
+    let mut pipe = script.stdin.take().expect("a pipe");
+    pipe.write_all([PRINTED, "tests: all done\n"].concat().as_bytes()).expect("it reads");
+    let output = script.wait_with_output().expect("it ends while the pipe is open");
+    drop(pipe);
+    assert!(String::from_utf8(output.stdout).unwrap().ends_with("test result: FAILED. 0 passed; 1 failed\n"));
+}
+
+#[test]
 fn root_may_skip_nothing_but_what_the_machine_lacks() {
     let output = told(&PRINTED.replace("this kernel has no KSM", "needs a C compiler"));
     let said = String::from_utf8(output.stdout).unwrap();

@@ -70,8 +70,14 @@ fn expect(status: i32, state: &Path, arguments: &[&str]) -> String {
 
 /// A follower that has said that it follows.
 fn follower(state: &Path) -> Child {
-    let mut child =
-        command(state, &["policy", "set", "ksmtuned", "--follow"]).stderr(Stdio::piped()).spawn().expect("it starts");
+    // Whoever runs the tests may ignore it, as nohup(1) does.
+    let mut child = Command::new("env")
+        .args(["--default-signal=HUP", env!("CARGO_BIN_EXE_pagefold"), "--state"])
+        .arg(state)
+        .args(["policy", "set", "ksmtuned", "--follow"])
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
     let mut line = String::new();
     BufReader::new(child.stderr.as_mut().unwrap()).read_line(&mut line).unwrap();
     assert!(line.starts_with("Following ksmtuned"), "{line}");
