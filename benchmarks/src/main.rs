@@ -11,6 +11,7 @@
 
 #![forbid(unsafe_code)]
 
+mod chart;
 mod daemon;
 mod hashes;
 mod measure;

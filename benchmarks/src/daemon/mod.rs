@@ -61,6 +61,9 @@ pub struct Arguments {
     /// For how long a quiet host is measured
     #[arg(long, value_name = "TIME", default_value = "1h", value_parser = humantime::parse_duration)]
     quiet: Duration,
+    /// Memory of each of the four processes on it, in MiB
+    #[arg(long, value_name = "MiB", default_value_t = 512)]
+    quiet_memory: u64,
     /// For how long a hostile mix goes on
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = humantime::parse_duration)]
     hostile: Duration,
@@ -196,7 +199,7 @@ fn measure(section: Section, arguments: &Arguments, program: &Path, folder: &Pat
         }
         Section::Quiet => {
             let (length, calm) = (arguments.quiet, Duration::from_secs(if arguments.quick { 5 } else { 60 }));
-            let mib = if arguments.quick { 32 } else { 512 };
+            let mib = if arguments.quick { 32 } else { arguments.quiet_memory };
             let quiet = Quiet { length, calm, processes: 4, mib, pagefold: program.to_owned() };
             quiet.measure(&folder.join("daemon.log"))
         }

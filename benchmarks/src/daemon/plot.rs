@@ -1,9 +1,8 @@
 //! Machines that come and go, as a picture: what is saved over time, and below it what that has cost.
-//!
-//! There is no background, and lines and letters are of middle brightness, so that it is readable on light and on dark.
 
 use super::churn::{Run, Sample};
 use super::driver::Way;
+use crate::chart::{self, letters};
 use crate::merge::policies::Policy;
 use anyhow::{Result, anyhow};
 use plotters::coord::Shift;
@@ -12,15 +11,13 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::path::Path;
 
 const SIZE: (u32, u32) = (960, 640);
-const GREY: RGBColor = RGBColor(128, 128, 128);
 
-/// A middle brightness of the colours of M. Okabe and K. Ito, "Color Universal Design" (2008).
 fn colour(way: Way) -> RGBColor {
     match way {
-        Way::Policy(Policy::Ksmtuned) => RGBColor(204, 121, 167),
-        Way::Policy(Policy::Whole) => RGBColor(213, 94, 0),
-        Way::Policy(_) => RGBColor(190, 150, 20),
-        Way::Daemon => RGBColor(0, 158, 115),
+        Way::Policy(Policy::Ksmtuned) => chart::PINK,
+        Way::Policy(Policy::Whole) => chart::VERMILION,
+        Way::Policy(_) => chart::OCHRE,
+        Way::Daemon => chart::GREEN,
     }
 }
 
@@ -45,13 +42,12 @@ fn panel(
     runs: &[Run],
     value: impl Fn(&Sample) -> f64,
 ) -> Result<(), Box<dyn std::error::Error>> {
-    let letters = |size: u32| ("sans-serif", size).into_font().color(&GREY);
     let samples = || runs.iter().flat_map(|run| &run.samples);
     let latest = samples().map(|sample| sample.seconds).fold(10.0, f64::max);
     let highest = samples().map(&value).fold(1.0, f64::max) * 1.1;
     let mut builder = ChartBuilder::on(area);
     if !title.is_empty() {
-        builder.caption(title, letters(17));
+        builder.caption(title, letters(17, chart::GREY));
     }
     let mut chart = builder
         .margin(12)
@@ -59,17 +55,7 @@ fn panel(
         .x_label_area_size(44)
         .y_label_area_size(64)
         .build_cartesian_2d(0.0..latest, 0.0..highest)?;
-    chart
-        .configure_mesh()
-        .disable_x_mesh()
-        .light_line_style(TRANSPARENT)
-        .bold_line_style(GREY.mix(0.3))
-        .axis_style(GREY)
-        .label_style(letters(14))
-        .axis_desc_style(letters(14))
-        .x_desc("seconds")
-        .y_desc(y)
-        .draw()?;
+    chart::axes(&mut chart).x_desc("seconds").y_desc(y).draw()?;
     // Names stand where their curves end, each at a height of its own.
     let mut ends: Vec<(f64, &Run)> = runs.iter().filter_map(|run| Some((value(run.samples.last()?), run))).collect();
     ends.sort_by(|one, other| one.0.total_cmp(&other.0));
@@ -80,7 +66,7 @@ fn panel(
         chart.draw_series(LineSeries::new(points, colour.stroke_width(2)))?;
         let height = f64::max(end, lowest);
         lowest = height + highest / 14.0;
-        let style = ("sans-serif", 14).into_font().color(&colour).pos(Pos::new(HPos::Left, VPos::Center));
+        let style = letters(14, colour).pos(Pos::new(HPos::Left, VPos::Center));
         let at = chart.backend_coord(&(latest, height));
         let origin = area.get_base_pixel();
         area.draw_text(run.way.name(), &style, (at.0 - origin.0 + 6, at.1 - origin.1))?;

@@ -15,6 +15,7 @@ use super::ksm_settings;
 use super::policies::Pagefold;
 use super::readings::{Counters, ksmd};
 use super::trial::{forget, pause_for};
+use crate::chart::{self, letters};
 use crate::report::{Bar, Findings, Spread, Table};
 use anyhow::{Context, Result, anyhow, ensure};
 use pagefold_labs::ksm::Ksm;
@@ -101,12 +102,12 @@ impl Mode {
     /// A middle brightness of the colours of M. Okabe and K. Ito, "Color Universal Design" (2008).
     fn colour(self) -> RGBColor {
         match self {
-            Self::Plain => RGBColor(140, 140, 140),
-            Self::Blocks => RGBColor(190, 150, 20),
-            Self::Whole(2000) => RGBColor(60, 150, 210),
-            Self::Whole(_) => RGBColor(213, 94, 0),
-            Self::Guided => RGBColor(204, 121, 167),
-            Self::Engine => RGBColor(0, 158, 115),
+            Self::Plain => chart::LIGHT_GREY,
+            Self::Blocks => chart::OCHRE,
+            Self::Whole(2000) => chart::BLUE,
+            Self::Whole(_) => chart::VERMILION,
+            Self::Guided => chart::PINK,
+            Self::Engine => chart::GREEN,
         }
     }
 }
@@ -426,7 +427,6 @@ pub fn draw(case: Case, runs: &[Run], path: &Path) -> Result<()> {
 }
 
 fn paint(case: Case, runs: &[Run], path: &Path) -> Result<(), Box<dyn std::error::Error>> {
-    const GREY: RGBColor = RGBColor(128, 128, 128);
     let first = || runs.iter().filter(|run| run.round == 1);
     let points = |run: &Run| {
         run.looks.iter().map(|look| (look.seconds, (look.memory + look.metadata) / MIB)).collect::<Vec<_>>()
@@ -435,30 +435,19 @@ fn paint(case: Case, runs: &[Run], path: &Path) -> Result<(), Box<dyn std::error
     let latest = all.iter().map(|point| point.0).fold(1.0, f64::max);
     let highest = all.iter().map(|point| point.1).fold(1.0, f64::max) * 1.25;
     let area = SVGBackend::new(path, (960, 480)).into_drawing_area();
-    let letters = |size: u32| ("sans-serif", size).into_font().color(&GREY);
     let mut chart = ChartBuilder::on(&area)
-        .caption(case.title, letters(17))
+        .caption(case.title, letters(17, chart::GREY))
         .margin(12)
         .x_label_area_size(44)
         .y_label_area_size(64)
         .build_cartesian_2d(0.0..latest, 0.0..highest)?;
-    chart
-        .configure_mesh()
-        .disable_x_mesh()
-        .light_line_style(TRANSPARENT)
-        .bold_line_style(GREY.mix(0.3))
-        .axis_style(GREY)
-        .label_style(letters(14))
-        .axis_desc_style(letters(14))
-        .x_desc("seconds")
-        .y_desc("memory of the job, MiB")
-        .draw()?;
+    chart::axes(&mut chart).x_desc("seconds").y_desc("memory of the job, MiB").draw()?;
     for (place, mode) in Mode::ALL.into_iter().enumerate() {
         let Some(run) = first().find(|run| run.mode == mode) else { continue };
         chart.draw_series(LineSeries::new(points(run), mode.colour().stroke_width(2)))?;
         // Above the highest curve, side by side.
         let at = (latest * (0.02 + 0.16 * place as f64), highest * 0.97);
-        let style = ("sans-serif", 15).into_font().color(&mode.colour());
+        let style = letters(15, mode.colour());
         chart.draw_series([Text::new(mode.name(), at, style)])?;
     }
     area.present()?;

@@ -1,27 +1,24 @@
 //! Saved memory over time as a picture: a curve for each policy, with its name at it.
-//!
-//! There is no background, and lines and letters are of middle brightness, so that it is readable on light and on dark.
 
 use super::compare::Comparison;
 use super::policies::Policy;
+use crate::chart::{self, GREY, letters};
 use anyhow::{Result, anyhow};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::path::Path;
 
 const SIZE: (u32, u32) = (960, 480);
-const GREY: RGBColor = RGBColor(128, 128, 128);
 const MIB: f64 = (1 << 20) as f64;
 
-/// A middle brightness of the colours of M. Okabe and K. Ito, "Color Universal Design" (2008).
 fn colour(policy: Policy) -> RGBColor {
     match policy {
-        Policy::Default => RGBColor(140, 140, 140),
-        Policy::Ksmtuned => RGBColor(204, 121, 167),
-        Policy::Advisor200 => RGBColor(190, 150, 20),
-        Policy::Advisor20 => RGBColor(60, 150, 210),
-        Policy::Whole => RGBColor(213, 94, 0),
-        Policy::Guided => RGBColor(0, 158, 115),
+        Policy::Default => chart::LIGHT_GREY,
+        Policy::Ksmtuned => chart::PINK,
+        Policy::Advisor200 => chart::OCHRE,
+        Policy::Advisor20 => chart::BLUE,
+        Policy::Whole => chart::VERMILION,
+        Policy::Guided => chart::GREEN,
     }
 }
 
@@ -76,22 +73,14 @@ fn paint(
     path: &Path,
 ) -> Result<(), Box<dyn std::error::Error>> {
     let area = SVGBackend::new(path, SIZE).into_drawing_area();
-    let letters = |size: u32| ("sans-serif", size).into_font().color(&GREY);
     let first: f64 = 0.1;
     let mut chart = ChartBuilder::on(&area)
-        .caption(&comparison.workload.title, letters(17))
+        .caption(&comparison.workload.title, letters(17, GREY))
         .margin(12)
         .x_label_area_size(44)
         .y_label_area_size(64)
         .build_cartesian_2d((first..latest).log_scale(), 0.0..highest)?;
-    chart
-        .configure_mesh()
-        .disable_x_mesh()
-        .light_line_style(TRANSPARENT)
-        .bold_line_style(GREY.mix(0.3))
-        .axis_style(GREY)
-        .label_style(letters(14))
-        .axis_desc_style(letters(14))
+    chart::axes(&mut chart)
         .x_desc("seconds (logarithmic; dashed: extrapolated)")
         .y_desc("saved, MiB")
         .x_label_formatter(&|x| format!("{x}"))
@@ -99,7 +88,7 @@ fn paint(
         .draw()?;
     let level = comparison.reachable() / MIB;
     chart.draw_series(DashedLineSeries::new([(first, level), (latest, level)], 2, 4, GREY.stroke_width(1)))?;
-    let note = Text::new("can be saved", (first * 1.05, level), letters(13).pos(Pos::new(HPos::Left, VPos::Top)));
+    let note = Text::new("can be saved", (first * 1.05, level), letters(13, GREY).pos(Pos::new(HPos::Left, VPos::Top)));
     chart.draw_series([note])?;
     let mut order: Vec<(f64, &Curve)> =
         curves.iter().map(|curve| (curve.crosses(level / 2.0).unwrap_or(f64::INFINITY), curve)).collect();
@@ -113,7 +102,7 @@ fn paint(
         let height = level * (0.85 - 0.13 * f64::from(place));
         let at = curve.crosses(height).unwrap_or(latest);
         let (x, side) = if at < 0.6 { (at.max(first) * 1.08, HPos::Left) } else { (at / 1.08, HPos::Right) };
-        let style = ("sans-serif", 15).into_font().color(&colour).pos(Pos::new(side, VPos::Center));
+        let style = letters(15, colour).pos(Pos::new(side, VPos::Center));
         chart.draw_series([Text::new(curve.policy.name(), (x, height), style)])?;
     }
     area.present()?;
