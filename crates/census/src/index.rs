@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 /// A fingerprint and the ordinal of its page, packed to 12 bytes. Sorts by fingerprint, then by ordinal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
     high: u32,
     low: u32,
@@ -31,6 +31,23 @@ impl Entry {
     /// Unpack.
     pub fn fingerprint(self) -> Fingerprint {
         Fingerprint(u64::from(self.high) << 32 | u64::from(self.low))
+    }
+
+    /// One number that sorts alike: sorting is much quicker where comparing does not branch.
+    fn key(self) -> u128 {
+        u128::from(self.fingerprint().0) << 32 | u128::from(self.ordinal)
+    }
+}
+
+impl Ord for Entry {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.key().cmp(&other.key())
+    }
+}
+
+impl PartialOrd for Entry {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
     }
 }
 

@@ -13,7 +13,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 /// Make a plan of a census and its index. See [`pagefold_model::plan::plan`]; the frames that it should free are
 /// counted here for the pages of its targets alone, as if ksmd found no others.
 ///
-/// Zeros that KSM merged with one another earlier are taken for none, so of zeros one frame too few may be counted.
+/// Where some of the census are left alone, zeros that KSM merged with one another earlier are taken for none, so that
+/// of zeros one frame too few may be counted.
 pub fn plan(
     census: &Census,
     index: &Index,
@@ -23,10 +24,24 @@ pub fn plan(
     let mut plan = pagefold_model::plan::plan(census, constraints, excluded);
     let targets: BTreeSet<_> = plan.targets.iter().map(|target| target.process.id).collect();
     let kept: Vec<bool> = census.subjects.iter().map(|subject| targets.contains(&subject.process.id)).collect();
+    plan.predicted.reach.freed = if !constraints.whole && census.ranges.iter().all(|range| kept[range.subject]) {
+        census.savings.guided.freed
+    } else {
+        freed(census, index, constraints.whole, &kept)
+    };
+    if constraints.first_look && !constraints.whole {
+        let domains = group::domain_numbers(census.subjects.iter().map(|subject| &subject.domain));
+        mark_late(&mut plan, census, index, &domains);
+    }
+    plan
+}
+
+/// Frames that come back when those subjects that are `kept` are merged, whole or by their ranges.
+fn freed(census: &Census, index: &Index, whole: bool, kept: &[bool]) -> Pages {
     let sharing = census.sharing;
-    let within_domains = !census.across_domains && constraints.whole;
+    let within_domains = !census.across_domains && whole;
     let domains = group::domain_numbers(census.subjects.iter().map(|subject| &subject.domain));
-    let takes = |subject: usize, mark: Mark| kept[subject] && (constraints.whole || mark.is_covered());
+    let takes = |subject: usize, mark: Mark| kept[subject] && (whole || mark.is_covered());
 
     let freed: Vec<Pages> = group::walk(index, &domains, |sum: &mut Pages, _, members| {
         let freed = |members: &[group::Member]| {
@@ -53,11 +68,7 @@ pub fn plan(
         }
     }
     let zeros: Pages = zeros.values().map(|&copies| sharing.freed_zero(copies, 0)).sum();
-    plan.predicted.reach.freed = freed.into_iter().sum::<Pages>() + zeros;
-    if constraints.first_look && !constraints.whole {
-        mark_late(&mut plan, census, index, &domains);
-    }
-    plan
+    freed.into_iter().sum::<Pages>() + zeros
 }
 
 /// Mark the ranges in which most of what merges are third and further copies.

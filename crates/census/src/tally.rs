@@ -265,8 +265,11 @@ impl<'a> Counter<'a> {
     }
 }
 
-/// Who shares with whom.
+/// Who shares with whom. Nothing is counted where there are no rows.
 fn matrix(survey: &Survey, index: &Index, counts: &[Counts], plan: &Plan) -> Matrix {
+    if plan.rows == 0 {
+        return Matrix::default();
+    }
     let names: Vec<Option<String>> = survey.subjects.iter().map(|subject| plan.matrix.name(&subject.process)).collect();
     let mut shares: BTreeMap<&str, Pages> = BTreeMap::new();
     for (name, counts) in names.iter().zip(counts) {
