@@ -184,7 +184,9 @@ impl<'h> Worker<'h> {
         let metadata = settings.max_metadata.map(|most| Bytes(most.0.saturating_sub(metadata(self.host).0)));
         prepared.plan.keep_to(|process| chosen.contains(&process), !settings.split_huge_pages, metadata);
         let census = &prepared.census;
-        let looked: u64 = census.subjects.iter().map(|subject| subject.counts.resident().0).sum();
+        // What witnesses cost is in the price of those who need them.
+        let chosen = census.subjects.iter().filter(|subject| !subject.witness);
+        let looked: u64 = chosen.map(|subject| subject.counts.resident().0).sum();
         let found = Censused {
             cost: own_cpu().saturating_sub(before),
             looked: Bytes(looked * self.host.page_size().bytes()),

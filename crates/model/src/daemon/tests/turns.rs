@@ -135,3 +135,38 @@ fn one_that_costs_too_much_does_not_take_the_turns_of_others() {
     let halted = host.did(|action| matches!(action, Action::Halt));
     assert!((1..=12).contains(&halted), "{halted} looks in vain");
 }
+
+/// A page that is looked at takes some bytes of an index, and the daemon's memory is bounded.
+#[test]
+fn a_big_host_is_looked_at_in_portions() {
+    const GIB: u64 = 1 << 30;
+    let most = |sizes: &[u64]| {
+        let mut host = Host::new(Rules { burst: Duration::from_secs(3600), ..rules(Mode::Act) });
+        for (pid, gib) in (1..).zip(sizes) {
+            let Event::Came(arrival) = arrival(2 * pid) else { unreachable!() };
+            host.happen(Event::Came(Arrival { resident: Bytes(gib * GIB), ..arrival }));
+        }
+        host.run(2000);
+        let size = |process: &ProcessId| sizes[process.pid.0 as usize / 2 - 1];
+        let censuses = host.trace.iter().filter_map(|(_, action)| match action {
+            Action::Census(processes) => Some(processes.iter().map(size).collect::<Vec<_>>()),
+            _ => None,
+        });
+        let censuses: Vec<Vec<u64>> = censuses.collect();
+        let seen: BTreeSet<ProcessId> = host
+            .trace
+            .iter()
+            .filter_map(|(_, action)| if let Action::Census(who) = action { Some(who) } else { None })
+            .flatten()
+            .copied()
+            .collect();
+        assert_eq!(seen.len(), sizes.len(), "everybody has its turn");
+        censuses
+    };
+    // 2 GiB and nearly a fifth of 64: two beside each other, and no third.
+    assert_eq!(most(&[8; 8]).iter().map(Vec::len).max(), Some(2));
+    assert_eq!(most(&[1; 64]).iter().map(Vec::len).max(), Some(14));
+    // However big they are, one is never alone.
+    assert_eq!(most(&[100, 100]).iter().map(Vec::len).max(), Some(2));
+    assert_eq!(most(&[1, 1, 1]).iter().map(Vec::len).max(), Some(3));
+}
