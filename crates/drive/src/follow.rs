@@ -142,7 +142,8 @@ impl<'h> Follow<'h, '_> {
         let Some(mut session) = self.begin(tell)? else { return Ok(()) };
         let progress = merge::Progress::default();
         let planned = Planned { plan, probes, started };
-        let outcome = carry_out(&mut session, planned, &self.how, trial, &progress, stop)?;
+        let outcome = carry_out(&mut session, planned, &self.how, trial, &progress, stop)
+            .map_err(|error| session.give_up(error))?;
         tell(Told::Round(&outcome));
         Ok(())
     }
@@ -153,7 +154,7 @@ impl<'h> Follow<'h, '_> {
             return Ok(());
         }
         let Some(mut session) = self.begin(tell)? else { return Ok(()) };
-        trial.withdraw(&mut session, Moment::Between)?;
+        trial.withdraw(&mut session, Moment::Between).map_err(|error| session.give_up(error))?;
         session.finish()?.iter().for_each(|remains| tell(Told::Remains(remains)));
         Ok(())
     }

@@ -123,7 +123,8 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         let planned = merge::Planned { plan, probes, started };
         let outcome = progress::show_merge(page_size, &stop, |progress| {
             merge::carry_out(&mut session, planned, &how, &mut Trial::new(&*host), progress, &stop)
-        })?;
+        })
+        .map_err(|error| session.give_up(error))?;
         report = report.with_outcome(&outcome, page_size);
         met = outcome.met(page_size);
     }

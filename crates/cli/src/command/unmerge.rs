@@ -140,7 +140,8 @@ impl Work<'_> {
         }
         let limits =
             Limits { staged: options.staged, force: options.force, wait: options.wait, collapse: options.collapse };
-        let done = unmerge::carry_out(session, &plan, limits, stop).map_err(explained)?;
+        let done =
+            unmerge::carry_out(session, &plan, limits, stop).map_err(|error| explained(session.give_up(error)))?;
         carried_out(&mut report, &plan, &done);
         Ok(report)
     }
