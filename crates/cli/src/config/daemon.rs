@@ -49,7 +49,7 @@ pub(super) struct Section {
     /// Memory is short while tasks wait for it for this part of ten seconds. Nothing is withdrawn then.
     #[schemars(with = "Option<schema::Percent>", extend("default" = "10%"))]
     pressure: Word,
-    /// The part of their time by which programs may wait longer for a CPU while it works before it backs off.
+    /// The part of ten seconds by which programs may wait longer for a CPU by its work before it backs off.
     #[schemars(with = "Option<schema::Percent>", extend("default" = "10%"))]
     slowdown: Word,
     /// When nothing is begun.

@@ -70,7 +70,7 @@ pub struct Rules {
     pub rarest: Duration,
     /// Percent of ten seconds in which some task waited for memory, from which on memory is short.
     pub pressure: f64,
-    /// The part of their time by which programs may wait longer for a CPU while it works, before it backs off.
+    /// The part of ten seconds by which programs may wait longer for a CPU by its work, before it backs off.
     pub slowdown: f64,
     /// When nothing is begun.
     pub quiet: Vec<Hours>,

@@ -6,6 +6,10 @@
 //! which its own waiting counts, too; and the time that a hypervisor gives to others, since the CPU that it uses may be
 //! what is taken away.
 //!
+//! What counts of that is how much it is of ten seconds: who has just come and boots waits for a CPU, and is looked at
+//! and merged just then, in a second of work that costs it little. Whoever works on and on slows programs down by all
+//! that they wait for longer.
+//!
 //! Each time that it finds itself in the way it rests for twice as long as the time before and then has ksmd work at
 //! half the pace; each second of work in which nobody waits longer takes one such step back. At the lowest pace it is
 //! not stopped, so that it comes to an end on a host that is always busy.
@@ -14,6 +18,9 @@ use std::time::Duration;
 
 /// The time over which what is seen at work is averaged, and at rest.
 const OVER: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(30)];
+
+/// The time of which a slow-down is a part.
+const SPAN: Duration = Duration::from_secs(10);
 
 /// What has to be seen of work, and of rest, before anything is said.
 const ENOUGH: [f64; 2] = [0.4, 1.0];
@@ -85,6 +92,8 @@ impl Average {
 pub struct Slowdown {
     work: Average,
     rest: Average,
+    /// For how long it worked of the last [`SPAN`], about, in seconds: what is past counts less and less.
+    worked_for: f64,
     /// Whether it worked at the last reading.
     worked: bool,
     clear: Duration,
@@ -93,10 +102,15 @@ pub struct Slowdown {
 }
 
 impl Slowdown {
-    /// Take in a reading made while it works, or rests. Tells for how long it should rest, and why, if programs wait
-    /// for longer by this part of their time while it works.
+    /// Take in a reading made while it works, or rests. Tells for how long it should rest, and why, if by its work
+    /// programs wait for longer by this part of their time.
     pub fn read(&mut self, waits: &Waits, works: bool, limit: f64, now: Duration) -> Option<(Duration, String)> {
         let same = std::mem::replace(&mut self.worked, works) == works;
+        let seconds = waits.elapsed.as_secs_f64();
+        self.worked_for *= (-seconds / SPAN.as_secs_f64()).exp();
+        if works {
+            self.worked_for = (self.worked_for + seconds).min(SPAN.as_secs_f64());
+        }
         // What lies half in the work says nothing of either.
         if !same || waits.elapsed.is_zero() {
             return None;
@@ -110,12 +124,16 @@ impl Slowdown {
             return None;
         }
         let (work, rest) = (self.work.parts(), self.rest.parts());
+        let busy = self.worked_for / SPAN.as_secs_f64();
         let [waiting, stolen] = [0, 1].map(|part: usize| work[part] - rest[part]);
-        if waiting.max(stolen) <= limit {
+        let longer = waiting.max(stolen);
+        if longer <= limit {
             self.clear += waits.elapsed;
             if self.clear >= CLEAR {
                 (self.clear, self.steps) = (Duration::ZERO, self.steps.saturating_sub(1));
             }
+        }
+        if longer * busy <= limit {
             return None;
         }
         let why = match waiting >= stolen {
@@ -123,9 +141,10 @@ impl Slowdown {
             false => ("the hypervisor gave CPU time to others", 1),
         };
         let why = format!(
-            "{} for {:.0} % of their time while it worked, and for {:.0} % before",
+            "{} for {:.0} % of their time while it worked, which was {:.0} % of the time, and for {:.0} % before",
             why.0,
             work[why.1] * 100.0,
+            busy * 100.0,
             rest[why.1] * 100.0
         );
         let pause = PAUSE * 2u32.pow(self.steps);
@@ -168,23 +187,45 @@ mod tests {
         (1..=times).filter_map(read).map(|(tick, (pause, why))| (tick, pause, why)).collect()
     }
 
+    /// The first time that it finds itself in the way at work.
+    fn first(slowdown: &mut Slowdown, waits: &Waits) -> (u32, Duration, String) {
+        let tell = |tick| slowdown.read(waits, true, 0.1, TICK * tick).map(|(pause, why)| (tick, pause, why));
+        (1..100).find_map(tell).unwrap()
+    }
+
     #[test]
     fn who_is_slowed_down_is_left_alone_for_longer_and_longer() {
         let mut slowdown = Slowdown::default();
         assert_eq!(read(&mut slowdown, &waits(10, 490), false, 40), []);
         // 100 ms of 500 ms are 20 %, 18 % more than before; the first reading is half of one, two are enough.
-        let told = read(&mut slowdown, &waits(100, 400), true, 3);
-        let why = "programs waited for a CPU for 20 % of their time while it worked, and for 2 % before";
-        assert_eq!(told, [(3, PAUSE, why.to_owned())]);
-        assert_eq!((slowdown.until(), slowdown.pace()), (TICK * 3 + PAUSE, 0.5));
-        assert_eq!(read(&mut slowdown, &waits(10, 490), false, 40), []);
-        assert_eq!(read(&mut slowdown, &waits(100, 400), true, 3)[0].1, PAUSE * 2);
+        // That is too much once it has worked for more than a tenth of 18 %, 56 % of the time.
+        let (tick, pause, why) = first(&mut slowdown, &waits(100, 400));
+        assert!((30..36).contains(&tick), "1 - e^(-t / 10 s) is 0.56 after 8.1 s, 33 ticks: {tick}");
+        let words = "programs waited for a CPU for 20 % of their time while it worked, which was 56 % of the time, and \
+                     for 2 % before";
+        assert_eq!((pause, why.as_str()), (PAUSE, words));
+        assert_eq!((slowdown.until(), slowdown.pace()), (TICK * tick + PAUSE, 0.5));
+        assert_eq!(read(&mut slowdown, &waits(10, 490), false, 400), []);
+        assert_eq!(first(&mut slowdown, &waits(100, 400)).1, PAUSE * 2);
         assert_eq!(slowdown.pace(), 0.25);
-        assert_eq!(read(&mut slowdown, &waits(10, 490), false, 40), []);
+        assert_eq!(read(&mut slowdown, &waits(10, 490), false, 400), []);
         // 11 % are no more than a tenth above 2 %: a second of it takes a step back, two seconds both.
         assert_eq!(read(&mut slowdown, &waits(55, 445), true, 10), []);
         assert_eq!(slowdown.pace(), 1.0);
         assert!(!slowdown.is_slowest());
+    }
+
+    #[test]
+    fn a_moment_of_work_now_and_then_is_no_slow_down() {
+        let mut slowdown = Slowdown::default();
+        read(&mut slowdown, &waits(10, 490), false, 40);
+        for _ in 0..30 {
+            // Two thirds of their time for a second and a quarter, each twenty seconds: some 4 % in all.
+            assert_eq!(read(&mut slowdown, &waits(330, 170), true, 5), []);
+            assert_eq!(read(&mut slowdown, &waits(10, 490), false, 75), []);
+        }
+        assert_eq!(slowdown.pace(), 1.0);
+        assert!(!read(&mut slowdown, &waits(330, 170), true, 12).is_empty(), "three seconds are too much");
     }
 
     #[test]
@@ -204,11 +245,11 @@ mod tests {
         let mut slowdown = Slowdown::default();
         assert_eq!(read(&mut slowdown, &pressed(0.05), false, 40), []);
         // 0.1 of 0.25 s are 40 %, 0.05 of them 20 %.
-        let told = read(&mut slowdown, &pressed(0.1), true, 3);
+        let told = read(&mut slowdown, &pressed(0.1), true, 40);
         assert!(told[0].2.contains("for 40 % of their time") && told[0].2.contains("20 % before"), "{told:?}");
         let mut slowdown = Slowdown::default();
         assert_eq!(read(&mut slowdown, &waits(10, 490), false, 40), []);
-        let told = read(&mut slowdown, &Waits { stolen: Some(0.15), ..waits(10, 490) }, true, 3);
+        let told = read(&mut slowdown, &Waits { stolen: Some(0.15), ..waits(10, 490) }, true, 100);
         assert!(told[0].2.starts_with("the hypervisor gave CPU time to others for 15 %"), "{told:?}");
     }
 

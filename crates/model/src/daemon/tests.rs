@@ -333,7 +333,7 @@ fn it_backs_off_where_it_slows_programs_down_and_comes_back() {
     (host.merging, host.slow) = (5.0, 0.4);
     host.run(5);
     host.happen(arrival(1));
-    host.run(8);
+    host.run(11);
     assert_eq!((host.shares(), host.said(What::Rest, Reason::SlowDown)), (vec![1.0], 1));
     assert_eq!(host.did(|action| *action == Action::Halt), 1, "it is not merged at the pace that slows them down");
     assert_eq!(host.state.standing(), (Standing::Resting, "programs waited longer while it worked".into()));
