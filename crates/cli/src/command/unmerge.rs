@@ -2,7 +2,7 @@
 
 use crate::arguments::{Global, Targets, duration};
 use crate::command::guest::{Control, control};
-use crate::command::recover::{self, explained, needs_ksm};
+use crate::command::recover::{self, needs_ksm};
 use crate::{Outcome, output, progress, source};
 use anyhow::bail;
 use clap::Args;
@@ -141,7 +141,7 @@ impl Work<'_> {
         let limits =
             Limits { staged: options.staged, force: options.force, wait: options.wait, collapse: options.collapse };
         let done =
-            unmerge::carry_out(session, &plan, limits, stop).map_err(|error| explained(session.give_up(error)))?;
+            unmerge::carry_out(session, &plan, limits, stop).map_err(|error| session.give_up(error))?;
         carried_out(&mut report, &plan, &done);
         Ok(report)
     }

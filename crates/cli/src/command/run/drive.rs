@@ -134,13 +134,14 @@ impl Drive {
                     left.iter().for_each(|remains| eprintln!("pagefold: {}", not_put_back(remains)));
                     let mut last = std::time::Instant::now();
                     let mut over = false;
-                    rules::follow(&mut session, &self.policy, || {
+                    let followed = rules::follow(&mut session, &self.policy, || {
                         // The policy asks more often than the tree needs to be looked at.
                         if last.elapsed() >= LOOK {
                             (last, over) = (std::time::Instant::now(), ended());
                         }
                         over
-                    })?;
+                    });
+                    followed.map_err(|error| session.give_up(error))?;
                     session.finish()?.iter().for_each(|remains| eprintln!("pagefold: {}", not_put_back(remains)));
                     return Ok(());
                 }
