@@ -4,7 +4,7 @@
 use crate::merge::holder::{Holder, held};
 use crate::merge::truth::{self, Contents};
 use anyhow::{Context, Result, anyhow};
-use pagefold_host::Host;
+use pagefold_host::{Host, Mapping};
 use pagefold_labs::lines;
 use pagefold_linux::LiveHost;
 use pagefold_model::{AddressRange, Pfn, Pid};
@@ -145,6 +145,25 @@ fn look(host: &LiveHost, pid: u32, ksm: &mut HashSet<u64>) -> Result<Look> {
         }
     }
     Ok(look)
+}
+
+/// The addresses of pages of a process that are merged, with others or with the kernel's page of zeros.
+pub fn merged(host: &LiveHost, pid: u32) -> Result<HashSet<u64>> {
+    let process = host.open(Pid(pid)).map_err(|why| anyhow!("process {pid}: {why}"))?;
+    let page = pagefold_sys::mapping::page_size() as u64;
+    let mut shared: Vec<(Pfn, u64)> = Vec::new();
+    for (start, end) in truth::regions(pid)? {
+        // It may be gone by now.
+        let mappings = process.mappings(AddressRange { start, end }).unwrap_or_default();
+        let shares = |mapping: &Mapping| mapping.present && !mapping.file && !mapping.exclusive;
+        let at = mappings.iter().zip((start..).step_by(page as usize)).filter(|(mapping, _)| shares(mapping));
+        shared.extend(at.filter_map(|(mapping, address)| Some((mapping.frame?, address))));
+    }
+    shared.sort_unstable();
+    let frames: Vec<Pfn> = shared.iter().map(|(frame, _)| *frame).collect();
+    let flags = host.frame_flags(&frames).map_err(|why| anyhow!("frames of {pid}: {why}"))?;
+    let merged = shared.iter().zip(flags).filter(|(_, flags)| flags.is_ksm() || flags.is_zero_page());
+    Ok(merged.map(|((_, address), _)| *address).collect())
 }
 
 /// Pages of zeros that ksmd has merged of a process (`ksm_zero_pages` of `/proc/PID/ksm_stat`).

@@ -140,8 +140,7 @@ impl Work<'_> {
         }
         let limits =
             Limits { staged: options.staged, force: options.force, wait: options.wait, collapse: options.collapse };
-        let done =
-            unmerge::carry_out(session, &plan, limits, stop).map_err(|error| session.give_up(error))?;
+        let done = unmerge::carry_out(session, &plan, limits, stop).map_err(|error| session.give_up(error))?;
         carried_out(&mut report, &plan, &done);
         Ok(report)
     }

@@ -133,7 +133,8 @@ impl Slowdown {
                 (self.clear, self.steps) = (Duration::ZERO, self.steps.saturating_sub(1));
             }
         }
-        if longer * busy <= limit {
+        // What is told to end goes on for a moment, and a census to its end.
+        if longer * busy <= limit || now < self.until {
             return None;
         }
         let why = match waiting >= stolen {
