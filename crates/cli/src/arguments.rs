@@ -1,6 +1,7 @@
 //! What can be said on the command line, as text. What the text means on a host is found out by the commands.
 
 use crate::command;
+use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use pagefold_census::tally::Party;
 use pagefold_model::Bytes;
@@ -184,6 +185,13 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     humantime::parse_duration(text).map_err(|error| format!("{error}; write for example 500ms or 2s"))
 }
 
+/// The file of `--parquet`, which a build without the feature refuses before it does any work.
+pub fn parquet_file() -> impl TypedValueParser<Value = PathBuf> {
+    let remedy = "this build writes no Parquet; `cargo install --path crates/cli --features parquet` makes one that \
+                  does, and `report --csv` has the same columns";
+    PathBufValueParser::new().try_map(move |path| if cfg!(feature = "parquet") { Ok(path) } else { Err(remedy) })
+}
+
 /// A share of one CPU, from a percentage such as `50` or `50%`.
 pub fn percent(text: &str) -> Result<f64, String> {
     match text.trim_end_matches('%').trim().parse::<f64>() {
@@ -217,6 +225,16 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Arguments::command().debug_assert();
+    }
+
+    #[test]
+    fn a_build_that_writes_no_parquet_says_so_and_what_would() {
+        for arguments in [["pagefold", "census", "--parquet", "a.parquet"], ["pagefold", "report", "--parquet", "a.b"]]
+        {
+            let refused = Arguments::try_parse_from(arguments).err().map(|error| error.to_string());
+            assert_eq!(refused.is_none(), cfg!(feature = "parquet"), "{refused:?}");
+            assert!(refused.is_none_or(|said| said.contains("--features parquet")));
+        }
     }
 
     #[test]

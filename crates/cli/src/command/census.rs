@@ -1,6 +1,6 @@
 //! `pagefold census`: what the memory of a host holds twice, before anything is changed.
 
-use crate::arguments::{DomainBy, Global, MatrixBy, Targets, duration, probability};
+use crate::arguments::{DomainBy, Global, MatrixBy, Targets, duration, parquet_file, probability};
 use crate::config::Config;
 use crate::{Outcome, output, progress, source};
 use anyhow::Context;
@@ -55,9 +55,8 @@ pub struct Options {
     /// Print JSON (see `pagefold schema census`)
     #[arg(long)]
     json: bool,
-    /// Write every extent of mergeable pages to a Parquet file
-    #[cfg(feature = "parquet")]
-    #[arg(long, value_name = "FILE")]
+    /// Write every extent of mergeable pages to a Parquet file, by a build with the feature `parquet`
+    #[arg(long, value_name = "FILE", value_parser = parquet_file())]
     parquet: Option<std::path::PathBuf>,
     #[command(flatten)]
     targets: Targets,

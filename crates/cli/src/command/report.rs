@@ -1,6 +1,6 @@
 //! `pagefold report`: what daemons have kept of hosts over time, as a page, pictures, tables and figures.
 
-use crate::arguments::{Global, duration};
+use crate::arguments::{Global, duration, parquet_file};
 use crate::config::{Config, History};
 use crate::{Outcome, output};
 use anyhow::{Context, bail};
@@ -57,9 +57,8 @@ pub struct Options {
     /// Write every sample as comma-separated values
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
-    /// Write every sample to a Parquet file
-    #[cfg(feature = "parquet")]
-    #[arg(long, value_name = "FILE")]
+    /// Write every sample to a Parquet file, by a build with the feature `parquet`
+    #[arg(long, value_name = "FILE", value_parser = parquet_file())]
     parquet: Option<PathBuf>,
     /// Members that are named in the terminal
     #[arg(long, value_name = "N", default_value_t = 12)]
@@ -211,7 +210,7 @@ fn write(options: &Options, sides: &[(String, Kept)], report: &HistoryReport) ->
         written.push(path.to_owned());
         Ok::<(), anyhow::Error>(())
     };
-    let is_asked = options.svg.is_some() || options.csv.is_some() || options.json || is_parquet(options);
+    let is_asked = options.svg.is_some() || options.csv.is_some() || options.json || options.parquet.is_some();
     let page = options.output.clone().or_else(|| (!is_asked).then(|| PAGE.into()));
     if let Some(path) = page {
         let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs_f64();
@@ -238,16 +237,6 @@ fn write(options: &Options, sides: &[(String, Kept)], report: &HistoryReport) ->
         written.push(path.clone());
     }
     Ok(written)
-}
-
-fn is_parquet(options: &Options) -> bool {
-    #[cfg(feature = "parquet")]
-    return options.parquet.is_some();
-    #[cfg(not(feature = "parquet"))]
-    {
-        let _ = options;
-        false
-    }
 }
 
 #[cfg(test)]
