@@ -140,6 +140,55 @@ fn what_is_not_known_is_said() {
     assert_eq!(browser.errors, [""; 0]);
 }
 
+/// The charts have lines for what must not be exceeded and what is to be kept: here their heights, by the axis beside
+/// them.
+const LIMIT: &str = "(chart) => {
+    const svg = document.querySelector(`[data-chart=${chart}] svg`);
+    const units = { '%': 1, B: 1, MiB: 2 ** 20, GiB: 2 ** 30 };
+    const value = (text) => text.split(' ')[0] * units[text.split(' ')[1]];
+    const labels = [...svg.querySelectorAll('text[text-anchor=end]')].map(label => value(label.textContent));
+    const heights = [...svg.querySelectorAll('line.grid')].map(line => +line.getAttribute('y1'));
+    const scale = (labels.at(-1) - labels[0]) / (heights.at(-1) - heights[0]);
+    const lines = [...svg.querySelectorAll('path.limit')].map(path => path.getAttribute('d'));
+    const points = lines.flatMap(line => line.match(/[0-9.]+ [0-9.]+/g));
+    return points.map(point => labels[0] + (point.split(' ')[1] - heights[0]) * scale);
+}";
+
+#[test]
+fn the_bound_and_the_goal_are_drawn() {
+    let Some((mut browser, _server, board)) = open_board("limits", filled()) else { return };
+    browser.until("points.length > 500");
+    let limit = |browser: &mut Chromium, chart: &str| -> Vec<f64> {
+        let found = browser.value(&format!("({LIMIT})('{chart}')"));
+        found.as_array().expect("a list").iter().map(|value| value.as_f64().expect("a number")).collect()
+    };
+    let status = status();
+    let goal = status.goal.keep_available.expect("a goal") as f64;
+    let points = browser.value("points.length").as_u64().expect("a number") as usize;
+    for (chart, expected) in [("cpu", status.bounds.cpu_percent), ("available", goal)] {
+        let drawn = limit(&mut browser, chart);
+        assert_eq!(drawn.len(), points, "{chart}: all the time");
+        // A tenth of a pixel of some hundred.
+        assert!(drawn.iter().all(|value| (value / expected - 1.0).abs() < 0.01), "{chart}: {:?}", &drawn[..2]);
+        let stroke = format!("getComputedStyle(document.querySelector('[data-chart={chart}] path.limit')).stroke");
+        assert_ne!(browser.value(&stroke), "none");
+    }
+    assert_eq!(limit(&mut browser, "saved"), [0.0; 0]);
+    let said = "[...document.querySelectorAll('#charts svg')].map(chart => chart.getAttribute('aria-label')).join()";
+    let said = browser.value(said);
+    assert!(said.as_str().is_some_and(|said| said.contains("bound 10 %") && said.contains("goal 16.0 GiB")), "{said}");
+
+    // Where there is no goal any more, the line ends and the bound's goes on.
+    let mut later = status;
+    later.time += 15.0;
+    later.goal.keep_available = None;
+    board.publish(later);
+    browser.until(&format!("points.length > {points}"));
+    assert_eq!(limit(&mut browser, "available").len(), points);
+    assert_eq!(limit(&mut browser, "cpu").len(), points + 1);
+    assert_eq!(browser.errors, [""; 0]);
+}
+
 #[test]
 fn members_are_sorted_and_filtered() {
     let Some((mut browser, _server, board)) = open("members") else { return };
