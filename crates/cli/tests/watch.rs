@@ -1,7 +1,8 @@
 //! What is seen of a daemon: its HTTP and `pagefold top`, of one that observes a recorded host and so needs no
 //! privilege.
 
-use pagefold_report::daemon::{Mode, Status};
+use pagefold_report::daemon::{Mode, Status, sums};
+use pagefold_report::doctor::VerdictName;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
@@ -94,6 +95,15 @@ fn the_daemon_is_shown() {
     let status = status(&address);
     assert_eq!((status.mode, status.pid), (Mode::Observe, daemon.child.id()));
     assert!(status.host.contains("linux-6.18") && status.ksm.is_some(), "{status:?}");
+    // What is wrong is told, and what is in order is counted.
+    let of = |verdict| status.findings.iter().filter(|finding| finding.verdict == verdict).count() as u64;
+    for (&verdict, &count) in &status.findings_by_verdict {
+        let told = [VerdictName::Warn, VerdictName::Fail].contains(&verdict);
+        assert_eq!(of(verdict), if told { count } else { 0 }, "{verdict:?}");
+    }
+    assert!(status.findings_by_verdict[&VerdictName::Ok] > 0 && status.findings_by_verdict.len() == 5);
+    assert_eq!((&status.workloads, status.members_left_out), (&sums::workloads(&status.members), 0));
+    assert_eq!(status.cgroups, sums::cgroups(&status.members));
     assert!(get(&address, "node17", "/metrics").1.contains("\npagefold_mode{mode=\"observe\"} 1\n"));
     assert!(get(&address, "node18", "/metrics").0.contains(" 421 "));
     assert!(get(&address, "localhost", "/").1.starts_with("<!doctype html>"));

@@ -13,7 +13,7 @@ mod families;
 use pagefold_report::daemon::Status;
 use std::fmt::{self, Write as _};
 
-/// Members, cgroups, trust domains and reasons that have series of their own, of each at most.
+/// Members, workloads, cgroups, trust domains and reasons that have series of their own, of each at most.
 pub const NAMED: usize = 50;
 
 /// The format of the text.

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{bare, program, repository, status};
-use pagefold_report::daemon::{Member, Status};
+use pagefold_report::daemon::{Member, Status, sums};
 use pagefold_watch::metrics::{Format, NAMED, text};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -32,11 +32,14 @@ fn crowded() -> Status {
     status.members = (0..1000)
         .map(|n| Member {
             label: format!("vm-{n}"),
+            workload: format!("vm-{n}"),
             cgroup: Some(format!("/machine/{n}")),
-            footprint: Some(1000 - n),
+            footprint_estimate: Some(1000 - n),
             ..member.clone()
         })
         .collect();
+    status.workloads = sums::workloads(&status.members);
+    status.cgroups = sums::cgroups(&status.members);
     status.decisions_by_reason = (0..500).map(|n| (format!("reason-{n}"), 1)).collect();
     status
 }
@@ -68,6 +71,9 @@ fn what_is_absent_has_no_sample() {
         "pagefold_cpu_",
         "pagefold_census_",
         "pagefold_member_",
+        "pagefold_workload_",
+        "pagefold_cgroup_",
+        "pagefold_findings",
     ] {
         assert!(!text.contains(absent), "{absent}");
     }
@@ -79,15 +85,41 @@ fn the_number_of_series_is_bounded_and_nothing_is_lost() {
     let status = crowded();
     let text = text(&status, Format::Prometheus);
     for (family, sum) in [
-        ("pagefold_member_footprint_bytes{", 500_500.0),
-        ("pagefold_cgroup_footprint_bytes{", 500_500.0),
+        ("pagefold_member_footprint_estimate_bytes{", 500_500.0),
+        ("pagefold_workload_footprint_estimate_bytes{", 500_500.0),
+        ("pagefold_cgroup_footprint_estimate_bytes{", 500_500.0),
         ("pagefold_decisions_total{", 500.0),
     ] {
         let values = values(&text, family);
         assert_eq!(values.len(), NAMED + 1, "{family}");
         assert!((values.iter().sum::<f64>() - sum).abs() < 0.5, "{family}");
     }
-    assert_eq!(values(&text, "pagefold_member_footprint_bytes{kind=\"others\",member=\"others\"").len(), 1);
+    for of in ["member", "workload"] {
+        let others = format!("pagefold_{of}_footprint_estimate_bytes{{kind=\"others\",{of}=\"others\"");
+        assert_eq!(values(&text, &others).len(), 1, "{of}");
+    }
+}
+
+#[test]
+fn what_is_counted_apart_adds_up() {
+    let text = text(&status(), Format::Prometheus);
+    let sum = |samples: &str| values(&text, samples).iter().sum::<f64>();
+    assert_eq!(sum("pagefold_saved_class_bytes{"), sum("pagefold_saved_gross_bytes"));
+    assert_eq!(sum("pagefold_domain_merged_bytes{"), sum("pagefold_member_merged_bytes{"));
+    for kind in ["vm", "container", "job"] {
+        let of = |family: &str| sum(&format!("pagefold_{family}_saved_bytes{{kind=\"{kind}\""));
+        assert_eq!(of("workload"), of("member"), "{kind}");
+        assert!(of("member") > 0.0, "{kind}");
+    }
+    assert!(values(&text, "pagefold_workload_saved_bytes{kind=\"process\"").is_empty(), "numbers make no series");
+    // Files are counted once in a job.
+    assert!(
+        sum("pagefold_workload_footprint_estimate_bytes{kind=\"job\"")
+            < sum("pagefold_member_footprint_estimate_bytes{kind=\"job\"")
+    );
+    // What is in order is counted, and 0 is said.
+    assert_eq!(values(&text, "pagefold_findings{verdict=\"ok\"}"), [24.0]);
+    assert_eq!(values(&text, "pagefold_findings{verdict=\"fail\"}"), [0.0]);
 }
 
 #[test]
@@ -252,5 +284,7 @@ fn the_dashboard_asks_for_labels_that_exist() {
             seen.insert(label.to_owned());
         }
     }
-    assert!(["class", "domain", "kind", "member", "of", "reason", "verdict"].iter().all(|label| seen.contains(*label)));
+    assert!(
+        ["class", "domain", "kind", "workload", "of", "reason", "verdict"].iter().all(|label| seen.contains(*label))
+    );
 }

@@ -59,9 +59,14 @@ fn sorted(figure: fn(&pagefold_report::daemon::Member) -> Option<u64>) -> Vec<St
 
 #[test]
 fn frames_are_as_they_were() {
-    for (file, keys) in
-        [("top", ""), ("top-decisions", "2"), ("top-findings", "3j"), ("top-sharing", "4"), ("top-help", "?")]
-    {
+    for (file, keys) in [
+        ("top", ""),
+        ("top-workloads", "2"),
+        ("top-decisions", "3"),
+        ("top-findings", "4j"),
+        ("top-sharing", "5"),
+        ("top-help", "?"),
+    ] {
         let mut app = app(false);
         press(&mut app, keys);
         let path = repository("crates/watch/tests/expected").join(format!("{file}.txt"));
@@ -78,7 +83,7 @@ fn frames_are_as_they_were() {
 
 #[test]
 fn any_room_will_do() {
-    for keys in ["", "2", "3", "4", "5", "?", "/web"] {
+    for keys in ["", "2", "3", "4", "5", "6", "?", "/web"] {
         for width in [1, 2, 7, 19, 20, 40, 69, 80, 81, 132, 300] {
             for height in [1, 2, 3, 5, 8, 15, 16, 20, 60] {
                 let mut app = app(true);
@@ -95,12 +100,12 @@ fn any_room_will_do() {
 #[test]
 fn members_are_sorted() {
     let mut app = app(false);
-    assert_eq!(names(&mut app), sorted(|member| member.footprint));
+    assert_eq!(names(&mut app), sorted(|member| member.footprint_estimate));
     press(&mut app, "r");
     let mut upwards = names(&mut app);
     upwards.reverse();
     // Of equals the order stays.
-    assert_eq!(upwards.first(), sorted(|member| member.footprint).first());
+    assert_eq!(upwards.first(), sorted(|member| member.footprint_estimate).first());
     press(&mut app, "s");
     assert_eq!(names(&mut app), sorted(|member| member.saved));
     press(&mut app, "s");
@@ -129,7 +134,7 @@ fn the_filter_keeps_what_fits() {
 #[test]
 fn the_selected_row_is_told_in_words() {
     let mut app = app(false);
-    press(&mut app, "3");
+    press(&mut app, "4");
     let findings = status().findings;
     let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(words(&text(&mut app)).contains(&words(&findings[0].value)));
@@ -146,7 +151,7 @@ fn the_selected_row_is_told_in_words() {
 fn without_colour_there_is_none() {
     for (colour, expect) in [(false, false), (true, true)] {
         let mut app = app(colour);
-        press(&mut app, "4");
+        press(&mut app, "5");
         let terminal = draw(&mut app, 120, 40);
         let cells = &terminal.backend().buffer().content;
         assert_eq!(cells.iter().any(|cell| cell.fg != Color::Reset || cell.bg != Color::Reset), expect);
@@ -173,7 +178,7 @@ fn absent_is_not_zero_and_names_do_not_steer() {
     status.memory.available = None;
     status.ksm = None;
     status.members[0].label = "evil\u{1b}[2J\u{202e}".to_owned();
-    status.members[0].footprint = None;
+    status.members[0].footprint_estimate = None;
     let mut app = App::new(false);
     app.take(Ok(status));
     let frame = text(&mut app);
@@ -187,7 +192,7 @@ fn absent_is_not_zero_and_names_do_not_steer() {
     assert!(at.is_some());
     press(&mut app, "r");
     assert_eq!(last(&text(&mut app)), at);
-    press(&mut app, "5");
+    press(&mut app, "6");
     assert!(text(&mut app).contains("this kernel has no KSM"));
 }
 
@@ -195,7 +200,7 @@ fn absent_is_not_zero_and_names_do_not_steer() {
 fn keys_quit() {
     assert!(press(&mut app(false), "q"));
     assert!(app(false).press(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL)));
-    assert!(!press(&mut app(false), "2345sr"));
+    assert!(!press(&mut app(false), "23456sr"));
     // The first key only closes the help.
     assert!(!press(&mut app(false), "?q"));
     assert!(press(&mut app(false), "?qq"));
@@ -270,6 +275,8 @@ fn it_lives_in_a_terminal() {
     tmux.until("news", |screen| screen.contains("a test wrote this"));
 
     tmux.keys(&["2"]);
+    tmux.until("workloads", |screen| screen.contains("slurm:1234.0") && screen.contains("Processes"));
+    tmux.keys(&["3"]);
     tmux.until("decisions", |screen| screen.contains("equal to web-1, web-2 and 3"));
     tmux.keys(&["1", "/", "b", "u", "i", "l", "d", "Enter"]);
     tmux.until("filter", |screen| screen.contains("build-1") && !screen.contains("postgres"));

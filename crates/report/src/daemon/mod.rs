@@ -4,9 +4,10 @@
 //! It is bounded whatever the host holds: the lists name the biggest or the latest and say how many they leave out.
 //! What could not be read is absent, never 0. Bytes, unless the name says otherwise; times are Unix times in seconds.
 
+pub mod sums;
 pub mod text;
 
-use crate::doctor::FindingReport;
+use crate::doctor::{FindingReport, VerdictName};
 use crate::wire::Classes;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -17,6 +18,9 @@ pub const SCHEMA: &str = "pagefold.status/1";
 
 /// Members that are named at most.
 pub const MEMBERS: usize = 200;
+
+/// Workloads that are named at most, and cgroups.
+pub const SUMS: usize = 100;
 
 /// Members in the sharing matrix at most, the row of all others not counted.
 pub const PARTIES: usize = 20;
@@ -76,7 +80,7 @@ pub struct Status {
     /// Since the daemon started: merged pages that were written and copied (`cow_ksm`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cow_breaks: Option<u64>,
-    /// The last census of everybody.
+    /// What the last census of each process found.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub census: Option<Census>,
     /// By trust domain, the most saved first; the rest is summed up as the last one, `others`.
@@ -85,13 +89,23 @@ pub struct Status {
     pub members: Vec<Member>,
     /// Members that are not named.
     pub members_left_out: u64,
-    /// Who shares with whom, by the last census.
+    /// All members by the virtual machine, container or job that they belong to, the largest footprint first.
+    pub workloads: Vec<Workload>,
+    /// Workloads that are not named.
+    pub workloads_left_out: u64,
+    /// All members by their cgroup, the largest footprint first.
+    pub cgroups: Vec<Cgroup>,
+    /// Cgroups that are not named.
+    pub cgroups_left_out: u64,
+    /// Who shares with whom, of each two by the last census in which both were.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sharing: Option<Sharing>,
     /// The latest decisions, the latest first.
     pub decisions: Vec<Decision>,
     /// What the doctor finds wrong with the host, worst first.
     pub findings: Vec<FindingReport>,
+    /// All that it judged, by verdict; empty where it was not asked.
+    pub findings_by_verdict: BTreeMap<VerdictName, u64>,
 }
 
 /// What the daemon may do.
@@ -221,12 +235,19 @@ pub struct Ksm {
     pub cow_ksm: Option<u64>,
 }
 
-/// What merging saves. `net = gross - metadata`.
+/// What merging saves. `net = gross - metadata` and `gross = duplicate + zero`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Saved {
     /// Frames that came back.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gross: Option<u64>,
+    /// Of them, those of pages that were merged with equal ones (`pages_sharing`); where KSM does not map pages of
+    /// zeros to the kernel's (`use_zero_pages`), these are among them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub duplicate: Option<u64>,
+    /// Of them, those of pages that KSM mapped to the kernel's page of zeros (`ksm_zero_pages`); absent before 6.6.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub zero: Option<u64>,
     /// The kernel's metadata.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata: Option<u64>,
@@ -289,14 +310,14 @@ pub struct Pass {
     pub reached: Option<i64>,
 }
 
-/// A census of everybody that may be managed.
+/// What censuses found of those who may be managed: of each process the last one in which it was.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Census {
-    /// When it was taken.
+    /// When the latest was taken, whoever it was of.
     pub time: f64,
     /// Processes that were looked at.
     pub processes: u64,
-    /// Processes that were chosen and not seen.
+    /// Processes that were chosen for the latest and not seen.
     pub not_seen: u64,
     /// What their pages are.
     pub classes: Classes,
@@ -312,7 +333,10 @@ pub struct DomainShare {
     /// Their resident memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resident: Option<u64>,
-    /// What merging saves for its members, by their shares.
+    /// Their merged memory, kept copies and pages of zeros included.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub merged: Option<u64>,
+    /// An estimate of what merging saves for its members, by their shares.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved: Option<u64>,
 }
@@ -360,6 +384,8 @@ pub struct Member {
     pub label: String,
     /// What it is.
     pub kind: Kind,
+    /// The virtual machine, container or job that it belongs to, else the program and its number.
+    pub workload: String,
     /// Its effective user.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uid: Option<u32>,
@@ -371,13 +397,18 @@ pub struct Member {
     /// Resident memory, blind to merging.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resident: Option<u64>,
+    /// Of that, files and shared memory, which others may map too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shared: Option<u64>,
     /// Merged memory, kept copies and pages of zeros included.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub merged: Option<u64>,
-    /// What it truly takes: each page divided by those who map it.
+    /// An estimate of what it takes: `resident` less what merging saves of it. What is shared otherwise, by fork or as
+    /// files, counts in full; `pagefold account` divides each page by those who map it.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub footprint: Option<u64>,
-    /// What merging saves for it, by its share.
+    pub footprint_estimate: Option<u64>,
+    /// An estimate of what merging saves for it: of its merged pages the part that is saved of all on this host,
+    /// `pages_sharing / (pages_shared + pages_sharing)`, and pages of zeros in full.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved: Option<u64>,
     /// Ranges that the daemon has enrolled in it.
@@ -386,6 +417,47 @@ pub struct Member {
     pub state: MemberState,
     /// Why, in words.
     pub why: String,
+}
+
+/// A virtual machine, a container, a job, or a process that belongs to none, with all of its members.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Workload {
+    /// Its name.
+    pub name: String,
+    /// What it is.
+    pub kind: Kind,
+    /// The trust domain of those members.
+    pub domain: String,
+    /// What they take.
+    #[serde(flatten)]
+    pub sum: Sum,
+}
+
+/// A cgroup with the members that are in it itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Cgroup {
+    /// Where it is.
+    pub path: String,
+    /// What they take.
+    #[serde(flatten)]
+    pub sum: Sum,
+}
+
+/// What several processes take together. A figure is absent where it is not known of one of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Sum {
+    /// How many they are.
+    pub processes: u64,
+    /// Their merged memory, kept copies and pages of zeros included.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub merged: Option<u64>,
+    /// An estimate of what they take, as of one, but files and shared memory only once: as much as the one of them that
+    /// maps the most.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub footprint_estimate: Option<u64>,
+    /// An estimate of what merging saves for them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub saved: Option<u64>,
 }
 
 /// Who shares how much with whom, pages of zeros apart.

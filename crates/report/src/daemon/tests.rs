@@ -28,6 +28,7 @@ fn the_fixture_adds_up() {
     let ksm = status.ksm.unwrap();
     let pages = ksm.pages_sharing.unwrap() + ksm.ksm_zero_pages.unwrap() as u64;
     assert_eq!(saved.gross, Some(pages * 4096));
+    assert_eq!(saved.gross, Some(saved.duplicate.unwrap() + saved.zero.unwrap()));
     assert_eq!(ksm.general_profit, saved.net);
     let sharing = status.sharing.unwrap();
     assert!(sharing.shared.len() == sharing.parties.len() && sharing.parties.len() <= PARTIES + 1);
@@ -41,4 +42,13 @@ fn the_fixture_adds_up() {
     assert!(status.decisions.len() as u64 <= counted);
     let of_domains: u64 = status.domains.iter().filter_map(|domain| domain.saved).sum();
     assert!(of_domains <= saved.gross.unwrap());
+    // Those that are named, of which it names the largest.
+    assert_eq!(sums::workloads(&status.members), status.workloads);
+    assert_eq!(sums::cgroups(&status.members), status.cgroups);
+    for domain in &status.domains {
+        let merged = status.members.iter().filter(|member| member.domain == domain.name).map(|member| member.merged);
+        assert_eq!(domain.merged, merged.sum());
+    }
+    assert!(status.members.iter().all(|member| member.shared <= member.resident));
+    assert!(status.findings.iter().all(|finding| status.findings_by_verdict[&finding.verdict] > 0));
 }

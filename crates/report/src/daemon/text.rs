@@ -71,6 +71,7 @@ pub fn render(status: &Status, top: usize, style: Style) -> String {
         if left > 0 {
             text.push_str(&format!("and {left} more\n"));
         }
+        text.push_str(&style.paragraph(ESTIMATE, 2));
     }
     if !status.decisions.is_empty() {
         text.push_str(&style.heading("Latest decisions"));
@@ -88,6 +89,10 @@ pub fn render(status: &Status, top: usize, style: Style) -> String {
     text
 }
 
+/// What is to be known of footprints.
+const ESTIMATE: &str = "~ marks estimates: resident memory less what merging saves, by the host's mean for each merged \
+                        page. `pagefold account` divides each page by those who map it.";
+
 fn row(member: &Member) -> [String; 8] {
     let known = |value: Option<u64>| value.map_or_else(|| "?".to_owned(), bytes);
     [
@@ -96,7 +101,7 @@ fn row(member: &Member) -> [String; 8] {
         cut(&member.domain, 24),
         known(member.resident),
         known(member.merged),
-        known(member.footprint),
+        member.footprint_estimate.map_or_else(|| "?".to_owned(), |value| format!("~{}", bytes(value))),
         state(member.state).to_owned(),
         printable(&member.why).into_owned(),
     ]

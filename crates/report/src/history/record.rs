@@ -104,9 +104,9 @@ pub struct Footprint {
     pub pid: u32,
     /// Resident memory, blind to merging.
     pub resident: Option<u64>,
-    /// What it truly took.
+    /// An estimate of what it took.
     pub footprint: Option<u64>,
-    /// What merging saved for it, by its share.
+    /// An estimate of what merging saved for it, by its share.
     pub saved: Option<u64>,
 }
 

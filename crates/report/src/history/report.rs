@@ -125,7 +125,7 @@ pub struct MemberLine {
     pub processes: u64,
     /// When it was kept last, in seconds since 1970.
     pub last: f64,
-    /// What it truly took, on average.
+    /// An estimate of what it took, on average.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub footprint_mean: Option<f64>,
     /// The most of it.
@@ -134,7 +134,7 @@ pub struct MemberLine {
     /// Resident memory, on average.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resident_mean: Option<f64>,
-    /// What merging saved for it by its share, on average.
+    /// An estimate of what merging saved for it by its share, on average.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved_mean: Option<f64>,
 }

@@ -2,7 +2,7 @@
 
 use super::{Exposition, Family, Kind, Labels, NAMED, Number, Sample};
 use pagefold_report::daemon::{
-    Census, CpuUse, DomainShare, Kind as MemberKind, Ksm, Member, MemberState, Mode, State, Status,
+    Census, Cgroup, CpuUse, DomainShare, Kind as MemberKind, Ksm, Member, MemberState, Mode, State, Status, Workload,
 };
 use pagefold_report::doctor::VerdictName;
 
@@ -18,6 +18,7 @@ pub fn write(status: &Status, to: &mut Exposition) {
     }
     domains(status, to);
     members(status, to);
+    together(status, to);
 }
 
 fn daemon(status: &Status, to: &mut Exposition) {
@@ -64,9 +65,9 @@ fn daemon(status: &Status, to: &mut Exposition) {
         ("ok", VerdictName::Ok),
         ("not_applicable", VerdictName::NotApplicable),
     ];
-    let count = |verdict| status.findings.iter().filter(|finding| finding.verdict == verdict).count() as u64;
-    let samples = verdicts.map(|(name, verdict)| (vec![("verdict", name)], count(verdict).value())).into();
-    let help = "Findings of the doctor by verdict.";
+    let count = |verdict| status.findings_by_verdict.get(&verdict).copied();
+    let samples = series(verdicts.into_iter().map(|(name, verdict)| (vec![("verdict", name)], count(verdict))));
+    let help = "Findings of the doctor by verdict, those in order among them.";
     to.family(&Family { kind: Kind::Gauge, name: "pagefold_findings", help, samples });
 }
 
@@ -118,6 +119,10 @@ fn kernel(ksm: &Ksm, to: &mut Exposition) {
 
 fn worth(status: &Status, to: &mut Exposition) {
     to.gauge("pagefold_saved_gross_bytes", "What merging saves on this host, before metadata.", status.saved.gross);
+    let by_class = [("duplicate", status.saved.duplicate), ("zero", status.saved.zero)];
+    let samples = series(by_class.into_iter().map(|(class, bytes)| (vec![("class", class)], bytes)));
+    let help = "What merging saves by class: merged with equal pages, or mapped to the kernel's page of zeros.";
+    to.family(&Family { kind: Kind::Gauge, name: "pagefold_saved_class_bytes", help, samples });
     to.gauge("pagefold_saved_metadata_bytes", "Metadata that the kernel keeps for it.", status.saved.metadata);
     to.gauge("pagefold_saved_net_bytes", "What is left of it, negative where merging costs more.", status.saved.net);
     let passes = &status.passes;
@@ -140,9 +145,21 @@ fn worth(status: &Status, to: &mut Exposition) {
 
 fn classes(census: &Census, to: &mut Exposition) {
     let classes = &census.classes;
-    to.gauge("pagefold_census_timestamp_seconds", "When the last census of everybody was taken.", Some(census.time));
-    to.gauge("pagefold_census_processes", "Processes that it looked at.", Some(census.processes));
-    to.gauge("pagefold_census_not_seen_processes", "Processes that it could not look at.", Some(census.not_seen));
+    to.gauge(
+        "pagefold_census_timestamp_seconds",
+        "When the last census was taken, whoever it was of.",
+        Some(census.time),
+    );
+    to.gauge(
+        "pagefold_census_processes",
+        "Processes that were looked at, each as its last census found it.",
+        Some(census.processes),
+    );
+    to.gauge(
+        "pagefold_census_not_seen_processes",
+        "Processes that the last census could not look at.",
+        Some(census.not_seen),
+    );
     let by_class = [
         ("zero", classes.zero),
         ("duplicate", classes.duplicate),
@@ -166,14 +183,17 @@ fn classes(census: &Census, to: &mut Exposition) {
 }
 
 fn domains(status: &Status, to: &mut Exposition) {
-    let figures: [Figure<DomainShare>; 3] = [
-        ("pagefold_domain_saved_bytes", "What merging saves in a trust domain.", |domain| domain.saved),
+    let figures: [Figure<DomainShare>; 4] = [
+        ("pagefold_domain_saved_bytes", "What merging saves in a trust domain, an estimate.", |domain| domain.saved),
+        ("pagefold_domain_merged_bytes", "Merged memory of a trust domain, kept copies included.", |domain| {
+            domain.merged
+        }),
         ("pagefold_domain_resident_bytes", "Resident memory of a trust domain, blind to merging.", |domain| {
             domain.resident
         }),
         ("pagefold_domain_members", "Members of a trust domain.", |domain| Some(domain.members)),
     ];
-    write_each(to, &figures, &status.domains, |domain| Some(vec![("domain", &*domain.name)]));
+    write_each(to, &figures, &status.domains, |domain| vec![("domain", &*domain.name)]);
 }
 
 fn members(status: &Status, to: &mut Exposition) {
@@ -189,32 +209,73 @@ fn members(status: &Status, to: &mut Exposition) {
     let samples = states.map(|(name, state)| (vec![("state", name)], count(state).value())).into();
     let help = "Members that the status names, by what is done with them.";
     to.family(&Family { kind: Kind::Gauge, name: "pagefold_members", help, samples });
-    let help = "Members that the status does not name: they are in no other series of members or cgroups.";
+    let help = "Members that the status does not name: they are in no other series of members.";
     to.gauge("pagefold_members_left_out", help, Some(status.members_left_out));
 
     let figures: [Figure<Member>; 4] = [
-        ("pagefold_member_footprint_bytes", "What a member takes, each page divided by those who map it.", |m| {
-            m.footprint
-        }),
+        (
+            "pagefold_member_footprint_estimate_bytes",
+            "What a member takes, an estimate: resident memory less what merging saves.",
+            |m| m.footprint_estimate,
+        ),
         ("pagefold_member_resident_bytes", "Resident memory of a member, blind to merging.", |m| m.resident),
         ("pagefold_member_merged_bytes", "Merged memory of a member, kept copies included.", |m| m.merged),
-        ("pagefold_member_saved_bytes", "What merging saves for a member, by its share.", |m| m.saved),
+        ("pagefold_member_saved_bytes", "What merging saves for a member, an estimate by the host's mean.", |m| {
+            m.saved
+        }),
     ];
     write_each(to, &figures, &status.members, |member| {
-        let kind = match member.kind {
-            MemberKind::Vm => "vm",
-            MemberKind::Container => "container",
-            MemberKind::Job => "job",
-            MemberKind::Process => "process",
-        };
-        Some(vec![("kind", kind), ("member", &*member.label), ("domain", &*member.domain)])
+        vec![("kind", kind(member.kind)), ("member", &*member.label), ("domain", &*member.domain)]
     });
+}
 
-    let figures: [Figure<Member>; 2] = [
-        ("pagefold_cgroup_footprint_bytes", "What the members in a cgroup take.", |member| member.footprint),
-        ("pagefold_cgroup_saved_bytes", "What merging saves for the members in a cgroup.", |member| member.saved),
+fn kind(kind: MemberKind) -> &'static str {
+    match kind {
+        MemberKind::Vm => "vm",
+        MemberKind::Container => "container",
+        MemberKind::Job => "job",
+        MemberKind::Process => "process",
+    }
+}
+
+/// What belongs together.
+fn together(status: &Status, to: &mut Exposition) {
+    let figures: [Figure<Workload>; 3] = [
+        (
+            "pagefold_workload_footprint_estimate_bytes",
+            "What a virtual machine, container or job takes with all its processes, an estimate.",
+            |workload| workload.sum.footprint_estimate,
+        ),
+        (
+            "pagefold_workload_saved_bytes",
+            "What merging saves for a virtual machine, container or job, an estimate by the host's mean.",
+            |workload| workload.sum.saved,
+        ),
+        ("pagefold_workload_processes", "Processes of a virtual machine, container or job.", |workload| {
+            Some(workload.sum.processes)
+        }),
     ];
-    write_each(to, &figures, &status.members, |member| Some(vec![("cgroup", member.cgroup.as_deref()?)]));
+    // Other processes are members by their name: with their number each would be a new series.
+    let workloads = status.workloads.iter().filter(|workload| workload.kind != MemberKind::Process);
+    write_each(to, &figures, workloads, |workload| {
+        vec![("kind", kind(workload.kind)), ("workload", &*workload.name), ("domain", &*workload.domain)]
+    });
+    let help = "Workloads that the status does not name: they are in no other series of workloads.";
+    to.gauge("pagefold_workloads_left_out", help, Some(status.workloads_left_out));
+
+    let figures: [Figure<Cgroup>; 2] = [
+        ("pagefold_cgroup_footprint_estimate_bytes", "What the members in a cgroup take, an estimate.", |cgroup| {
+            cgroup.sum.footprint_estimate
+        }),
+        (
+            "pagefold_cgroup_saved_bytes",
+            "What merging saves for the members in a cgroup, an estimate by the host's mean.",
+            |cgroup| cgroup.sum.saved,
+        ),
+    ];
+    write_each(to, &figures, &status.cgroups, |cgroup| vec![("cgroup", &*cgroup.path)]);
+    let help = "Cgroups that the status does not name: they are in no other series of cgroups.";
+    to.gauge("pagefold_cgroups_left_out", help, Some(status.cgroups_left_out));
 }
 
 /// A figure of what there is several of: the name of its metric, its meaning, and where it is found.
@@ -222,14 +283,15 @@ type Figure<T> = (&'static str, &'static str, fn(&T) -> Option<u64>);
 
 /// Write a family for each figure. Things with equal labels are one series; the first [`NAMED`] are named, and the
 /// others summed up.
-fn write_each<'a, T>(
+fn write_each<'a, T: 'a>(
     to: &mut Exposition,
     figures: &[Figure<T>],
-    things: &'a [T],
-    labels: impl Fn(&'a T) -> Option<Labels<'a>>,
+    things: impl IntoIterator<Item = &'a T, IntoIter: Clone>,
+    labels: impl Fn(&'a T) -> Labels<'a>,
 ) {
+    let things = things.into_iter();
     for (name, help, figure) in figures {
-        let samples = series(things.iter().filter_map(|thing| Some((labels(thing)?, figure(thing)))));
+        let samples = series(things.clone().map(|thing| (labels(thing), figure(thing))));
         to.family(&Family { kind: Kind::Gauge, name, help, samples });
     }
 }

@@ -242,51 +242,68 @@ function drawPast() {
   drawPoints();
 }
 
-// Members: name, how it is ordered (numbers the largest first), how it is shown.
-const COLUMNS = [
-  ["Member", (m) => m.label, (m) => h("th", { scope: "row" }, m.label)],
-  ["Footprint", (m) => m.footprint, (m) => h("td", { class: "n" }, bytes(m.footprint)), true],
-  ["Saved", (m) => m.saved, (m) => h("td", { class: "n" }, bytes(m.saved)), true],
-  ["", null, (m, most) => h("td", { "aria-hidden": "true" }, meter(m, most))],
-  ["Resident", (m) => m.resident, (m) => h("td", { class: "n" }, bytes(m.resident)), true],
-  ["Kind", (m) => m.kind, (m) => h("td", {}, m.kind)],
-  ["Trust domain", (m) => m.domain, (m) => h("td", {}, m.domain)],
-  ["Ranges", (m) => m.ranges, (m) => h("td", { class: "n" }, count(m.ranges)), true],
-  ["State", (m) => m.state, (m) => h("td", { class: m.state === "merged" ? "" : "dim" },
-    words(m.state), h("br"), h("span", { class: "note" }, m.why))],
-];
+// Workloads and members: the title, how it is ordered (numbers the largest first), how it is shown.
+const about = (value) => told(value, (estimate) => `~${bytes(estimate)}`);
+const FOOTPRINT = ["Footprint", (m) => m.footprint_estimate,
+  (m) => h("td", { class: "n" }, about(m.footprint_estimate)), true];
+const SAVED = ["Saved", (m) => m.saved, (m) => h("td", { class: "n" }, bytes(m.saved)), true];
+const BAR = ["", null, (m, most) => h("td", { "aria-hidden": "true" }, meter(m, most))];
+const KIND = ["Kind", (m) => m.kind, (m) => h("td", {}, m.kind)];
+const DOMAIN = ["Trust domain", (m) => m.domain, (m) => h("td", {}, m.domain)];
+const COLUMNS = {
+  workloads: [
+    ["Name", (w) => w.name, (w) => h("th", { scope: "row" }, w.name)],
+    FOOTPRINT, SAVED, BAR,
+    ["Processes", (w) => w.processes, (w) => h("td", { class: "n" }, count(w.processes)), true],
+    KIND, DOMAIN,
+  ],
+  members: [
+    ["Member", (m) => m.label, (m) => h("th", { scope: "row" }, m.label)],
+    FOOTPRINT, SAVED, BAR,
+    ["Resident", (m) => m.resident, (m) => h("td", { class: "n" }, bytes(m.resident)), true],
+    KIND, DOMAIN,
+    ["Ranges", (m) => m.ranges, (m) => h("td", { class: "n" }, count(m.ranges)), true],
+    ["State", (m) => m.state, (m) => h("td", { class: m.state === "merged" ? "" : "dim" },
+      words(m.state), h("br"), h("span", { class: "note" }, m.why))],
+  ],
+};
+let rowsOf = "workloads";
 let order = { column: 1, down: true };
-let members = [], leftOut = 0;
+let everybody = { workloads: [], workloadsLeftOut: 0, members: [], membersLeftOut: 0 };
 
 function meter(m, most) {
-  if (!known(m.footprint)) return "";
+  if (!known(m.footprint_estimate)) return "";
   const bar = h("div", { class: "meter" }, h("i"), h("i"));
-  bar.firstChild.style.width = `${100 * m.footprint / most}%`;
+  bar.firstChild.style.width = `${100 * m.footprint_estimate / most}%`;
   bar.lastChild.style.width = `${100 * (m.saved ?? 0) / most}%`;
   return bar;
 }
 function drawMembers() {
+  const columns = COLUMNS[rowsOf], all = everybody[rowsOf], leftOut = everybody[`${rowsOf}LeftOut`];
   const wanted = $("filter").value.trim().toLowerCase();
-  const texts = (m) => [m.label, m.kind, m.domain, m.state, m.cgroup, String(m.pid)];
+  const texts = (m) => [m.name, m.label, m.workload, m.kind, m.domain, m.state, m.cgroup, m.pid && String(m.pid)];
   const fits = (m) => texts(m).some((text) => text?.toLowerCase().includes(wanted));
-  const key = COLUMNS[order.column][1];
+  const key = columns[order.column][1];
   const compare = (a, b) => {
     const [one, other] = [key(a), key(b)];
     if (!known(one) || !known(other)) return known(other) - known(one);
     const up = typeof one === "string" ? one.localeCompare(other, "en", { numeric: true }) : one - other;
     return order.down ? -up : up;
   };
-  const rows = members.filter(fits).sort(compare);
-  const most = Math.max(1, ...members.map((m) => (m.footprint ?? 0) + (m.saved ?? 0)));
-  const row = (m) => h("tr", { title: `pid ${m.pid}${m.cgroup ? ", " + m.cgroup : ""}` },
-    ...COLUMNS.map(([, , show]) => show(m, most)));
+  const rows = all.filter(fits).sort(compare);
+  const most = Math.max(1, ...all.map((m) => (m.footprint_estimate ?? 0) + (m.saved ?? 0)));
+  const row = (m) => h("tr", { title: m.pid && `pid ${m.pid}${m.cgroup ? ", " + m.cgroup : ""}` },
+    ...columns.map(([, , show]) => show(m, most)));
   $("member-table").tBodies[0].replaceChildren(...rows.map(row));
   const rest = leftOut ? `; ${count(leftOut)} smaller ones are not named` : "";
-  $("member-note").textContent = `${rows.length} of ${members.length}${rest}. Footprint: each page divided by those ` +
-    "who map it. The bar: footprint, and pale behind it what merging saves.";
+  const files = rowsOf === "workloads" ? "files count once in each" : "files count in full";
+  $("member-note").textContent = `${rows.length} of ${all.length}${rest}. Footprints are estimates: resident memory ` +
+    `less what merging saves, by the host's mean for each merged page; ${files}. pagefold account divides each page ` +
+    "by those who map it. The bar: footprint, and pale behind it what merging saves.";
 }
 function headMembers() {
-  $("member-table").tHead.rows[0].replaceChildren(...COLUMNS.map(([name, key, , number], i) => {
+  const columns = COLUMNS[rowsOf];
+  $("member-table").tHead.rows[0].replaceChildren(...columns.map(([name, key, , number], i) => {
     if (!key) return h("td");
     const button = h("button", { type: "button" }, name);
     button.addEventListener("click", () => {
@@ -311,22 +328,23 @@ function bars(rows) {
   }));
 }
 function drawCensus(census) {
-  if (!census) return $("census").replaceChildren(nothing("No census of everybody yet."));
+  if (!census) return $("census").replaceChildren(nothing("No census yet."));
   const c = census.classes;
   const when = clock(census.time, true);
-  const seen = `Resident private anonymous memory of ${count(census.processes)} processes at ${when}`;
-  const unseen = census.not_seen ? `; ${count(census.not_seen)} could not be looked at` : "";
+  const seen = `Resident private anonymous memory of ${count(census.processes)} processes, of each by its last census`;
+  const unseen = census.not_seen ? `, which could not look at ${count(census.not_seen)}` : "";
+  const beyond = `${bytes(c.redundant)} of the duplicates are beyond one copy of each content.`;
   $("census").replaceChildren(
     bars([["merged already", c.merged], ["duplicates", c.duplicate], ["zeros", c.zero], ["unique", c.unique, "rest"],
       ["changes too fast", c.volatile, "rest"]]),
-    nothing(`${seen}${unseen}. ${bytes(c.redundant)} of the duplicates are beyond one copy of each content.`));
+    nothing(`${seen}; the latest was at ${when}${unseen}. ${beyond}`));
 }
 function drawDomains(domains) {
   const rows = domains.map((d) => [`${d.name} (${count(d.members)})`, d.saved]);
   $("domains").replaceChildren(rows.length ? bars(rows) : nothing("None yet."));
 }
 function drawSharing(sharing) {
-  if (!sharing?.parties.length) return $("sharing").replaceChildren(nothing("No census of everybody yet."));
+  if (!sharing?.parties.length) return $("sharing").replaceChildren(nothing("No census yet."));
   const { parties, shared } = sharing;
   const most = Math.max(1, ...shared.flat());
   const cell = (value, row, column) => {
@@ -371,8 +389,9 @@ function draw(status) {
   glance(status);
   remember([pointOf(status)]);
   drawPast();
-  part("members", [status.members, status.members_left_out], (both) => {
-    [members, leftOut] = both;
+  const { workloads, workloads_left_out: workloadsLeftOut, members, members_left_out: membersLeftOut } = status;
+  part("members", { workloads, workloadsLeftOut, members, membersLeftOut }, (all) => {
+    everybody = all;
     drawMembers();
   });
   part("census", status.census, drawCensus);
@@ -413,16 +432,27 @@ function connect() {
 
 headMembers();
 $("filter").addEventListener("input", drawMembers);
-for (const button of document.querySelectorAll("[data-span]")) {
-  button.addEventListener("click", () => {
-    for (const other of document.querySelectorAll("[data-span]")) {
-      other.setAttribute("aria-pressed", String(other === button));
-    }
-    span = Number(button.dataset.span);
-    cursor = undefined;
-    drawPast();
-  });
+// Buttons of which one is chosen, by an attribute of theirs.
+function choice(name, chosen) {
+  const buttons = [...document.querySelectorAll(`[data-${name}]`)];
+  for (const button of buttons) {
+    button.addEventListener("click", () => {
+      for (const other of buttons) other.setAttribute("aria-pressed", String(other === button));
+      chosen(button.dataset[name]);
+    });
+  }
 }
+choice("span", (seconds) => {
+  span = Number(seconds);
+  cursor = undefined;
+  drawPast();
+});
+choice("rows", (whose) => {
+  rowsOf = whose;
+  order = { column: 1, down: true };
+  headMembers();
+  drawMembers();
+});
 $("charts").addEventListener("keydown", (event) => {
   const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
   const some = shown();

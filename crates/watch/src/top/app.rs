@@ -12,6 +12,7 @@ const PAST: usize = 240;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum View {
     Members,
+    Workloads,
     Decisions,
     Findings,
     Sharing,
@@ -19,8 +20,9 @@ pub(super) enum View {
 }
 
 impl View {
-    pub const ALL: [(Self, &str); 5] = [
+    pub const ALL: [(Self, &str); 6] = [
         (Self::Members, "Members"),
+        (Self::Workloads, "VMs, jobs"),
         (Self::Decisions, "Decisions"),
         (Self::Findings, "Findings"),
         (Self::Sharing, "Sharing"),
@@ -148,6 +150,7 @@ impl App {
     pub(super) fn sheet(&self, status: &Status, width: u16) -> Sheet {
         let mut sheet = match self.view {
             View::Members => sheet::members(status, self.order),
+            View::Workloads => sheet::workloads(status),
             View::Decisions => sheet::decisions(status),
             View::Findings => sheet::findings(status),
             View::Sharing => sheet::sharing(status),

@@ -15,11 +15,18 @@ use ratatui::widgets::{Block, Cell, Clear, Paragraph, Row, Sparkline, Table, Wra
 const HEAT: [u8; 5] = [17, 18, 19, 20, 26];
 
 const KEYS: &[(&str, &str)] = &[
-    ("Tab, 1-5", "another table"),
+    ("Tab, 1-6", "another table"),
     ("up, down, PgUp, PgDn, g, G", "another row; its words are below the table"),
     ("s, r", "sort the members by the next column, or the other way round"),
     ("/", "keep the rows with a text; Enter ends typing, Esc takes all rows again"),
     ("q", "quit; nothing of the daemon changes"),
+];
+
+const ESTIMATES: [&str; 4] = [
+    " Footprint, an estimate (~): resident memory less what is saved. What else is",
+    " shared, by fork or as files, counts in full, but files once in a VM or job.",
+    " `pagefold account` divides each page by those who map it.",
+    " Saved, an estimate too: by the host's mean for each merged page.",
 ];
 
 impl App {
@@ -225,8 +232,7 @@ impl App {
             lines.push(Line::raw(format!("     {what}")));
         }
         lines.push(Line::raw(""));
-        lines.push(Line::raw(" Footprint: each page divided by those who map it."));
-        lines.push(Line::raw(" Saved: what merging saves for a member, by its share."));
+        lines.extend(ESTIMATES.map(Line::raw));
         let height = lines.len() as u16 + 2;
         let area = room.centered(Constraint::Max(80), Constraint::Max(height));
         frame.render_widget(Clear, area);

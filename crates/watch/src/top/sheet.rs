@@ -128,7 +128,7 @@ impl Order {
             "Member" => word(a.label.cmp(&b.label)),
             "Kind" => word(a.kind.cmp(&b.kind)),
             "Domain" => word(a.domain.cmp(&b.domain)),
-            "Footprint" => figure(|member| member.footprint),
+            "Footprint" => figure(|member| member.footprint_estimate),
             "Saved" => figure(|member| member.saved),
             _ => figure(|member| member.resident),
         }
@@ -159,40 +159,88 @@ pub fn members(status: &Status, order: Order) -> Sheet {
     );
     let mut members: Vec<&Member> = status.members.iter().collect();
     members.sort_by(|a, b| order.compare(a, b));
-    let most = members.iter().filter_map(|member| member.footprint).max().unwrap_or(1).max(1);
+    let most = members.iter().filter_map(|member| member.footprint_estimate).max();
     for member in members {
         let (state, mark) = state(member.state);
-        let kind = match member.kind {
-            Kind::Vm => "vm",
-            Kind::Container => "container",
-            Kind::Job => "job",
-            Kind::Process => "process",
-        };
-        let share = member.footprint.map_or(0.0, |footprint| footprint as f64 / most as f64);
         let cells = [
             printable(&member.label).into(),
-            told(member.footprint, bytes).into(),
+            told(member.footprint_estimate, about).into(),
             told(member.saved, bytes).into(),
             state.into(),
             told(member.resident, bytes).into(),
-            bar(share, usize::from(BAR)).into(),
-            kind.into(),
+            part(member.footprint_estimate, most).into(),
+            kind(member.kind).into(),
             printable(&member.domain).into(),
             number(member.ranges).into(),
         ];
         let cgroup = member.cgroup.as_ref().map_or_else(String::new, |cgroup| format!(", {cgroup}"));
-        let merged = member.merged.map_or_else(|| "an unknown amount".to_owned(), |merged| Bytes(merged).to_string());
         let detail = format!(
-            "{}: {state}, {}. pid {}{cgroup}, {}; {merged} merged in {} ranges.",
+            "{}: {state}, {}. pid {}{cgroup}, {}; {} merged in {} ranges.",
             member.label,
             member.why,
             member.pid,
             member.domain,
+            amount(member.merged),
             number(member.ranges)
         );
         sheet.row(cells, mark, detail);
     }
     sheet
+}
+
+/// Virtual machines, containers, jobs and other processes, the largest first.
+pub fn workloads(status: &Status) -> Sheet {
+    let columns = [
+        ("Name", 24, false),
+        ("Footprint", 9, true),
+        ("Saved", 9, true),
+        ("Processes", 9, true),
+        ("", BAR, false),
+        ("Kind", 9, false),
+        ("Domain", 20, false),
+    ];
+    let mut sheet = Sheet::new(&columns, "nobody is known yet");
+    let most = status.workloads.iter().filter_map(|workload| workload.sum.footprint_estimate).max();
+    for workload in &status.workloads {
+        let sum = &workload.sum;
+        let cells = [
+            printable(&workload.name).into(),
+            told(sum.footprint_estimate, about).into(),
+            told(sum.saved, bytes).into(),
+            number(sum.processes).into(),
+            part(sum.footprint_estimate, most).into(),
+            kind(workload.kind).into(),
+            printable(&workload.domain).into(),
+        ];
+        let (name, kind, merged) = (&workload.name, kind(workload.kind), amount(sum.merged));
+        let detail = format!("{name}: {kind}, {}; {merged} merged.", workload.domain);
+        sheet.row(cells, Mark::Plain, detail);
+    }
+    sheet
+}
+
+fn kind(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Vm => "vm",
+        Kind::Container => "container",
+        Kind::Job => "job",
+        Kind::Process => "process",
+    }
+}
+
+/// An estimate.
+fn about(value: u64) -> String {
+    format!("~{}", bytes(value))
+}
+
+fn amount(value: Option<u64>) -> String {
+    value.map_or_else(|| "an unknown amount".to_owned(), |value| Bytes(value).to_string())
+}
+
+/// A figure as a part of the largest.
+fn part(figure: Option<u64>, most: Option<u64>) -> String {
+    let share = figure.zip(most).map_or(0.0, |(figure, most)| figure as f64 / most.max(1) as f64);
+    bar(share, usize::from(BAR))
 }
 
 fn state(state: MemberState) -> (&'static str, Mark) {
@@ -254,7 +302,7 @@ pub fn findings(status: &Status) -> Sheet {
 }
 
 pub fn sharing(status: &Status) -> Sheet {
-    let mut sheet = Sheet::new(&[("shares with", 18, false)], "no census of everybody was taken yet");
+    let mut sheet = Sheet::new(&[("shares with", 18, false)], "no census was taken yet");
     let Some(sharing) = &status.sharing else { return sheet };
     let most = sharing.shared.iter().flatten().copied().max().unwrap_or(1).max(1);
     for number in 1..=sharing.parties.len() {

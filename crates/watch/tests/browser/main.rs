@@ -72,6 +72,8 @@ fn the_page_shows_the_status() {
     }
     let count =
         |browser: &mut Chromium, what: &str| browser.value(&format!("document.querySelectorAll('{what}').length"));
+    assert_eq!(count(&mut browser, "#member-table tbody tr"), status.workloads.len());
+    browser.value(EACH_PROCESS);
     assert_eq!(count(&mut browser, "#member-table tbody tr"), status.members.len());
     let sharing = status.sharing.expect("a matrix");
     assert_eq!(count(&mut browser, "#sharing tbody td"), sharing.parties.len().pow(2));
@@ -128,7 +130,7 @@ fn what_is_not_known_is_said() {
     let Some((mut browser, _server, _board)) = open_board("bare", Arc::new(board)) else { return };
     let text = browser.value("document.body.innerText");
     let text = text.as_str().expect("text");
-    assert_eq!(text.matches("No census of everybody yet.").count(), 2, "{text}");
+    assert_eq!(text.matches("No census yet.").count(), 2, "{text}");
     assert_eq!(text.matches("Not known.").count(), 3, "{text}");
     for said in ["None yet.", "Nothing.", "This kernel has no KSM.", "goal: all that pays", "no pass yet"] {
         assert!(text.contains(said), "{said:?} is not in {text}");
@@ -189,12 +191,43 @@ fn the_bound_and_the_goal_are_drawn() {
     assert_eq!(browser.errors, [""; 0]);
 }
 
+/// Has the table show each process, and not what they belong to.
+const EACH_PROCESS: &str = "document.querySelector('[data-rows=members]').click()";
+
+#[test]
+fn what_belongs_together_is_shown_together() {
+    let Some((mut browser, _server, _board)) = open("workloads") else { return };
+    let cells = "[...document.querySelectorAll('#member-table tbody tr')]
+        .map(row => [...row.cells].map(cell => cell.textContent))";
+    let rows = browser.value(cells);
+    let rows = rows.as_array().expect("rows");
+    let row = |name: &str| rows.iter().find(|row| row[0] == name).unwrap_or_else(|| panic!("no {name} in {rows:?}"));
+    // Four ranks, whose shared memory counts once.
+    assert_eq!(row("slurm:1234.0").as_array().expect("cells")[1..5], ["~2.15 GiB", "560 MiB", "", "4"]);
+    let mut workloads = status().workloads;
+    workloads.sort_by_key(|workload| std::cmp::Reverse(workload.sum.footprint_estimate));
+    let names: Vec<&str> = workloads.iter().map(|workload| workload.name.as_str()).collect();
+    assert_eq!(rows.iter().map(|row| row[0].as_str().expect("a name")).collect::<Vec<_>>(), names);
+    let note = "document.querySelector('#member-note').textContent";
+    assert!(
+        browser.value(note).as_str().is_some_and(|note| note.contains("188 smaller") && note.contains("estimates"))
+    );
+    browser.value(EACH_PROCESS);
+    assert!(
+        browser.value(note).as_str().is_some_and(|note| note.contains("212 smaller") && note.contains("estimates"))
+    );
+    let pressed = "document.querySelector('[data-rows][aria-pressed=true]').dataset.rows";
+    assert_eq!(browser.value(pressed), "members");
+    assert_eq!(browser.errors, [""; 0]);
+}
+
 #[test]
 fn members_are_sorted_and_filtered() {
     let Some((mut browser, _server, board)) = open("members") else { return };
+    browser.value(EACH_PROCESS);
     let first = "document.querySelector('#member-table tbody th').textContent";
     let mut members = status().members;
-    members.sort_by_key(|member| std::cmp::Reverse(member.footprint));
+    members.sort_by_key(|member| std::cmp::Reverse(member.footprint_estimate));
     assert_eq!(browser.value(first), members[0].label);
     browser.value(
         "[...document.querySelectorAll('#member-table thead button')].find(b => b.textContent === 'Saved').click()",
@@ -243,9 +276,13 @@ fn it_is_of_use_without_a_mouse_and_without_eyes() {
         assert!(!named.is_empty(), "there is no {role}");
         assert!(named.iter().all(|(_, name)| !name.is_empty()), "a {role} has no name: {named:?}");
     }
-    for heading in
-        ["Over time", "Members by true footprint", "Who shares with whom", "Decisions", "What the doctor finds"]
-    {
+    for heading in [
+        "Over time",
+        "VMs, containers and jobs by footprint, estimated",
+        "Who shares with whom",
+        "Decisions",
+        "What the doctor finds",
+    ] {
         assert!(nodes.iter().any(|(role, name)| role == "heading" && name == heading), "{heading}");
     }
     // Everything that can be clicked can be reached by Tab; the arrow keys read out points of the charts.

@@ -24,10 +24,10 @@ pub fn bare() -> Status {
     for name in ["ksm", "resident", "huge_pages_split", "cow_breaks", "census", "sharing"] {
         document.as_object_mut().unwrap().remove(name);
     }
-    for name in ["memory", "goal", "saved", "cpu", "decisions_by_reason"] {
+    for name in ["memory", "goal", "saved", "cpu", "decisions_by_reason", "findings_by_verdict"] {
         document[name] = serde_json::json!({});
     }
-    for name in ["domains", "members", "decisions", "findings"] {
+    for name in ["domains", "members", "workloads", "cgroups", "decisions", "findings"] {
         document[name] = serde_json::json!([]);
     }
     document["passes"].as_object_mut().unwrap().remove("last");

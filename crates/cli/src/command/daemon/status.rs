@@ -3,7 +3,6 @@
 use pagefold_drive::daemon::{Said, Settings, Snapshot, Used};
 use pagefold_host::{Host, examine, observe, parse};
 use pagefold_model::daemon::{Member as Known, Mode as Told, Standing};
-use pagefold_model::doctor::Verdict;
 use pagefold_model::ksm::Ksm as Counters;
 use pagefold_model::process::Process;
 use pagefold_model::{Absent, Counts, Pages, ProcessId};
@@ -42,8 +41,12 @@ pub fn status(host: &dyn Host, snapshot: &Snapshot, whom: Whom, findings: Vec<Fi
         snapshot.who.iter().filter(chosen).filter_map(|who| member(host, snapshot, who, &shares)).collect();
     members.sort_by_key(|member| (Reverse(member.resident), member.pid));
     let domains = domains(&members);
+    let (workloads, workloads_left_out) = first(sums::workloads(&members), SUMS);
+    let (cgroups, cgroups_left_out) = first(sums::cgroups(&members), SUMS);
     members.truncate(MEMBERS);
     let members_left_out = (managed - members.len()) as u64;
+    let findings_by_verdict = by_verdict(&findings);
+    let is_wrong = |finding: &FindingReport| [VerdictName::Warn, VerdictName::Fail].contains(&finding.verdict);
     let since = |name: &str, before: Option<u64>| Some(vmstat.get(name)?.saturating_sub(before?));
     Status {
         schema: SCHEMA.to_owned(),
@@ -90,19 +93,37 @@ pub fn status(host: &dyn Host, snapshot: &Snapshot, whom: Whom, findings: Vec<Fi
         domains,
         members,
         members_left_out,
+        workloads,
+        workloads_left_out,
+        cgroups,
+        cgroups_left_out,
         sharing: sharing(snapshot, page),
         decisions: snapshot.decisions.iter().take(DECISIONS).map(told).collect(),
-        findings,
+        findings: findings.into_iter().filter(is_wrong).collect(),
+        findings_by_verdict,
     }
 }
 
-/// What the doctor finds wrong with a host, worst first.
+/// The first of them, and how many are left out.
+fn first<T>(mut all: Vec<T>, most: usize) -> (Vec<T>, u64) {
+    let left_out = all.len().saturating_sub(most) as u64;
+    all.truncate(most);
+    (all, left_out)
+}
+
+/// All that the doctor finds on a host, worst first, what is in order among it.
 pub fn findings(host: &dyn Host, settings: &Settings) -> Vec<FindingReport> {
     let trust = examine::Trust { domains: settings.domains.clone(), exclusions: settings.exclusions.clone() };
     let facts = examine::facts(host, &[], &trust);
-    let wrong = [Verdict::Warn, Verdict::Fail].map(VerdictName::from);
-    let report = DoctorReport::of_host(host.describe(), &facts);
-    report.findings.into_iter().filter(|finding| wrong.contains(&finding.verdict)).collect()
+    DoctorReport::of_host(host.describe(), &facts).findings
+}
+
+/// How many there are of each verdict; nothing where nobody was asked.
+fn by_verdict(findings: &[FindingReport]) -> BTreeMap<VerdictName, u64> {
+    let verdicts =
+        [VerdictName::NotApplicable, VerdictName::Ok, VerdictName::Unknown, VerdictName::Warn, VerdictName::Fail];
+    let count = |verdict| findings.iter().filter(|finding| finding.verdict == verdict).count() as u64;
+    if findings.is_empty() { BTreeMap::new() } else { verdicts.map(|verdict| (verdict, count(verdict))).into() }
 }
 
 fn unix(time: SystemTime) -> f64 {
@@ -145,11 +166,12 @@ fn ksm(counters: &Counters, cow_ksm: Option<u64>) -> Ksm {
 
 /// What merging saves by the kernel's counters. Before 6.6 pages of zeros are merged like others.
 fn saved(counters: &Counters, page: u64) -> Saved {
-    let zeros = counters.ksm_zero_pages.as_ref().map_or(0, |pages| (*pages).max(0).unsigned_abs());
-    let gross = counters.pages_sharing.as_ref().ok().map(|pages| (pages + zeros) * page);
+    let duplicate = counters.pages_sharing.as_ref().ok().map(|pages| pages * page);
+    let zero = counters.ksm_zero_pages.as_ref().ok().map(|pages| (*pages).max(0).unsigned_abs() * page);
+    let gross = duplicate.map(|duplicate| duplicate + zero.unwrap_or(0));
     let net = counters.general_profit.as_ref().ok().copied();
     let metadata = gross.zip(net).map(|(gross, net)| (gross.cast_signed() - net).max(0).unsigned_abs());
-    Saved { gross, metadata, net }
+    Saved { gross, duplicate, zero, metadata, net }
 }
 
 /// What merging saves on a host, gross, where it can be read.
@@ -189,7 +211,8 @@ fn census(snapshot: &Snapshot, host: &dyn Host) -> Option<Census> {
     Some(Census { time: unix(at), processes: snapshot.counts.len() as u64, not_seen, classes })
 }
 
-/// What a merged page of a process saves on average: frames are shared by all who map them.
+/// What a merged page of a process saves on average: frames are shared by all who map them. How many map its own is in
+/// its page tables alone, and to walk those of everybody (`smaps_rollup`) would cost more than what is looked at here.
 struct Shares<'a> {
     page: u64,
     counters: Option<&'a Counters>,
@@ -208,36 +231,63 @@ impl Shares<'_> {
 fn member(host: &dyn Host, snapshot: &Snapshot, who: &Process, shares: &Shares<'_>) -> Option<Member> {
     let known = snapshot.state.members().get(&who.id)?;
     let handle = host.open(who.id.pid).ok().filter(|handle| handle.id() == who.id);
-    let ksm = handle.map(|handle| parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages")));
+    let ksm =
+        handle.as_ref().map(|handle| parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages")));
+    let shared = handle.and_then(|handle| shared(&handle.read("statm").ok()?, shares.page));
     let merging = ksm.as_ref().and_then(|ksm| ksm.merging_pages.as_ref().ok().copied());
     let zeros = ksm.as_ref().and_then(|ksm| Some(ksm.zero_pages.as_ref().ok()?.max(&0).unsigned_abs()));
     let pages = merging.map(|merging| merging + zeros.unwrap_or(0));
     let by_share = merging.and_then(|merging| shares.saved(merging));
     let resident = known.resident.0;
+    let kind = kind(who);
     let wire = Who::of(who, Some(&known.domain));
     let (state, why) = standing(snapshot, who.id, known, pages.unwrap_or(0) * shares.page);
     Some(Member {
         pid: who.id.pid.0,
         start_time: who.id.start_time,
         label: wire.label(),
-        kind: match who {
-            _ if who.identity.vm.is_some() => Kind::Vm,
-            _ if who.identity.container.is_some() => Kind::Container,
-            _ if who.identity.job.is_some() => Kind::Job,
-            _ => Kind::Process,
-        },
+        kind,
+        workload: workload(who, kind),
         uid: wire.uid,
         cgroup: wire.cgroup,
         domain: known.domain.to_string(),
         resident: Some(resident),
+        shared: shared.map(|shared| shared.min(resident)),
         merged: pages.map(|pages| pages * shares.page),
         // Pages of zeros that KSM placed are not resident.
-        footprint: by_share.map(|saved| resident.saturating_sub(saved)),
+        footprint_estimate: by_share.map(|saved| resident.saturating_sub(saved)),
         saved: by_share.map(|saved| saved + zeros.unwrap_or(0) * shares.page),
         ranges: snapshot.ranges.get(&who.id).copied().unwrap_or(0),
         state,
         why,
     })
+}
+
+fn kind(who: &Process) -> Kind {
+    match who {
+        _ if who.identity.vm.is_some() => Kind::Vm,
+        _ if who.identity.container.is_some() => Kind::Container,
+        _ if who.identity.job.is_some() => Kind::Job,
+        _ => Kind::Process,
+    }
+}
+
+/// What it belongs to, by name.
+fn workload(who: &Process, kind: Kind) -> String {
+    let identity = &who.identity;
+    let name = match kind {
+        Kind::Vm => identity.vm.as_ref().and_then(|vm| vm.name.clone()),
+        Kind::Container => identity.container.clone(),
+        Kind::Job => identity.job.as_ref().map(|job| job.name.clone()),
+        Kind::Process => None,
+    };
+    name.unwrap_or_else(|| format!("{} {}", who.comm, who.id.pid))
+}
+
+/// Files and shared memory, the third number of `statm`, in bytes.
+fn shared(statm: &[u8], page: u64) -> Option<u64> {
+    let word = statm.split(u8::is_ascii_whitespace).nth(2)?;
+    Some(parse::number::<u64>(word).ok()?.saturating_mul(page))
 }
 
 fn standing(snapshot: &Snapshot, id: ProcessId, known: &Known, merged: u64) -> (MemberState, String) {
@@ -277,6 +327,7 @@ fn domains(members: &[Member]) -> Vec<DomainShare> {
         let share = shares.entry(&member.domain).or_insert_with(|| empty(&member.domain));
         share.members += 1;
         share.resident = add(share.resident, member.resident);
+        share.merged = add(share.merged, member.merged);
         share.saved = add(share.saved, member.saved);
     }
     let mut shares: Vec<DomainShare> = shares.into_values().collect();
@@ -286,6 +337,7 @@ fn domains(members: &[Member]) -> Vec<DomainShare> {
         shares.push(rest.iter().fold(empty("others"), |sum, share| DomainShare {
             members: sum.members + share.members,
             resident: add(sum.resident, share.resident),
+            merged: add(sum.merged, share.merged),
             saved: add(sum.saved, share.saved),
             ..sum
         }));
@@ -294,7 +346,7 @@ fn domains(members: &[Member]) -> Vec<DomainShare> {
 }
 
 fn empty(name: &str) -> DomainShare {
-    DomainShare { name: name.to_owned(), members: 0, resident: None, saved: None }
+    DomainShare { name: name.to_owned(), members: 0, resident: None, merged: None, saved: None }
 }
 
 /// The matrix of those who share most.
@@ -322,5 +374,33 @@ pub(super) fn told(Said { at, whom, decision }: &Said) -> Decision {
         why: decision.why.clone(),
         predicted: decision.predicted.map(|bytes| bytes.0),
         acted: decision.acted,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_and_shared_memory_are_the_third_number() {
+        assert_eq!(shared(b"900 500 20 1 0 60 0\n", 4096), Some(81_920));
+        for bad in [&b""[..], b"900 500", b"900 500 much 1"] {
+            assert_eq!(shared(bad, 4096), None, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_saved_is_told_by_class() {
+        let counters = |zeros: &[u8]| {
+            parse::ksm(|name| match name {
+                "pages_sharing" => Ok(b"10".to_vec()),
+                "ksm_zero_pages" if !zeros.is_empty() => Ok(zeros.to_vec()),
+                _ => Err(Absent::NotOnThisKernel),
+            })
+        };
+        let saved = |zeros: &[u8]| saved(&counters(zeros), 4096);
+        let of = |saved: Saved| (saved.gross, saved.duplicate, saved.zero);
+        assert_eq!(of(saved(b"3")), (Some(13 * 4096), Some(10 * 4096), Some(3 * 4096)));
+        assert_eq!(of(saved(b"")), (Some(10 * 4096), Some(10 * 4096), None), "absent is not zero");
     }
 }
