@@ -50,14 +50,14 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     Ok(Outcome::Done)
 }
 
-/// The section on standard output, and what was kept and what not as comments above it.
+/// The section on standard output, and as comments above it what became of each assignment and what counts beside them.
 fn import_ksmtuned(file: &Path, global: &Global) -> anyhow::Result<()> {
     let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
     let host = source::open(global)?;
     let total = observe::memory(&*host).and_then(|memory| memory.total).context("cannot read MemTotal")?;
-    let Imported { section, kept, left } = import(&text, total);
+    let Imported { section, kept, left, defaults } = import(&text, total);
     let mut printed = format!("# From {}.\n", printable(&file.to_string_lossy()));
-    for (word, lines) in [("kept", kept), ("left out", left)] {
+    for (word, lines) in [("kept", kept), ("left out", left), ("ksmtuned's default", defaults)] {
         for line in lines {
             printed.push_str(&format!("# {word}: {}\n", printable(&line)));
         }

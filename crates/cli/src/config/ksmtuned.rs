@@ -1,14 +1,21 @@
 //! `/etc/ksmtuned.conf` read as what it means for the daemon.
 //!
-//! The file is a shell script of assignments (ksmtuned 4.20150326). What ksmtuned does with a value is in
-//! [`pagefold_model::policy::Ksmtuned`]: it runs ksmd at a rate that moves with free memory. The daemon has no rate but
-//! a bound on CPU time, so that a rate is kept as the CPU time that it takes, and a threshold as memory to keep.
+//! The file is a shell script of assignments, which ksmtuned, itself one of bash, sources (`. /etc/ksmtuned.conf`,
+//! 4.20150326): a variable that is not set or empty has ksmtuned's default then, and `export` is no difference. What
+//! ksmtuned does with a value is in [`pagefold_model::policy::Ksmtuned`]: it runs ksmd at a rate that moves with free
+//! memory. The daemon has no rate but a bound on CPU time, so that a rate is kept as the CPU time that it takes, and a
+//! threshold as memory to keep.
+//!
+//! Limits: plain assignments are read, and nothing is run. A line that is anything else is told as left out, with what
+//! it may assign; what stands between an `if` and its `fi` is taken as if it ran.
 
+use super::nearest;
 use pagefold_model::Bytes;
 use pagefold_model::doctor::SCAN_MICROSECONDS;
 use pagefold_model::policy::Ksmtuned;
 
-/// What a configuration of ksmtuned comes to.
+/// What a configuration of ksmtuned comes to. Each of its assignments is in one line of `kept` or `left`, at the
+/// beginning.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Imported {
     /// The section for the daemon.
@@ -17,69 +24,167 @@ pub struct Imported {
     pub kept: Vec<String>,
     /// What was not, each with why.
     pub left: Vec<String>,
+    /// What counts beside it because the file does not say otherwise.
+    pub defaults: Vec<String>,
 }
+
+/// Variables that come to `keep_available`.
+const THRESHOLD: [&str; 2] = ["KSM_THRES_COEF", "KSM_THRES_CONST"];
+
+/// Variables that come to `cpu`.
+const RATE: [&str; 2] = ["KSM_NPAGES_MAX", "KSM_SLEEP_MSEC"];
+
+/// Those that come to nothing, and why.
+const WITHOUT: [(&str, &str); 6] = [
+    ("KSM_MONITOR_INTERVAL", "the daemon looks every second, and merges who comes at once"),
+    ("KSM_NPAGES_BOOST", "there is no rate that would move"),
+    ("KSM_NPAGES_DECAY", "there is no rate that would move"),
+    ("KSM_NPAGES_MIN", "ksmd rests where nothing is to be merged"),
+    ("LOGFILE", "decisions go to standard error, which the journal keeps"),
+    ("DEBUG", "decisions are told with their reasons always"),
+];
 
 /// Read a configuration of ksmtuned for a host with so much memory.
 pub fn import(text: &str, total: Bytes) -> Imported {
-    let (mut kept, mut left) = (Vec::new(), Vec::new());
-    let mut number = |name: &str| {
-        let value = value_of(text, name)?;
-        let number = value.parse::<u64>().ok();
-        if number.is_none() {
-            left.push(format!("{name}={value}: no number, and not the shell's to be found out here"));
-        }
-        number
+    let statements = statements(text);
+    let said = |name: &str| {
+        let last = statements.iter().rfind(|statement| statement.may_assign(name))?;
+        number(last.assigns?.1)
     };
-    let coefficient = number("KSM_THRES_COEF");
-    let constant = number("KSM_THRES_CONST");
-    let most = number("KSM_NPAGES_MAX");
-    let sleep = number("KSM_SLEEP_MSEC");
-    let mut section = "[daemon]\nmode = \"act\"\n".to_owned();
     let default = Ksmtuned::default();
     // ksmtuned: the larger of a part of all memory and a constant in kB.
-    let threshold = Bytes(total.0 / 100 * coefficient.unwrap_or(default.threshold_percent))
-        .max(Bytes::from_kib(constant.unwrap_or(default.threshold_kib)));
-    section.push_str(&format!("keep_available = \"{}MiB\"\n", threshold.0 >> 20));
-    let said = if coefficient.is_some() || constant.is_some() { "as the file says" } else { "ksmtuned's default" };
-    kept.push(format!("KSM_THRES_COEF and KSM_THRES_CONST ({said}): keep_available is {threshold}"));
+    let [coefficient, constant] = THRESHOLD.map(said);
+    let threshold = Bytes((total.0 / 100).saturating_mul(coefficient.unwrap_or(default.threshold_percent)))
+        .max(Bytes(constant.unwrap_or(default.threshold_kib).saturating_mul(1024)));
+    let mut section = format!("[daemon]\nmode = \"act\"\nkeep_available = \"{}MiB\"\n", threshold.0 >> 20);
+    let mut means = vec![(THRESHOLD, format!("in keep_available, which is {threshold}"))];
+    let mut defaults = vec![
+        (THRESHOLD[0], coefficient.is_none(), default.threshold_percent),
+        (THRESHOLD[1], constant.is_none(), default.threshold_kib),
+    ];
+    let [most, sleep] = RATE.map(said);
     if most.is_some() || sleep.is_some() {
         let gib = total.0.max(1) as f64 / f64::from(1 << 30);
         let pause = (sleep.unwrap_or(default.sleep_millisecs) as f64 * 16.0 / gib).max(10.0);
         let work = most.unwrap_or(default.max.unsigned_abs()) as f64 * SCAN_MICROSECONDS / 1000.0;
         let percent = (work / (work + pause) * 100.0).clamp(1.0, 100.0);
         section.push_str(&format!("cpu = \"{percent:.0}%\"\n"));
-        kept.push(format!("KSM_NPAGES_MAX and KSM_SLEEP_MSEC: at most {percent:.0} % of one CPU, as cpu on average"));
+        means.push((RATE, format!("in cpu, which is {percent:.0} % of one CPU on average")));
+        defaults.push((RATE[0], most.is_none(), default.max.unsigned_abs()));
+        defaults.push((RATE[1], sleep.is_none(), default.sleep_millisecs));
     }
-    for (name, why) in [
-        ("KSM_MONITOR_INTERVAL", "the daemon looks every second, and merges who comes at once"),
-        ("KSM_NPAGES_BOOST", "there is no rate that would move"),
-        ("KSM_NPAGES_DECAY", "there is no rate that would move"),
-        ("KSM_NPAGES_MIN", "ksmd rests where nothing is to be merged"),
-        ("LOGFILE", "decisions go to standard error, which the journal keeps"),
-        ("DEBUG", "decisions are told with their reasons always"),
-    ] {
-        if value_of(text, name).is_some() {
-            left.push(format!("{name}: {why}"));
-        }
+    let meaning = |name: &str| {
+        means.iter().find(|(names, _)| names.contains(&name)).map(|(_, meaning)| meaning.as_str()).unwrap_or_default()
+    };
+    let (mut kept, mut left) = (Vec::new(), Vec::new());
+    for (position, statement) in statements.iter().enumerate() {
+        let again = |name: &str| statements[position + 1..].iter().any(|later| later.may_assign(name));
+        let why = match statement.assigns {
+            None => "no plain assignment, and what the shell makes of it is not found out here".to_owned(),
+            Some((name, _)) if again(name) => "it is assigned again below".to_owned(),
+            Some((name, value)) if THRESHOLD.contains(&name) || RATE.contains(&name) => match number(value) {
+                Some(_) => {
+                    kept.push(format!("{}: {}", statement.text, meaning(name)));
+                    continue;
+                }
+                None if value.is_empty() => "empty, which is as if it were not there".to_owned(),
+                None => "no plain decimal number".to_owned(),
+            },
+            Some((name, _)) => unused(name),
+        };
+        left.push(format!("{}: {why}", statement.text));
     }
-    Imported { section, kept, left }
+    let defaults = defaults.into_iter().filter(|(_, is_default, _)| *is_default);
+    let defaults = defaults.map(|(name, _, value)| format!("{name}={value}: {}", meaning(name))).collect();
+    Imported { section, kept, left, defaults }
 }
 
-/// The last assignment of a variable that is not a comment, without quotes.
-fn value_of<'a>(text: &'a str, name: &str) -> Option<&'a str> {
-    let assigned = |line: &'a str| line.trim().strip_prefix(name)?.strip_prefix('=');
-    let value = text.lines().filter_map(assigned).next_back()?;
-    let value = value.split('#').next().unwrap_or_default().trim();
-    Some(value.trim_matches(|c| c == '"' || c == '\''))
+/// A number as the shell's arithmetic reads it where it is decimal: a 0 at the beginning makes it octal.
+fn number(value: &str) -> Option<u64> {
+    let plain = value.bytes().all(|c| c.is_ascii_digit()) && (value == "0" || !value.starts_with('0'));
+    value.parse().ok().filter(|_| plain)
+}
+
+/// Why a variable comes to nothing.
+fn unused(name: &str) -> String {
+    if let Some((_, why)) = WITHOUT.iter().find(|(known, _)| *known == name) {
+        return (*why).to_owned();
+    }
+    let known = THRESHOLD.into_iter().chain(RATE).chain(WITHOUT.map(|(name, _)| name));
+    let hint = nearest(name, known).map_or_else(String::new, |near| format!("; did you mean {near}?"));
+    format!("ksmtuned reads no such variable{hint}")
+}
+
+/// A plain assignment, or a line that is something else.
+struct Statement<'a> {
+    text: &'a str,
+    /// What it assigns, and to which variable.
+    assigns: Option<(&'a str, &'a str)>,
+}
+
+impl Statement<'_> {
+    /// Whether a variable may have another value after it.
+    fn may_assign(&self, name: &str) -> bool {
+        let written = |sign: &str| self.text.contains(&format!("{name}{sign}"));
+        self.assigns.map_or_else(|| written("=") || written("+="), |(assigned, _)| assigned == name)
+    }
+}
+
+fn statements(text: &str) -> Vec<Statement<'_>> {
+    let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+    lines.flat_map(|line| assignments(line).unwrap_or_else(|| vec![Statement { text: line, assigns: None }])).collect()
+}
+
+/// The assignments of a line that has nothing else but a comment.
+fn assignments(line: &str) -> Option<Vec<Statement<'_>>> {
+    let mut rest = line.strip_prefix("export").filter(|rest| rest.starts_with([' ', '\t'])).unwrap_or(line);
+    let mut found = Vec::new();
+    loop {
+        rest = rest.trim_start();
+        if rest.is_empty() || rest.starts_with('#') {
+            return Some(found);
+        }
+        let (name, value) = rest.split_once('=')?;
+        let is_name = name.bytes().all(|c| c.is_ascii_alphanumeric() || c == b'_');
+        if !is_name || name.is_empty() || name.starts_with(|c: char| c.is_ascii_digit()) {
+            return None;
+        }
+        let (value, after) = word(value)?;
+        let text = rest[..rest.len() - after.len()].trim_end();
+        found.push(Statement { text, assigns: Some((name, value)) });
+        rest = after;
+    }
+}
+
+/// A word that the shell takes as it stands, in quotes or without, and what follows it.
+fn word(text: &str) -> Option<(&str, &str)> {
+    let quote = text.chars().next().filter(|c| matches!(c, '"' | '\''));
+    let (value, after) = match quote {
+        Some(quote) => text[1..].split_once(quote)?,
+        None => text.split_at(text.find([' ', '\t']).unwrap_or(text.len())),
+    };
+    let special: &[char] = match quote {
+        Some('\'') => &[],
+        Some(_) => &['$', '`', '\\'],
+        None => &['$', '`', '\\', '"', '\'', ';', '&', '|', '(', ')', '<', '>', '~'],
+    };
+    let ends = after.is_empty() || after.starts_with([' ', '\t']);
+    (ends && !value.contains(special)).then_some((value, after))
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::Config;
     use super::*;
+    use proptest::prelude::*;
 
     const FILE: &str = "# Configuration file for ksmtuned.\n# KSM_MONITOR_INTERVAL=60\nKSM_SLEEP_MSEC=10\n\
                         KSM_NPAGES_MAX=1250\nKSM_NPAGES_BOOST=300 # more\nKSM_THRES_COEF=\"30\"\nLOGFILE=/var/log/x\n";
+
+    /// What lines of a report are about.
+    fn subjects(lines: &[String]) -> Vec<&str> {
+        lines.iter().map(|line| line.split_once(": ").expect("a subject and what is told of it").0).collect()
+    }
 
     #[test]
     fn what_means_something_is_kept_and_the_rest_is_told() {
@@ -87,15 +192,89 @@ mod tests {
         let settings = Config::parse(&imported.section).unwrap().daemon();
         assert_eq!(settings.rules.keep_available.map(|bytes| bytes.0 >> 20), Some(16 * 1024 * 30 / 100));
         assert!(settings.rules.cpu > 0.1 && settings.rules.cpu < 0.6, "{}", settings.rules.cpu);
-        assert_eq!(imported.kept.len(), 2);
-        let left: Vec<_> = imported.left.iter().map(|line| line.split(':').next().unwrap()).collect();
-        assert_eq!(left, ["KSM_NPAGES_BOOST", "LOGFILE"]);
+        assert_eq!(subjects(&imported.kept), ["KSM_SLEEP_MSEC=10", "KSM_NPAGES_MAX=1250", "KSM_THRES_COEF=\"30\""]);
+        assert_eq!(subjects(&imported.left), ["KSM_NPAGES_BOOST=300", "LOGFILE=/var/log/x"]);
+        assert_eq!(subjects(&imported.defaults), ["KSM_THRES_CONST=2048"]);
     }
 
     #[test]
-    fn what_is_no_number_is_told() {
-        let imported = import("KSM_THRES_COEF=$((10 + 10))\n", Bytes(1 << 30));
-        assert!(imported.left[0].starts_with("KSM_THRES_COEF=$((10 + 10)):"), "{:?}", imported.left);
-        assert!(Config::parse(&imported.section).is_ok());
+    fn an_assignment_counts_as_the_shell_takes_it() {
+        let kept = |text: &str| {
+            let imported = import(text, Bytes(100 << 30));
+            let settings = Config::parse(&imported.section).unwrap().daemon();
+            (settings.rules.keep_available.map(|bytes| bytes.0 >> 30), imported)
+        };
+        for (text, expect) in [
+            ("export KSM_THRES_COEF=50", 50),
+            ("export\tKSM_THRES_COEF='50' KSM_THRES_CONST=1 # both", 50),
+            ("KSM_THRES_COEF=30\nKSM_THRES_COEF=50", 50),
+            ("KSM_THRES_COEF=", 20),
+            ("KSM_THRES_COEF=050", 20),
+            ("KSM_THRES_COEF=50#", 20),
+            ("KSM_THRES_COEF = 50", 20),
+            ("KSM_THRES_COEF=50; exit", 20),
+            ("exportKSM_THRES_COEF=50", 20),
+            ("KSM_THRES_COEF=50\nKSM_THRES_COEF=${X:-10}", 20),
+            ("KSM_THRES_COEF=50\nKSM_THRES_COEF+=0", 20),
+        ] {
+            assert_eq!(kept(text).0, Some(expect), "{text}: {:?}", kept(text).1);
+        }
+        let unknown = kept("KSM_SLEEP_MSECS=20\nPATH=/bin").1.left;
+        assert!(
+            unknown[0].ends_with("did you mean KSM_SLEEP_MSEC?") && unknown[1].ends_with("variable"),
+            "{unknown:?}"
+        );
+        let unreadable = kept("KSM_SLEEP_MSEC=${X:-10}").1;
+        assert_eq!(subjects(&unreadable.left), ["KSM_SLEEP_MSEC=${X:-10}"]);
+        assert_eq!(unreadable.kept, [""; 0], "what could not be read is not kept");
+    }
+
+    /// A line with its assignments, each as it is told.
+    fn line() -> impl Strategy<Value = (String, Vec<String>)> {
+        let known = THRESHOLD.into_iter().chain(RATE).chain(WITHOUT.map(|(name, _)| name)).chain(["KSM_FOO", "x"]);
+        let name = prop::sample::select(known.collect::<Vec<_>>());
+        let plain = prop_oneof![
+            any::<u64>().prop_map(|value| value.to_string()),
+            prop::sample::select(vec!["", "10", "\"30\"", "'1 2'", "-50", "007", "a#b", "/var/log/ksm", "\"a; b\""])
+                .prop_map(str::to_owned),
+        ];
+        let shell =
+            prop::sample::select(vec!["${X:-10}", "$((10 + 10))", "`nproc`", "\"$X\"", "1; true", "a'b'", "\\1"]);
+        let end = prop::sample::select(vec!["", " ", "\t# more", " # KSM_FOO=1"]);
+        let export = prop::sample::select(vec!["", "export ", "export\t", "  "]);
+        let assigned = |(name, value): (&str, String)| format!("{name}={value}");
+        let plain = prop::collection::vec((name.clone(), plain).prop_map(assigned), 1..3);
+        prop_oneof![
+            (export.clone(), plain, end.clone())
+                .prop_map(|(export, told, end)| { (format!("{export}{}{end}", told.join(" ")), told) }),
+            (export, name, shell, end).prop_map(|(export, name, value, end)| {
+                let line = format!("{export}{name}={value}{end}");
+                let told = vec![line.trim().to_owned()];
+                (line, told)
+            }),
+            prop::sample::select(vec!["", "# KSM_THRES_COEF=1", "  #"]).prop_map(|line| (line.to_owned(), Vec::new())),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn every_assignment_is_told_once(lines in prop::collection::vec(line(), 0..12), gib in 0_u64..4096) {
+            let (lines, told): (Vec<String>, Vec<Vec<String>>) = lines.into_iter().unzip();
+            let imported = import(&lines.join("\n"), Bytes(gib << 30));
+            let mut said = [subjects(&imported.kept), subjects(&imported.left)].concat();
+            let mut told = told.concat();
+            said.sort_unstable();
+            told.sort_unstable();
+            prop_assert_eq!(said, told);
+            prop_assert!(Config::parse(&imported.section).is_ok(), "{}", imported.section);
+            let kept = |line: &str| line.split_once('=').map(|(name, _)| name.to_owned());
+            let names: Vec<_> = subjects(&imported.kept).into_iter().map(kept).collect();
+            prop_assert!(subjects(&imported.defaults).into_iter().all(|line| !names.contains(&kept(line))));
+        }
+
+        #[test]
+        fn no_text_panics(text: String) {
+            import(&text, Bytes(1 << 34));
+        }
     }
 }
