@@ -191,7 +191,7 @@ struct Members {
     #[serde(default)]
     #[schemars(with = "Vec<schema::Glob>")]
     names: Patterns,
-    /// Containers, such as `docker:4c01db0b339c`.
+    /// Containers, such as `docker:4c01db0b339c`. Their labels are known to their runtime alone.
     #[serde(default)]
     #[schemars(with = "Vec<schema::Glob>")]
     containers: Patterns,
@@ -306,6 +306,9 @@ fn settings(text: &str) -> Result<Settings, String> {
     Ok(settings)
 }
 
+/// Why nobody is chosen by labels: the kernel has none, and each runtime keeps its own as it likes.
+const LABELS: &str = "; labels of containers are known to their runtime alone: give containers or cgroups";
+
 /// Deserialize, with an error of one line.
 fn read<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     toml::from_str(text).map_err(|error| {
@@ -313,11 +316,13 @@ fn read<T: DeserializeOwned>(text: &str) -> Result<T, String> {
         let message = error.message().lines().collect::<Vec<_>>().join(", ");
         // serde says: unknown field `A`, expected one of `B`, `C`.
         let words: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
+        let near = |near: &str| format!("; did you mean {near}?");
         let hint = match words.split_first() {
-            Some((wrong, known)) if message.starts_with("unknown") => nearest(wrong, known.iter().copied()),
+            Some((&("label" | "labels"), known)) if known.contains(&"containers") => Some(LABELS.to_owned()),
+            Some((wrong, known)) if message.starts_with("unknown") => nearest(wrong, known.iter().copied()).map(near),
             _ => None,
         };
-        let hint = hint.map_or_else(String::new, |near| format!("; did you mean {near}?"));
+        let hint = hint.unwrap_or_default();
         format!("{line}: {message}{hint}")
     })
 }

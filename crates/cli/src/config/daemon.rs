@@ -156,8 +156,11 @@ impl Section {
     pub(super) fn settings(self, place: &Place<'_>) -> Result<Settings, String> {
         let (defaults, rules) = (Settings::default(), Rules::default());
         let amount = |word: Word| place.one(word, |text: String| bytes(&text));
-        let price = place.one(self.price, |price| {
-            if price > 0.0 { Ok(price) } else { Err("a price above 0 is needed, in CPU seconds for a MiB".to_owned()) }
+        let price = place.one(self.price, |price| match price > 0.0 && price.is_finite() {
+            true => Ok(price),
+            false => Err("a number above 0 is needed, in CPU seconds for a MiB; with one such as 1000.0 the price \
+                          hardly counts"
+                .to_owned()),
         })?;
         let rules = Rules {
             mode: self.mode.map_or(rules.mode, Into::into),
