@@ -29,8 +29,8 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// A host that stays as it was recorded, at some seconds.
-fn day(root: &Path, seconds: &[f64]) {
+/// A host that stays as it was recorded, at some seconds from 2023-11-14 22:13:20 UTC on, with more of each moment.
+fn day(root: &Path, seconds: &[f64], more: &str) {
     let recording = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/recordings/linux-6.18");
     fs::create_dir(root).unwrap();
     fs::write(root.join("recording.toml"), "schema = \"pagefold.recording.moments/1\"\n").unwrap();
@@ -38,7 +38,7 @@ fn day(root: &Path, seconds: &[f64]) {
         let moment = root.join(format!("{number:06}"));
         copy(&recording, &moment);
         let about = fs::read_to_string(moment.join("recording.toml")).unwrap();
-        let about = format!("{about}at_seconds = {at}\ntime = {}\n", 1_700_000_000.0 + at);
+        let about = format!("{about}at_seconds = {at}\ntime = {}\n{more}", 1_700_000_000.0 + at);
         fs::write(moment.join("recording.toml"), about).unwrap();
     }
 }
@@ -49,7 +49,7 @@ fn a_recorded_day_gives_the_same_decisions_each_time() {
     let (root, config) = (folder.path().join("day"), folder.path().join("pagefold.toml"));
     // An hour, in which everybody comes at the beginning.
     let seconds: Vec<f64> = (0..20).map(f64::from).chain((1..=6).map(|tens| f64::from(tens) * 600.0)).collect();
-    day(&root, &seconds);
+    day(&root, &seconds, "");
     fs::write(&config, "[daemon]\nmin_memory = \"4KiB\"\nmin_profit = \"4KiB\"\nprice = 1000.0\n").unwrap();
     let (host, config) = (format!("recording:{}", root.display()), config.display().to_string());
     let run = |more: &[&str]| {
@@ -72,6 +72,30 @@ fn a_recorded_day_gives_the_same_decisions_each_time() {
 
     assert_eq!(run(&["--mode", "act"]).status.code(), Some(2), "a recording cannot be changed");
     assert_eq!(run(&["--mode", "observe"]).stdout, b"", "who only observes decides nothing");
+}
+
+#[test]
+fn quiet_hours_are_by_the_clock_of_the_host_that_was_recorded() {
+    let said = |more: &str, hours: &str| {
+        let folder = tempfile::tempdir().unwrap();
+        let (root, config) = (folder.path().join("day"), folder.path().join("pagefold.toml"));
+        day(&root, &(0..20).map(f64::from).collect::<Vec<_>>(), more);
+        fs::write(&config, format!("[daemon]\nmin_memory = \"4KiB\"\nquiet_hours = [{hours:?}]\n")).unwrap();
+        let (host, config) = (format!("recording:{}", root.display()), config.display().to_string());
+        text(&pagefold(&["--config", &config, "--host", &host, "daemon"]))
+    };
+    let ahead = "utc_offset_seconds = 7200\n";
+    for (more, hours, quiet) in [
+        (ahead, "00:00-01:00", true),
+        (ahead, "22:00-23:00", false),
+        (ahead, "22:00-23:00Z", true),
+        ("", "22:00-23:00", true),
+        ("", "00:00-01:00", false),
+    ] {
+        let said = said(more, hours);
+        assert_eq!(said.contains("quiet hours"), quiet, "{more}{hours}: {said}");
+        assert_eq!(said.contains("census"), !quiet, "{more}{hours}: {said}");
+    }
 }
 
 #[test]

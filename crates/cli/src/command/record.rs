@@ -6,6 +6,7 @@ use anyhow::{Context, bail};
 use clap::Args;
 use pagefold_census::pages::Pages;
 use pagefold_census::{Hasher, Index, Selection};
+use pagefold_drive::daemon::utc_offset;
 use pagefold_drive::policy;
 use pagefold_host::act::setting_now;
 use pagefold_host::observe::{self, Nodes};
@@ -132,8 +133,14 @@ impl Recorder<'_> {
         let (began, mut whole, mut processes) = (Instant::now(), true, 0);
         let why = loop {
             let at = began.elapsed();
-            let time = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-            let about = format!("at_seconds = {:.3}\ntime = {:.3}\n", at.as_secs_f64(), time.as_secs_f64());
+            let now = SystemTime::now();
+            let time = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+            let about = format!(
+                "at_seconds = {:.3}\ntime = {:.3}\nutc_offset_seconds = {}\n",
+                at.as_secs_f64(),
+                time.as_secs_f64(),
+                utc_offset(now),
+            );
             match self.moment(&moments.next(), &about, moments.count() == 0) {
                 // What was interrupted tells less than was there.
                 Ok(_) if self.stop.load(Ordering::Relaxed) => {

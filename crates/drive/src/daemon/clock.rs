@@ -19,6 +19,12 @@ pub(super) fn time_of_day(at: SystemTime, zone: &TimeZone) -> TimeOfDay {
     TimeOfDay { local: second(zone), utc: second(&TimeZone::UTC) }
 }
 
+/// By how many seconds the host's own clock is ahead of UTC at an instant; 0 for instants that have no date.
+pub fn utc_offset(at: SystemTime) -> i64 {
+    let offset = |instant| TimeZone::system().to_offset(instant).seconds();
+    Timestamp::try_from(at).map_or(0, |instant| offset(instant).into())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

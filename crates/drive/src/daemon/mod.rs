@@ -15,6 +15,7 @@ mod settings;
 mod snapshot;
 mod worker;
 
+pub use clock::utc_offset;
 pub use settings::Settings;
 pub use snapshot::{Pass, Said, Snapshot, Told, Used};
 

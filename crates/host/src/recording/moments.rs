@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! recording.toml   that it is one of many moments
-//! 000000/          the first moment: a recording as any other, with `at_seconds` since the first and Unix `time`
+//! 000000/          the first moment: a recording as any other, with `at_seconds` since the first, Unix `time`, and the
+//!                  `utc_offset_seconds` of the host's time zone
 //! 000001/          the next; files that are as they were a moment before are hard links to those
 //! ```
 //!
@@ -28,6 +29,8 @@ pub struct Moment {
     pub at: Duration,
     /// Unix time.
     pub time: Duration,
+    /// By how many seconds the host's own clock was ahead of UTC, where that was recorded.
+    pub utc_offset: Option<i64>,
 }
 
 impl Moment {
@@ -39,7 +42,12 @@ impl Moment {
             let seconds = field(&about, name).and_then(|text| Duration::try_from_secs_f64(text.parse().ok()?).ok());
             seconds.ok_or_else(|| Error::Malformed { path: path.clone(), what: format!("{name} is no time") })
         };
-        Ok(Self { host: Recording::open(folder)?, at: seconds("at_seconds")?, time: seconds("time")? })
+        let utc_offset = field(&about, "utc_offset_seconds").map(|text| {
+            let malformed = |what: &str| Error::Malformed { path: path.clone(), what: what.to_owned() };
+            text.parse().map_err(|_| malformed("utc_offset_seconds is no number"))
+        });
+        let (at, time, utc_offset) = (seconds("at_seconds")?, seconds("time")?, utc_offset.transpose()?);
+        Ok(Self { host: Recording::open(folder)?, at, time, utc_offset })
     }
 }
 
@@ -155,7 +163,8 @@ mod tests {
             fs::write(folder.join("files/proc").join(name), text).unwrap();
         }
         let about = format!(
-            "schema = \"{}\"\npage_size = 4096\nat_seconds = {at}.5\ntime = 1700000000.25\n",
+            "schema = \"{}\"\npage_size = 4096\nat_seconds = {at}.5\ntime = 1700000000.25\n\
+             utc_offset_seconds = -3600\n",
             crate::recording::SCHEMA
         );
         fs::write(folder.join("recording.toml"), about).unwrap();
@@ -181,6 +190,7 @@ mod tests {
         assert_eq!(folders, [root.join("000000"), root.join("000001")], "what is not finished is passed over");
         let second = Moment::open(&folders[1]).unwrap();
         assert_eq!((second.at, second.time), (Duration::from_millis(1500), Duration::from_millis(1_700_000_000_250)));
+        assert_eq!(second.utc_offset, Some(-3600));
         use crate::Host;
         assert_eq!(Recording::open(&root).unwrap().read("proc/other").unwrap(), b"2", "the last is what is opened");
     }

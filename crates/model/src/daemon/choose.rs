@@ -48,7 +48,7 @@ impl State {
         if self.held && self.now >= self.watch.0 && self.members.values().any(|member| member.enrolled) {
             return self.start(Work::Look, Action::Look { withdraw: !self.is_pressed() }, actions);
         }
-        if self.rules.quiet.iter().any(|hours| hours.contain(self.time)) {
+        if self.time.is_some_and(|time| self.rules.quiet.iter().any(|hours| hours.contain(time))) {
             return self.rest(Reason::QuietHours, "these are quiet hours", actions);
         }
         let enough = |keep: Bytes| self.available.is_some_and(|available| available >= keep);

@@ -87,7 +87,8 @@ pub struct State {
     available: Option<Bytes>,
     pressure: Option<f64>,
     slowdown: Slowdown,
-    time: TimeOfDay,
+    /// What clocks show, once they were read.
+    time: Option<TimeOfDay>,
     members: BTreeMap<ProcessId, Member>,
     work: Option<Work>,
     halted: bool,
@@ -135,7 +136,7 @@ impl State {
             available: None,
             pressure: None,
             slowdown: Slowdown::default(),
-            time: TimeOfDay::default(),
+            time: None,
             members: BTreeMap::new(),
             work: None,
             halted: false,

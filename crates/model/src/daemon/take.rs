@@ -85,7 +85,7 @@ impl State {
 
     fn read(&mut self, readings: Readings, actions: &mut Vec<Action>) {
         self.budget.read(self.now, readings.spent);
-        (self.available, self.pressure, self.time) = (readings.available, readings.pressure, readings.time);
+        (self.available, self.pressure, self.time) = (readings.available, readings.pressure, Some(readings.time));
         for (process, ran) in readings.ran {
             if let Some(member) = self.members.get_mut(&process) {
                 member.ran_for(ran, self.now, &self.rules);

@@ -12,7 +12,7 @@ use pagefold_model::daemon::{Mode, TimeOfDay};
 use pagefold_report::text::printable;
 use pagefold_report::wire;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 /// Processes that a line names at most.
 const NAMES: usize = 4;
@@ -41,9 +41,7 @@ pub fn run(folders: &[PathBuf], settings: Settings, options: &Options) -> anyhow
             }
         };
         let mut lines = String::new();
-        // In which time zone it was recorded is not recorded.
-        let second = (moment.time.as_secs() % 86400) as u32;
-        let now = Moment { host: &moment.host, at: moment.at, time: TimeOfDay { local: second, utc: second } };
+        let now = Moment { host: &moment.host, at: moment.at, time: time_of_day(moment.time, moment.utc_offset) };
         replay.moment(&now, &mut |names, decision| {
             let said = Said { at: SystemTime::UNIX_EPOCH + moment.time, whom: whom(names), decision: decision.clone() };
             lines.push_str(&match options.json {
@@ -56,6 +54,13 @@ pub fn run(folders: &[PathBuf], settings: Settings, options: &Options) -> anyhow
     Ok(Outcome::Done)
 }
 
+/// What clocks showed at a Unix time. Recordings of before it was kept do not say by how much the host's own was ahead:
+/// it is taken to have shown UTC.
+fn time_of_day(time: Duration, ahead: Option<i64>) -> TimeOfDay {
+    let second = |ahead: i64| (time.as_secs().cast_signed().saturating_add(ahead)).rem_euclid(86400) as u32;
+    TimeOfDay { local: second(ahead.unwrap_or(0)), utc: second(0) }
+}
+
 fn whom(names: &[String]) -> String {
     match names.len() {
         0 => "this host".to_owned(),
@@ -66,4 +71,19 @@ fn whom(names: &[String]) -> String {
 
 fn line(at: f64, Said { whom, decision, .. }: &Said) -> String {
     format!("{at:>9.1} s  {} {}: {}\n", decision.what.word(), printable(whom), printable(&decision.why))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_hosts_own_clock_is_ahead_or_behind() {
+        let noon = Duration::from_secs(1_700_000_000 / 86400 * 86400 + 12 * 3600);
+        let shown = |ahead| time_of_day(noon, ahead);
+        assert_eq!(shown(None), TimeOfDay { local: 12 * 3600, utc: 12 * 3600 });
+        assert_eq!(shown(Some(13 * 3600)), TimeOfDay { local: 3600, utc: 12 * 3600 });
+        assert_eq!(shown(Some(-12 * 3600 - 1)), TimeOfDay { local: 86399, utc: 12 * 3600 });
+        assert!(shown(Some(i64::MAX)).local < 86400);
+    }
 }
