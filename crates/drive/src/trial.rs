@@ -7,9 +7,9 @@
 use crate::session::{self, Session, Stays};
 use crate::verify;
 use crate::watch::{Piece, Watch, Whom};
+use pagefold_host::Host;
 use pagefold_host::act::{Action, Advice, NOT_MAPPED, Refusal};
-use pagefold_host::room::room;
-use pagefold_host::{Host, observe};
+use pagefold_host::room::{is_short, room};
 use pagefold_model::guard::{self, Need, Verdict};
 use pagefold_model::lasting::Seen;
 use pagefold_model::outcome::{Change, Missed};
@@ -41,7 +41,7 @@ pub struct Trial<'h> {
     refused: BTreeMap<ProcessId, Vec<Missed>>,
     /// Whether frames cannot be seen, so that nothing can be watched.
     blind: bool,
-    /// Percent of ten seconds in which some task waited for memory, from which on nothing is withdrawn.
+    /// Percent of ten seconds in which some task waited for memory, from which on it is short and nothing is withdrawn.
     pressure: Option<f64>,
 }
 
@@ -76,7 +76,7 @@ impl<'h> Trial<'h> {
         }
     }
 
-    /// Withdraw nothing while some task waits for memory for this percentage of ten seconds.
+    /// Withdraw nothing while memory is short, where some task that waits for it for this percentage of ten seconds is.
     pub fn heed_pressure(&mut self, percent: f64) {
         self.pressure = Some(percent);
     }
@@ -161,7 +161,6 @@ impl<'h> Trial<'h> {
             by_process.entry(piece.process).or_default().push(piece);
         }
         let mut gone = Pages::ZERO;
-        let pressed = self.is_pressed();
         for (process, pieces) in by_process {
             let (own, ours): (Vec<Piece>, Vec<Piece>) = pieces.into_iter().partition(|piece| piece.own);
             for (pieces, stays) in [(ours, Stays::ForGood), (own, Stays::ForNow)] {
@@ -173,7 +172,7 @@ impl<'h> Trial<'h> {
                 }
                 let ranges = pieces.iter().map(|piece| piece.range).collect();
                 let missed = match self.fits(process, &pieces) {
-                    _ if pressed => vec![self.refusal(process, "memory is short")],
+                    _ if self.is_pressed(process) => vec![self.refusal(process, "memory is short")],
                     Verdict::Fits => self.advise(session, process, ranges, stays)?,
                     Verdict::Unknown => {
                         vec![self.refusal(process, "it is not known how much memory there is for copies")]
@@ -222,9 +221,13 @@ impl<'h> Trial<'h> {
         act(session, process, &self.comm(process), &action, stays)
     }
 
-    fn is_pressed(&self) -> bool {
-        let pressed = |most| observe::pressure(self.host).is_ok_and(|now| now.some.avg10 >= most);
-        self.pressure.is_some_and(pressed)
+    /// Whether memory is short for a process, on the host or in its cgroup.
+    fn is_pressed(&self, process: ProcessId) -> bool {
+        self.pressure.is_some_and(|most| is_short(self.host, self.cgroup(process), most))
+    }
+
+    fn cgroup(&self, process: ProcessId) -> Option<&str> {
+        self.watch.process(process).and_then(|facts| facts.cgroup.as_deref().ok())
     }
 
     fn comm(&self, process: ProcessId) -> String {
@@ -240,7 +243,7 @@ impl<'h> Trial<'h> {
     fn fits(&self, process: ProcessId, pieces: &[Piece]) -> Verdict {
         let page_size = self.host.page_size();
         let copies = pieces.iter().map(|piece| page_size.pages_in(piece.range.bytes())).sum();
-        let cgroup = self.watch.process(process).and_then(|facts| facts.cgroup.as_deref().ok());
+        let cgroup = self.cgroup(process);
         let room = room(self.host, &cgroup.map(str::to_owned).into_iter().collect());
         guard::judge(&Need::of(cgroup, copies, Pages::ZERO), &room, page_size).verdict
     }

@@ -388,6 +388,9 @@ pub struct Limits {
     pub wait: Duration,
     /// Whether huge pages are put together afterwards.
     pub collapse: bool,
+    /// Percent of ten seconds in which some task waited for memory, from which on it is short and no further part of
+    /// whom it is short for is withdrawn, whatever the guard says.
+    pub pressure: Option<f64>,
 }
 
 /// What became of a process.
@@ -564,7 +567,7 @@ impl Work<'_, '_> {
             return Ok(());
         }
         let by_parts = self.limits.staged && matches!(target.way, Way::Whole | Way::Regions);
-        if !by_parts && !self.allowed(target, &target.parts)? {
+        if !by_parts && (self.is_pressed(target, done) || !self.allowed(target, &target.parts)?) {
             return Ok(());
         }
         let ranges = |part: &Part| Action::Advise { process, advice: Advice::Unmergeable, ranges: part.ranges.clone() };
@@ -573,6 +576,7 @@ impl Work<'_, '_> {
                 if done.ended
                     || done.error.is_some()
                     || self.is_over()
+                    || self.is_pressed(target, done)
                     || !self.allowed(target, std::slice::from_ref(part))?
                 {
                     return Ok(());
@@ -621,6 +625,16 @@ impl Work<'_, '_> {
             Err(other) => return Err(other),
         }
         Ok(())
+    }
+
+    /// Whether memory is short for a process, and that is heeded. Notes it.
+    fn is_pressed(&self, target: &Target, done: &mut Withdrawn) -> bool {
+        let short = |percent| room::is_short(self.session.host(), target.cgroup(), percent);
+        let pressed = self.limits.pressure.is_some_and(short);
+        if pressed {
+            done.error = Some("memory is short".to_owned());
+        }
+        pressed
     }
 
     /// Whether parts of a process, as they are now, fit; waits as long as may be waited. Remembers why not.

@@ -3,7 +3,7 @@
 use crate::{Host, Process, parse};
 use pagefold_model::identity::Identity;
 use pagefold_model::ksm::Ksm;
-use pagefold_model::memory::{Memory, Pressure, PressureLine};
+use pagefold_model::memory::{Memory, Pressure, PressureLine, Shortage};
 use pagefold_model::process::{Process as ProcessFacts, Rollup};
 use pagefold_model::region::{Mapped, Region};
 use pagefold_model::{Absent, Pfn, Pid, Reading};
@@ -23,6 +23,14 @@ pub fn memory(host: &dyn Host) -> Reading<Memory> {
 /// Memory pressure.
 pub fn pressure(host: &dyn Host) -> Reading<Pressure> {
     parse::pressure(&host.read("proc/pressure/memory")?)
+}
+
+/// How short memory is on the host.
+pub fn shortage(host: &dyn Host) -> Shortage {
+    let waited = pressure(host).ok().map(|pressure| pressure.some.avg10);
+    let memory = waited.is_none().then(|| memory(host).ok()).flatten();
+    let (available, total) = memory.map_or((None, None), |memory| (memory.available.ok(), memory.total.ok()));
+    Shortage::of_host(waited, available, total)
 }
 
 /// Pressure on the CPUs: some task waits for one.

@@ -1,4 +1,5 @@
-//! How much memory is left, by every limit that counts for given cgroups: what [`pagefold_model::guard`] judges by.
+//! How much memory is left, by every limit that counts for given cgroups: what [`pagefold_model::guard`] judges by; and
+//! how short it is there.
 //!
 //! The memory controller is where the distributions mount it: `/sys/fs/cgroup/memory` (v1), `/sys/fs/cgroup` (v2), or
 //! `/sys/fs/cgroup/unified` beside v1 hierarchies without it. Each cgroup is read with all above it, since a limit
@@ -9,6 +10,7 @@
 
 use crate::{Host, observe, parse};
 use pagefold_model::guard::{Limit, Place, Room, Rule, reserve};
+use pagefold_model::memory::Shortage;
 use pagefold_model::{Absent, Bytes, Reading};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -42,6 +44,29 @@ pub fn room(host: &dyn Host, cgroups: &BTreeSet<String>) -> Room {
         }
     }
     room
+}
+
+/// How short memory is in these cgroups. What cannot be read is not short: the guard has the word on what takes memory.
+///
+/// Whoever waits because of a limit above waits in the cgroup as well, so that pressure is read of it alone. v1 has
+/// none.
+pub fn shortages(host: &dyn Host, cgroups: &BTreeSet<String>) -> BTreeMap<String, Shortage> {
+    let room = room(host, cgroups);
+    let hierarchy = Hierarchy::find(host, Bytes::ZERO).ok().filter(|hierarchy| !hierarchy.v1);
+    let shortage = |cgroup: &String| {
+        let pressure = hierarchy.as_ref().and_then(|hierarchy| hierarchy.read(cgroup, "memory.pressure").ok());
+        let waited = pressure.and_then(|bytes| parse::pressure_some(&bytes).ok()).map(|some| some.avg10);
+        let limits = room.limits.iter().filter(|limit| limit.place != Place::Host && limit.place.holds(cgroup));
+        (cgroup.clone(), Shortage::of_cgroup(waited, limits.map(|limit| (limit.room, limit.limit))))
+    };
+    cgroups.iter().map(shortage).collect()
+}
+
+/// Whether memory is short on a host, or in this cgroup of it, where waiting for this percentage counts as that.
+pub fn is_short(host: &dyn Host, cgroup: Option<&str>, percent: f64) -> bool {
+    let squeezed =
+        |cgroup: &str| shortages(host, &BTreeSet::from([cgroup.to_owned()])).values().any(|s| s.is_short(percent));
+    observe::shortage(host).is_short(percent) || cgroup.is_some_and(squeezed)
 }
 
 /// A path and all above it, the root too.
@@ -227,6 +252,52 @@ mod tests {
             brief(&room)[1..],
             [("/a".to_owned(), "memory.max", 3 * 1024, 1024), ("/a".to_owned(), "memory.memsw", 4 * 1024, 0)]
         );
+    }
+
+    #[test]
+    fn memory_is_short_by_pressure_or_by_a_limit_above() {
+        let short = |files: &[(&str, &str)], cgroup: &str| {
+            let directory = tempfile::tempdir().unwrap();
+            is_short(&host(directory.path(), files), Some(cgroup), 10.0)
+        };
+        let pressure = |avg10: &str| format!("some avg10={avg10} avg60=0.00 avg300=0.00 total=1\n");
+        let (calm, high) = (pressure("9.99"), pressure("10.00"));
+        let v2 = |current: &'static str, pressure| {
+            [
+                ("sys/fs/cgroup/cgroup.controllers", "memory\n"),
+                ("sys/fs/cgroup/cgroup.procs", ""),
+                ("sys/fs/cgroup/a/memory.max", "20971520\n"),
+                ("sys/fs/cgroup/a/memory.high", "max\n"),
+                ("sys/fs/cgroup/a/memory.current", current),
+                ("sys/fs/cgroup/a/memory.stat", "inactive_file 1048576\n"),
+                ("sys/fs/cgroup/a/memory.swap.max", "0\n"),
+                ("sys/fs/cgroup/a/memory.swap.current", "0\n"),
+                ("sys/fs/cgroup/a/b/cgroup.procs", ""),
+                ("sys/fs/cgroup/a/b/memory.pressure", pressure),
+            ]
+        };
+        assert!(!short(&v2("10485760\n", &calm), "/a/b") && short(&v2("10485760\n", &high), "/a/b"));
+        assert!(!short(&v2("20971520\n", &calm), "/a/b"), "what is reclaimed first counts as free: a twentieth");
+        assert!(short(&v2("20971521\n", &calm), "/a/b") && short(&v2("20971521\n", &calm), "/a"));
+        assert!(!short(&v2("20971521\n", &high), "/"), "others are not");
+        let v1 = |usage: &'static str| {
+            [
+                ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+                ("sys/fs/cgroup/memory/cgroup.procs", ""),
+                ("sys/fs/cgroup/memory/a/memory.limit_in_bytes", "8388608\n"),
+                ("sys/fs/cgroup/memory/a/memory.usage_in_bytes", usage),
+                ("sys/fs/cgroup/memory/a/memory.stat", "total_inactive_file 0\n"),
+                ("sys/fs/cgroup/memory/a/cgroup.procs", ""),
+                ("sys/fs/cgroup/memory/a/b/cgroup.procs", ""),
+                ("sys/fs/cgroup/memory/a/b/memory.limit_in_bytes", "9223372036854771712\n"),
+            ]
+        };
+        assert!(short(&v1("8000000\n"), "/a/b") && !short(&v1("4000000\n"), "/a/b"));
+        let both = format!("{high}{}", high.replace("some", "full"));
+        assert!(short(&[("proc/pressure/memory", &both)], "/a"), "the whole host is");
+        assert!(!short(&[], "/a"), "what cannot be read is not short");
+        let little = ("proc/meminfo", "MemTotal: 102400 kB\nMemAvailable: 5119 kB\nSwapFree: 0 kB\n");
+        assert!(short(&[little], "/a"), "without pressure what is left counts");
     }
 
     #[test]

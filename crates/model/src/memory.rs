@@ -3,6 +3,11 @@
 use crate::reading::Reading;
 use crate::units::Bytes;
 
+/// The part of all memory, or of a limit, from which on less is short whoever waits for it. Without swap nobody waits
+/// for anonymous memory until there is none and the OOM killer comes. Unmerging is refused in the last hundredth anyway
+/// ([`crate::guard::reserve`]); this is early enough to have something merged before.
+const SHORT: f64 = 0.05;
+
 /// The lines of `/proc/meminfo` that Pagefold uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Memory {
@@ -44,4 +49,61 @@ pub struct Pressure {
     pub some: PressureLine,
     /// All tasks were stalled.
     pub full: PressureLine,
+}
+
+/// How short memory is, on a host or in a cgroup.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Shortage {
+    /// Percent of the last ten seconds in which some task waited for memory.
+    pub waited: Option<f64>,
+    /// The part that is left, where that is to count.
+    pub left: Option<f64>,
+}
+
+impl Shortage {
+    /// Of a host, where `MemAvailable` counts if nothing tells how long it is waited for (`psi=0`): it is an estimate.
+    pub fn of_host(waited: Option<f64>, available: Option<Bytes>, total: Option<Bytes>) -> Self {
+        let left = available.zip(total).filter(|_| waited.is_none());
+        Self { waited, left: left.map(|(left, of)| part(left, of)) }
+    }
+
+    /// Of a cgroup, with what is left of each limit that counts for it.
+    pub fn of_cgroup(waited: Option<f64>, limits: impl IntoIterator<Item = (Bytes, Bytes)>) -> Self {
+        let left = limits.into_iter().map(|(left, limit)| part(left, limit));
+        Self { waited, left: left.min_by(f64::total_cmp) }
+    }
+
+    /// Whether it counts as short where waiting for this percentage does.
+    pub fn is_short(self, percent: f64) -> bool {
+        self.waited.is_some_and(|waited| waited >= percent) || self.left.is_some_and(|left| left < SHORT)
+    }
+}
+
+/// A part of a whole. Nothing has nothing left.
+fn part(left: Bytes, whole: Bytes) -> f64 {
+    left.0 as f64 / whole.0.max(1) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_short_where_it_is_waited_for_or_nothing_is_left() {
+        let mib = |mib: u64| Some(Bytes(mib << 20));
+        let host = |waited, available| Shortage::of_host(waited, mib(available), mib(1000)).is_short(10.0);
+        assert!(host(Some(10.0), 900) && !host(Some(9.9), 900));
+        assert!(!host(Some(0.0), 1), "where waiting is known it counts alone");
+        assert!(host(None, 49) && !host(None, 51), "and else what is left");
+        assert!(!Shortage::of_host(None, None, mib(1000)).is_short(10.0), "what is not known is not short");
+
+        let cgroup = |waited, limits: &[(u64, u64)]| {
+            let limits = limits.iter().map(|&(left, limit)| (Bytes(left), Bytes(limit)));
+            Shortage::of_cgroup(waited, limits).is_short(10.0)
+        };
+        assert!(cgroup(Some(10.0), &[]) && !cgroup(Some(0.0), &[]) && !cgroup(None, &[]));
+        assert!(cgroup(Some(0.0), &[(90, 100), (4, 100)]), "any limit is enough");
+        assert!(!cgroup(Some(0.0), &[(90, 100), (6, 100)]));
+        assert!(cgroup(None, &[(0, 0)]), "a limit of nothing");
+    }
 }

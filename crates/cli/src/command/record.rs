@@ -252,7 +252,7 @@ fn read_beside(host: &dyn Host, tap: &Tap<'_>, census: &Census) {
         let _ = ksmd.read("schedstat");
     }
     let cgroups = census.subjects.iter().filter_map(|subject| subject.process.cgroup.clone().ok()).collect();
-    let _ = room::room(tap, &cgroups);
+    let _ = room::shortages(tap, &cgroups);
 }
 
 fn ksmd(host: &dyn Host) -> Option<Pid> {

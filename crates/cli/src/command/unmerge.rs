@@ -138,8 +138,13 @@ impl Work<'_> {
             report.interrupted = is_set(stop);
             return Ok(report);
         }
-        let limits =
-            Limits { staged: options.staged, force: options.force, wait: options.wait, collapse: options.collapse };
+        let limits = Limits {
+            staged: options.staged,
+            force: options.force,
+            wait: options.wait,
+            collapse: options.collapse,
+            pressure: None,
+        };
         let done = unmerge::carry_out(session, &plan, limits, stop).map_err(|error| session.give_up(error))?;
         carried_out(&mut report, &plan, &done);
         Ok(report)

@@ -46,7 +46,9 @@ pub(super) struct Section {
     /// Processes that would give back less are left alone.
     #[schemars(with = "Option<schema::Amount>", extend("default" = "1MiB"))]
     min_profit: Word,
-    /// Memory is short while tasks wait for it for this part of ten seconds. Nothing is withdrawn then.
+    /// Memory is short while tasks wait for it for this part of ten seconds, on the host or in a process's cgroup.
+    /// What it is short for is merged first, and nothing of that is withdrawn. Less than a twentieth left is short as
+    /// well: of a limit of a cgroup or one above it, and of the host's memory where it does not tell who waits.
     #[schemars(with = "Option<schema::Percent>", extend("default" = "10%"))]
     pressure: Word,
     /// The part of ten seconds by which programs may wait longer for a CPU by its work before it backs off.

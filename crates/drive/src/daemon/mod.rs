@@ -7,6 +7,7 @@
 //! are what they were. What programs wait for is read at each tick while it works and now and then while it rests
 //! ([`probe`]).
 
+mod cgroups;
 mod clock;
 mod probe;
 pub mod replay;
@@ -21,6 +22,7 @@ pub use snapshot::{Pass, Said, Snapshot, Told, Used};
 
 use crate::ksmd::Ksmd;
 use crate::merge::own_cpu;
+use cgroups::Cgroups;
 use jiff::tz::TimeZone;
 use pagefold_census::tally::Party;
 use pagefold_host::{Host, observe};
@@ -89,6 +91,7 @@ pub struct Daemon<'h, 'a> {
     settings: Arc<Settings>,
     roster: Roster,
     probe: Probe,
+    cgroups: Cgroups,
     tuner: Option<String>,
     orders: Sender<Order>,
     /// Ends the work under way soon.
@@ -166,6 +169,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             settings,
             roster: Roster::new(host),
             probe: Probe::default(),
+            cgroups: Cgroups::default(),
             tuner: None,
             orders,
             halt: Arc::default(),
@@ -276,9 +280,13 @@ impl<'h, 'a> Daemon<'h, 'a> {
         let works = self.state().standing().0 == Standing::Working;
         let members = self.roster.members().map(|member| member.id);
         let waits = self.probe.read(self.host, now, works, members);
+        let memory = observe::memory(self.host).ok();
+        let cgroups = self.cgroups.read(self.host, now, self.roster.members());
         self.step(Event::Tick(Readings {
             spent: own + ksmd.unwrap_or_default(),
-            available: observe::memory(self.host).and_then(|memory| memory.available).ok(),
+            available: memory.as_ref().and_then(|memory| memory.available.clone().ok()),
+            total: memory.and_then(|memory| memory.total.ok()),
+            cgroups,
             pressure: observe::pressure(self.host).ok().map(|pressure| pressure.some.avg10),
             waits,
             time: clock::time_of_day(SystemTime::now(), &TimeZone::system()),

@@ -4,6 +4,7 @@
 //! took depends on the machine that replays. Nothing can be changed, so the daemon only advises, and the host goes on
 //! as it was recorded. The same recording, settings and seed give the same decisions.
 
+use super::cgroups::Cgroups;
 use super::roster::Roster;
 use super::worker::{request, worth, young};
 use super::{Error, Settings, label};
@@ -33,6 +34,7 @@ pub struct Replay {
     settings: Settings,
     seed: u64,
     roster: Option<Roster>,
+    cgroups: Cgroups,
     tuner: Option<String>,
     state: Option<State>,
     ages: Ages,
@@ -50,6 +52,7 @@ impl Replay {
             settings,
             seed,
             roster: None,
+            cgroups: Cgroups::default(),
             tuner: None,
             state: None,
             ages: Ages::since(page_size, began)?,
@@ -72,9 +75,12 @@ impl Replay {
             events.push_back(Event::Tuner(tuner));
         }
         let ksmd = Ksmd::find(host).and_then(|ksmd| ksmd.cpu()).unwrap_or_default();
+        let memory = observe::memory(host).ok();
         events.push_back(Event::Tick(Readings {
             spent: self.spent + ksmd,
-            available: observe::memory(host).and_then(|memory| memory.available).ok(),
+            available: memory.as_ref().and_then(|memory| memory.available.clone().ok()),
+            total: memory.and_then(|memory| memory.total.ok()),
+            cgroups: self.cgroups.read(host, at, roster.members()),
             pressure: observe::pressure(host).ok().map(|pressure| pressure.some.avg10),
             // What programs waited for is not recorded.
             waits: None,

@@ -2,6 +2,7 @@ use super::*;
 use crate::fake::Fake;
 use pagefold_host::faulty::{Fault, Faulty};
 use pagefold_model::Pid;
+use pagefold_model::daemon::Censused;
 use std::sync::atomic::AtomicUsize;
 
 /// Pages of 4 KiB of a process that is managed, and of one that is not.
@@ -11,13 +12,29 @@ const SMALL: u64 = 100;
 /// The first of those who are managed.
 const FIRST: u32 = 1000;
 
-/// Forty small processes and four that are managed.
+/// Forty small processes and four that are managed, each in a cgroup with a limit.
 fn host() -> Fake {
     let host = Fake::new();
     host.free(5_000_000);
     (1..=40).for_each(|pid| host.start(pid, SMALL));
     (FIRST..FIRST + 4).for_each(|pid| host.start(pid, BIG));
+    host.file("sys/fs/cgroup/cgroup.controllers", "memory\n");
+    host.file("sys/fs/cgroup/cgroup.procs", "");
+    (FIRST..FIRST + 4).for_each(|pid| confine(&host, pid, &format!("/guest{pid}"), "0.00"));
     host
+}
+
+/// Put a process into a cgroup with a limit, half of which is left, and have memory waited for there.
+fn confine(host: &Fake, pid: u32, cgroup: &str, percent: &str) {
+    host.file(&format!("proc/{pid}/cgroup"), &format!("0::{cgroup}\n"));
+    let file = |name: &str, text: &str| host.file(&format!("sys/fs/cgroup{cgroup}/{name}"), text);
+    file("memory.max", "1073741824\n");
+    file("memory.high", "max\n");
+    file("memory.current", "536870912\n");
+    file("memory.stat", "inactive_file 0\n");
+    file("memory.swap.max", "max\n");
+    let line = |word: &str| format!("{word} avg10={percent} avg60=0.00 avg300=0.00 total=1\n");
+    file("memory.pressure", &(line("some") + &line("full")));
 }
 
 /// So many polls of a roster, half a second after each other, and what they told.
@@ -52,7 +69,7 @@ fn a_quiet_host_that_is_merged_is_hardly_asked_anything() {
             daemon.tick().unwrap();
             // Nothing is found, as on a host where all is merged.
             while work.try_recv().is_ok() {
-                daemon.step(Event::Censused(pagefold_model::daemon::Censused::default()));
+                daemon.step(Event::Censused(Censused::default()));
             }
         }
     };
@@ -62,8 +79,9 @@ fn a_quiet_host_that_is_merged_is_hardly_asked_anything() {
     ticks(3600);
     let after = asked.load(Ordering::Relaxed);
     // Each tick reads how much memory there is and how it is waited for. Everybody's size once a minute, those of four
-    // each 16 s and who they are each minute, what is waited for each 2 s and a list each 30 s come to about one more.
-    assert!(after <= 3600 * 4, "{after} questions in 3600 ticks, {before} in those before");
+    // each 16 s and who they are each minute, their cgroups each 10 s, what is waited for each 2 s and a list each 30 s
+    // come to about three more.
+    assert!(after <= 3600 * 6, "{after} questions in 3600 ticks, {before} in those before");
 }
 
 #[test]
@@ -136,4 +154,44 @@ fn who_drives_ksm_is_known_before_anything_is_done() {
     host.ended(77);
     poll(&mut roster, &host, &mut now, 5);
     assert!(roster.tuner().is_none());
+}
+
+#[test]
+fn who_is_squeezed_is_found_out_in_turn() {
+    let (fake, mut now, mut cgroups) = (host(), Duration::ZERO, Cgroups::default());
+    // More than are read at once.
+    let pids: Vec<u32> = (2000..2050).collect();
+    for &pid in &pids {
+        fake.start(pid, BIG);
+        confine(&fake, pid, &format!("/{pid}"), if pid % 2 == 0 { "50.00" } else { "0.00" });
+    }
+    let mut roster = Roster::new(&fake);
+    poll(&mut roster, &fake, &mut now, 1);
+    assert_eq!(roster.members().count(), 4 + pids.len());
+    let mut short = BTreeMap::new();
+    for second in 0..20 {
+        let found = cgroups.read(&fake, Duration::from_secs(second), roster.members());
+        assert!(found.is_empty() || second % 10 == 0, "each ten seconds");
+        short.extend(found.into_iter().map(|(process, shortage)| (process.pid, shortage.is_short(10.0))));
+    }
+    let expect = (FIRST..FIRST + 4).map(|pid| (Pid(pid), false));
+    let expect = expect.chain(pids.into_iter().map(|pid| (Pid(pid), pid % 2 == 0)));
+    assert_eq!(short, expect.collect());
+}
+
+#[test]
+fn who_is_squeezed_is_looked_at_before_others_and_above_the_goal() {
+    let host = host();
+    confine(&host, FIRST + 2, "/guest", "50.00");
+    let (orders, work) = mpsc::channel();
+    let (mut log, mut settings) = (|_: &str| {}, Settings::default());
+    settings.rules.keep_available = Some(Bytes(1 << 30));
+    let mut daemon = Daemon::new(&host, settings, 0, orders, &mut log);
+    let first = (0..60).find_map(|_| {
+        daemon.now += CALM[0];
+        daemon.tick().unwrap();
+        work.try_recv().ok()
+    });
+    let Some(Action::Census(processes)) = first.map(|order: Order| order.action) else { panic!("no census") };
+    assert!(processes.iter().any(|process| process.pid == Pid(FIRST + 2)), "{processes:?}");
 }

@@ -121,7 +121,7 @@ impl<'h> Worker<'h> {
             Action::Census(processes) => self.census(&processes, &settings).map(Event::Censused),
             Action::Merge { processes, share } => self.merge(&processes, share, &settings).map(Event::Merged),
             Action::Look { withdraw } => self.look(withdraw).map(Event::Looked),
-            Action::Withdraw(processes) => self.withdraw(processes).map(Event::Withdrawn),
+            Action::Withdraw(processes) => self.withdraw(processes, &settings).map(Event::Withdrawn),
             Action::Restore => self.restore().map(|()| Event::Restored),
             Action::Halt | Action::Say(_) | Action::End => return Event::Failed("no work".to_owned()),
         };
@@ -276,8 +276,9 @@ impl<'h> Worker<'h> {
         Ok(looked)
     }
 
-    /// Withdraw all of some processes, as far as there is memory for it. Tells who has nothing merged any more.
-    fn withdraw(&mut self, processes: Vec<ProcessId>) -> Result<Vec<ProcessId>, Error> {
+    /// Withdraw all of some processes, as far as there is memory for it and it is not short meanwhile. Tells who has
+    /// nothing merged any more.
+    fn withdraw(&mut self, processes: Vec<ProcessId>, settings: &Settings) -> Result<Vec<ProcessId>, Error> {
         let session = self.session.as_mut().ok_or(Error::NotHeld)?;
         let there: Vec<_> = processes.iter().filter(|process| lives(self.host, **process)).collect();
         let mut gone = processes.clone();
@@ -286,7 +287,8 @@ impl<'h> Worker<'h> {
         }
         let selection = Selection { pids: there.iter().map(|process| process.pid).collect(), ..Selection::default() };
         let plan = unmerge::plan(self.host, &selection, &|_, _| None)?;
-        let limits = unmerge::Limits { staged: true, force: false, wait: Duration::ZERO, collapse: false };
+        let pressure = Some(settings.rules.pressure);
+        let limits = unmerge::Limits { staged: true, pressure, ..unmerge::Limits::default() };
         let done = unmerge::carry_out(session, &plan, limits, &self.halt)?;
         for (target, done) in plan.targets.iter().zip(&done.targets) {
             if !done.is_whole() && !done.ended {

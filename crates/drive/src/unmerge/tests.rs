@@ -3,6 +3,7 @@
 
 use super::*;
 use pagefold_host::act::{Effect, Refusal};
+use pagefold_host::faulty::{Fault, Faulty};
 use pagefold_host::{FrameFlags, Mapping, PageView, Run, Way as Reader};
 use pagefold_model::{PageSize, Pid};
 use std::path::Path;
@@ -213,12 +214,12 @@ fn host(free: u64, processes: &[&str]) -> Fake {
     Fake { state: Mutex::new(State { processes, free, actions: Vec::new() }), refuses: |_| None, tells: true }
 }
 
-fn planned(host: &Fake) -> Plan {
+fn planned(host: &dyn Host) -> Plan {
     plan(host, &Selection::default(), &|_, _| None).unwrap()
 }
 
 /// Plan and carry out.
-fn run(host: &Fake, limits: Limits) -> (Plan, Done) {
+fn run(host: &dyn Host, limits: Limits) -> (Plan, Done) {
     let directory = tempfile::tempdir().unwrap();
     let (mut session, _, _) = Session::begin(host, directory.path()).unwrap();
     let plan = planned(host);
@@ -228,7 +229,7 @@ fn run(host: &Fake, limits: Limits) -> (Plan, Done) {
     (plan, done)
 }
 
-const STAGED: Limits = Limits { staged: true, force: false, wait: Duration::ZERO, collapse: false };
+const STAGED: Limits = Limits { staged: true, force: false, wait: Duration::ZERO, collapse: false, pressure: None };
 
 #[test]
 fn exactly_what_is_planned_is_taken() {
@@ -353,6 +354,25 @@ fn memory_is_waited_for() {
         let (_, done) = run(&fake, Limits { wait: Duration::from_secs(60), ..STAGED });
         assert!(done.targets.iter().all(Withdrawn::is_whole), "{done:?}");
     });
+}
+
+#[test]
+fn what_is_under_way_stops_when_memory_gets_short() {
+    let pages = "a".repeat(PART + 1);
+    for (limits, stops) in [(STAGED, false), (Limits { pressure: Some(10.0), ..STAGED }, true)] {
+        let fake = host(2 * PART as u64, &["b", &pages]);
+        // From the second part on.
+        let avg10 = || if fake.state.lock().unwrap().actions.len() >= 2 { "10.00" } else { "9.99" };
+        let line = |word: &str| format!("{word} avg10={} avg60=0.00 avg300=0.00 total=1\n", avg10());
+        let told = |path: &str| {
+            (path == "proc/pressure/memory").then(|| Fault::Replaced((line("some") + &line("full")).into_bytes()))
+        };
+        let (plan, done) = run(&Faulty::new(&fake, told), limits);
+        assert_eq!(plan.targets.iter().map(|target| target.parts.len()).collect::<Vec<_>>(), [1, 2]);
+        assert!(done.targets[0].is_whole(), "{done:?}");
+        assert_eq!((done.targets[1].parts, done.targets[1].is_whole()), if stops { (1, false) } else { (2, true) });
+        assert_eq!(done.targets[1].error.as_deref(), stops.then_some("memory is short"));
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use super::{Action, Cause, Member, Mode, Reason, State, What, Work};
 use crate::units::{Bytes, ProcessId};
 use std::cmp::Reverse;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// Members that are looked at beside those of their domain whose turn it is, at most: alike ones, and the biggest
@@ -42,8 +42,8 @@ impl State {
         if self.paused || self.rules.mode == Mode::Observe || self.yields().is_some() {
             return;
         }
-        if self.held && !self.is_pressed() && !self.leaving.is_empty() {
-            return self.withdraw(actions);
+        if self.held && !self.is_pressed() && self.withdraw_unless_squeezed(actions) {
+            return;
         }
         if self.held && self.now >= self.watch.0 && self.members.values().any(|member| member.enrolled) {
             return self.start(Work::Look, Action::Look { withdraw: !self.is_pressed() }, actions);
@@ -52,13 +52,30 @@ impl State {
             return self.rest(Reason::QuietHours, "these are quiet hours", actions);
         }
         let enough = |keep: Bytes| self.available.is_some_and(|available| available >= keep);
-        if self.rules.keep_available.is_some_and(enough) && !self.is_pressed() {
-            return self.rest(Reason::Goal, "there is as much memory as it is to keep", actions);
+        let at_goal = self.rules.keep_available.is_some_and(enough);
+        let rests = (at_goal || self.now < self.slowdown.until()) && !self.is_pressed();
+        let due = self.due(rests);
+        if !rests || !due.is_empty() {
+            self.census(due, actions);
+        } else if at_goal {
+            self.rest(Reason::Goal, "there is as much memory as it is to keep", actions);
         }
-        if self.now < self.slowdown.until() && !self.is_pressed() {
-            return;
+    }
+
+    /// Withdraw those who are to be, but for those in whose cgroups memory is short: they wait. Tells whether anybody
+    /// is.
+    fn withdraw_unless_squeezed(&mut self, actions: &mut Vec<Action>) -> bool {
+        let squeezed =
+            |process: &ProcessId| self.members.get(process).is_some_and(|member| member.is_squeezed(&self.rules));
+        let leaving = self.leaving.clone().into_iter();
+        let (waiting, leaving): (BTreeMap<_, _>, BTreeMap<_, _>) = leaving.partition(|(process, _)| squeezed(process));
+        self.leaving = leaving;
+        let any = !self.leaving.is_empty();
+        if any {
+            self.withdraw(actions);
         }
-        self.census(actions);
+        self.leaving.extend(waiting);
+        any
     }
 
     fn end(&mut self, unmerge: bool, actions: &mut Vec<Action>) {
@@ -108,8 +125,7 @@ impl State {
     }
 
     /// Take a census of those whose turn it is, as far as there is CPU time for it.
-    fn census(&mut self, actions: &mut Vec<Action>) {
-        let due = self.due();
+    fn census(&mut self, due: Vec<ProcessId>, actions: &mut Vec<Action>) {
         if due.is_empty() {
             if matches!(self.told, Some(Reason::Budget | Reason::Goal | Reason::SlowDown)) {
                 self.told = None;
@@ -148,22 +164,25 @@ impl State {
         self.start(Work::Census(turns, processes.clone()), Action::Census(processes), actions);
     }
 
-    /// Whose turn it is, in the order in which they come.
-    fn due(&self) -> Vec<ProcessId> {
-        // Who waits for long may be what is needed when memory is short.
-        let sooner = if self.is_pressed() { 0.75 } else { 0.0 };
+    /// Whose turn it is, in the order in which they come; only of those in whose cgroups memory is short, if it is so.
+    fn due(&self, squeezed: bool) -> Vec<ProcessId> {
         let all = |sooner: f64| -> Vec<(Cause, Duration, ProcessId)> {
-            let turn = |member: &Member| {
-                member.is_open() && member.next.saturating_sub(member.pause.mul_f64(sooner)) <= self.now
+            let turn = |(_, member): &(&ProcessId, &Member)| {
+                // Who waits for long may be what is needed when memory is short.
+                let short = member.is_squeezed(&self.rules);
+                let sooner = if short || self.is_pressed() { 0.75 } else { sooner };
+                (short || !squeezed)
+                    && member.is_open()
+                    && member.next.saturating_sub(member.pause.mul_f64(sooner)) <= self.now
             };
-            let due = self.members.iter().filter(|(_, member)| turn(member));
+            let due = self.members.iter().filter(turn);
             due.map(|(process, member)| (member.cause, member.next, *process)).collect()
         };
-        if all(sooner).is_empty() {
+        if all(0.0).is_empty() {
             return Vec::new();
         }
         // One census of several is less work than several.
-        let mut due = all(TOGETHER.max(sooner));
+        let mut due = all(TOGETHER);
         due.sort_unstable();
         let mut due: Vec<ProcessId> = due.into_iter().map(|(.., process)| process).collect();
         let member = |process: &ProcessId| &self.members[process];
@@ -173,8 +192,9 @@ impl State {
             due.sort_by_key(|process| member(process).urgency(&self.rules));
         } else if due.iter().any(|process| member(process).is_new()) {
             // Those who are new are only taken note of, which others need not wait for.
-            due.retain(|process| member(process).is_new());
+            due.retain(|process| member(process).is_new() || member(process).is_squeezed(&self.rules));
         }
+        due.sort_by_key(|process| !member(process).is_squeezed(&self.rules));
         due.sort_by_key(|process| member(process).overran);
         if member(&due[0]).overran == 0 {
             due.retain(|process| member(process).overran == 0);

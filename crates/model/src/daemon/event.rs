@@ -1,6 +1,7 @@
 //! What happens, what is done about it, and what is said of it.
 
 use super::{Arrival, Cause, Rules, TimeOfDay, Waits};
+use crate::memory::Shortage;
 use crate::units::{Bytes, NetBytes, ProcessId};
 use std::time::Duration;
 
@@ -55,8 +56,12 @@ pub struct Readings {
     pub spent: Duration,
     /// `MemAvailable`.
     pub available: Option<Bytes>,
+    /// `MemTotal`.
+    pub total: Option<Bytes>,
     /// Percent of the last ten seconds in which some task waited for memory.
     pub pressure: Option<f64>,
+    /// How short memory is in the cgroups of those of whom it was read.
+    pub cgroups: Vec<(ProcessId, Shortage)>,
     /// What programs waited for, where it was read.
     pub waits: Option<Waits>,
     /// What clocks show.

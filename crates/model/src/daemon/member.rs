@@ -2,6 +2,7 @@
 
 use super::rules::Rules;
 use crate::domain::Domain;
+use crate::memory::Shortage;
 use crate::units::{Bytes, ProcessId};
 use std::time::Duration;
 
@@ -71,6 +72,8 @@ pub struct Member {
     pub refused: Option<Duration>,
     /// Resident memory.
     pub resident: Bytes,
+    /// How short memory is in its cgroup, as far as it is known.
+    pub shortage: Shortage,
     /// Whether the daemon has enrolled any of it.
     pub enrolled: bool,
     /// When it was looked at last.
@@ -114,6 +117,7 @@ impl Member {
             withdrawn: false,
             refused: None,
             resident,
+            shortage: Shortage::default(),
             enrolled: false,
             looked: None,
             pause: rules.ripens,
@@ -135,6 +139,11 @@ impl Member {
     /// Whether its memory may be looked at.
     pub fn is_open(&self) -> bool {
         self.excluded.is_none() && !self.withdrawn && self.refused.is_none()
+    }
+
+    /// Whether memory is short in its cgroup.
+    pub fn is_squeezed(&self, rules: &Rules) -> bool {
+        self.shortage.is_short(rules.pressure)
     }
 
     /// Whether it has not been looked at yet.

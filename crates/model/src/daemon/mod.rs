@@ -22,6 +22,9 @@
 //! While programs wait longer for a CPU than they do without it ([`slowdown`]), unless memory is short. Above the goal,
 //! in quiet hours, while paused, while somebody else writes KSM's settings. Nothing is withdrawn while memory is short:
 //! unmerging takes memory.
+//!
+//! Memory may be short on the host or in somebody's cgroup ([`crate::memory::Shortage`]). Then it comes first, nothing
+//! of it is withdrawn, and neither the goal nor the slow-down counts for it; all else goes on.
 
 pub mod budget;
 mod choose;
@@ -41,6 +44,7 @@ pub use rules::{Hours, Mode, Rules, TimeOfDay};
 pub use slowdown::{Slowdown, Waits};
 pub use strikes::Strikes;
 
+use crate::memory::Shortage;
 use crate::units::{Bytes, ProcessId};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -85,7 +89,7 @@ pub struct State {
     now: Duration,
     budget: Budget,
     available: Option<Bytes>,
-    pressure: Option<f64>,
+    shortage: Shortage,
     slowdown: Slowdown,
     /// What clocks show, once they were read.
     time: Option<TimeOfDay>,
@@ -134,7 +138,7 @@ impl State {
             seed,
             now: at,
             available: None,
-            pressure: None,
+            shortage: Shortage::default(),
             slowdown: Slowdown::default(),
             time: None,
             members: BTreeMap::new(),
@@ -213,9 +217,9 @@ impl State {
         self.rules.rarest.max(Duration::from_secs_f64(mib * self.census_seconds * CALM))
     }
 
-    /// Whether memory is short.
+    /// Whether memory is short on the host.
     fn is_pressed(&self) -> bool {
-        self.pressure.is_some_and(|percent| percent >= self.rules.pressure)
+        self.shortage.is_short(self.rules.pressure)
     }
 
     fn may_act(&self) -> bool {

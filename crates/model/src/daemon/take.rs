@@ -2,6 +2,7 @@
 
 use super::{Action, Arrival};
 use super::{Censused, Decision, Event, Looked, Member, Merged, Planned, Readings, Reason, State, Waits, What, Work};
+use crate::memory::Shortage;
 use crate::units::{Bytes, NetBytes, ProcessId};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -85,7 +86,13 @@ impl State {
 
     fn read(&mut self, readings: Readings, actions: &mut Vec<Action>) {
         self.budget.read(self.now, readings.spent);
-        (self.available, self.pressure, self.time) = (readings.available, readings.pressure, Some(readings.time));
+        (self.available, self.time) = (readings.available, Some(readings.time));
+        self.shortage = Shortage::of_host(readings.pressure, readings.available, readings.total);
+        for (process, shortage) in readings.cgroups {
+            if let Some(member) = self.members.get_mut(&process) {
+                member.shortage = shortage;
+            }
+        }
         for (process, ran) in readings.ran {
             if let Some(member) = self.members.get_mut(&process) {
                 member.ran_for(ran, self.now, &self.rules);

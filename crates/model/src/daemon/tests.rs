@@ -4,6 +4,7 @@ use crate::units::{NetBytes, Pid};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
+mod pressure;
 mod turns;
 
 const MIB: u64 = 1 << 20;
@@ -27,6 +28,8 @@ struct Host {
     now: Duration,
     spent: Duration,
     available: Bytes,
+    /// All memory, on a host that does not tell of pressure.
+    total: Option<Bytes>,
     pressure: f64,
     second: u32,
     /// What the work under way will answer, and when.
@@ -62,6 +65,7 @@ impl Host {
             now: Duration::ZERO,
             spent: Duration::ZERO,
             available: Bytes(1 << 34),
+            total: None,
             pressure: 0.0,
             second: 0,
             answer: None,
@@ -157,7 +161,11 @@ impl Host {
             }
             Action::Withdraw(processes) => {
                 assert!(self.holds);
-                assert!(!self.state.is_pressed() || self.state.stopping.is_some(), "unmerging takes memory");
+                let squeezed = |process| {
+                    self.state.members().get(process).is_some_and(|member| member.is_squeezed(self.state.rules()))
+                };
+                let short = self.state.is_pressed() || processes.iter().any(squeezed);
+                assert!(!short || self.state.stopping.is_some(), "unmerging takes memory");
                 for process in &processes {
                     self.enrolled.remove(process);
                 }
@@ -175,7 +183,8 @@ impl Host {
         let readings = Readings {
             spent: self.spent,
             available: Some(self.available),
-            pressure: Some(self.pressure),
+            total: self.total,
+            pressure: self.total.is_none().then_some(self.pressure),
             waits: Some(self.waits()),
             time: TimeOfDay { local: self.second, utc: 12 * 3600 },
             resident: Vec::new(),
