@@ -2,13 +2,15 @@
 //!
 //! [`Host`] and [`Process`] are the only way in which the rest of Pagefold sees a machine. There are three adapters:
 //! the live one (`pagefold-linux`), a [`recording`] read back from a folder, and a [`faulty`] one that wraps another
-//! and fails where a test tells it to. Files are asked for by their path below the root, and parsed by [`parse`],
-//! whose functions take bytes and never touch a system; [`observe`] puts both together. Page contents cross the port
-//! as bytes (live) or as the fingerprint somebody took earlier (recording): see [`PageContent`].
+//! and fails where a test tells it to; [`counted`] wraps one, too, for whoever wants to see it answer. Files are asked
+//! for by their path below the root, and parsed by [`parse`], whose functions take bytes and never touch a system;
+//! [`observe`] puts both together. Page contents cross the port as bytes (live) or as the fingerprint somebody took
+//! earlier (recording): see [`PageContent`].
 
 #![forbid(unsafe_code)]
 
 pub mod act;
+pub mod counted;
 pub mod examine;
 pub mod faulty;
 pub mod footprint;

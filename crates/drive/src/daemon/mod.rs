@@ -25,6 +25,7 @@ use crate::merge::own_cpu;
 use cgroups::Cgroups;
 use jiff::tz::TimeZone;
 use pagefold_census::tally::Party;
+use pagefold_host::counted::Counted;
 use pagefold_host::{Host, observe};
 use pagefold_model::daemon::{Action, Decision, Event, Readings, Standing, State, step};
 use pagefold_model::process::Process;
@@ -35,7 +36,7 @@ use snapshot::Meter;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant, SystemTime};
 use worker::{Order, Worker};
@@ -45,6 +46,11 @@ const QUICK: Duration = Duration::from_millis(250);
 
 /// Between two polls otherwise, where the host tells of programs as they begin, and where it does not.
 const CALM: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(1)];
+
+/// How long work may be under way without any answer of the host before it counts as hung. No honest answer takes as
+/// long: the longest is to advice over much memory at once, of which each page is copied, some seconds for a GiB where
+/// it is swapped out meanwhile.
+const HUNG: Duration = Duration::from_secs(600);
 
 /// Decisions that are kept.
 const DECISIONS: usize = 100;
@@ -96,6 +102,7 @@ pub struct Daemon<'h, 'a> {
     orders: Sender<Order>,
     /// Ends the work under way soon.
     halt: Arc<AtomicBool>,
+    pulse: Pulse,
     ksmd_thread: Option<Ksmd<'h>>,
     ksmd: Meter,
     own: Meter,
@@ -105,8 +112,28 @@ pub struct Daemon<'h, 'a> {
     log: &'a mut dyn FnMut(&str),
 }
 
+/// Whether the work under way gets on.
+struct Pulse {
+    /// What the host has answered to whoever does the work.
+    answers: Arc<AtomicU64>,
+    /// How much that was when it was seen to have changed, and when that was.
+    last: (u64, Duration),
+    hung: bool,
+}
+
+impl Pulse {
+    /// Whether work that is under way, or none, has got on lately.
+    fn beats(&mut self, now: Duration, works: bool) -> bool {
+        let answers = self.answers.load(Ordering::Relaxed);
+        if !works || answers != self.last.0 {
+            self.last = (answers, now);
+        }
+        now.saturating_sub(self.last.1) < HUNG
+    }
+}
+
 /// Run the daemon over a host. `messages` is what is said to it; `sender` is the other end of it. `alive` is called
-/// about once a second while all is well, `log` for what an operator should know.
+/// about once a second while all is well and the work under way gets on, `log` for what an operator should know.
 pub fn run(
     host: &dyn Host,
     directory: &Path,
@@ -116,11 +143,13 @@ pub fn run(
     alive: &mut dyn FnMut(&State),
     log: &mut dyn FnMut(&str),
 ) -> Result<(), Error> {
-    let worker = Worker::new(host, directory.to_owned(), sender)?;
+    let answers = Arc::default();
+    let counted = Counted::new(host, Arc::clone(&answers));
+    let worker = Worker::new(&counted, directory.to_owned(), sender)?;
     std::thread::scope(|scope| {
         let (orders, work) = mpsc::channel();
         let working = scope.spawn(move || worker.run(&work));
-        let mut daemon = Daemon::new(host, settings, seed, orders, log);
+        let mut daemon = Daemon::new(host, settings, seed, (orders, answers), log);
         let done = daemon.run(&messages, alive, || working.is_finished());
         drop(daemon);
         done
@@ -132,7 +161,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
         host: &'h dyn Host,
         settings: Settings,
         seed: u64,
-        orders: Sender<Order>,
+        (orders, answers): (Sender<Order>, Arc<AtomicU64>),
         log: &'a mut dyn FnMut(&str),
     ) -> Self {
         let began = Instant::now();
@@ -173,6 +202,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             tuner: None,
             orders,
             halt: Arc::default(),
+            pulse: Pulse { answers, last: (0, Duration::ZERO), hung: false },
             ksmd_thread: ksmd,
             ksmd: Meter::default(),
             own: Meter::default(),
@@ -208,7 +238,9 @@ impl<'h, 'a> Daemon<'h, 'a> {
                     self.now = self.began.elapsed();
                     self.tick()?;
                     polled = Some(Instant::now());
-                    alive(self.state());
+                    if self.is_well() {
+                        alive(self.state());
+                    }
                     if dead() {
                         (self.log)("the thread that does the work has ended");
                         return Ok(());
@@ -222,6 +254,17 @@ impl<'h, 'a> Daemon<'h, 'a> {
 
     fn state(&self) -> &State {
         self.state.as_ref().expect("it is put back after every step")
+    }
+
+    /// Whether the work under way gets on. Tells once where it does not.
+    fn is_well(&mut self) -> bool {
+        let well = self.pulse.beats(self.now, self.state().awaits());
+        if !well && !self.pulse.hung {
+            let minutes = HUNG.as_secs() / 60;
+            (self.log)(&format!("the work under way has had no answer from the host for {minutes} minutes"));
+        }
+        self.pulse.hung = !well;
+        well
     }
 
     fn is_quick(&self) -> bool {

@@ -62,7 +62,7 @@ fn a_quiet_host_that_is_merged_is_hardly_asked_anything() {
     let host = Faulty::new(&fake, count);
     let (orders, work) = mpsc::channel();
     let mut log = |_: &str| {};
-    let mut daemon = Daemon::new(&host, Settings::default(), 0, orders, &mut log);
+    let mut daemon = Daemon::new(&host, Settings::default(), 0, (orders, Arc::default()), &mut log);
     let mut ticks = |count: usize| {
         for _ in 0..count {
             daemon.now += CALM[0];
@@ -186,7 +186,7 @@ fn who_is_squeezed_is_looked_at_before_others_and_above_the_goal() {
     let (orders, work) = mpsc::channel();
     let (mut log, mut settings) = (|_: &str| {}, Settings::default());
     settings.rules.keep_available = Some(Bytes(1 << 30));
-    let mut daemon = Daemon::new(&host, settings, 0, orders, &mut log);
+    let mut daemon = Daemon::new(&host, settings, 0, (orders, Arc::default()), &mut log);
     let first = (0..60).find_map(|_| {
         daemon.now += CALM[0];
         daemon.tick().unwrap();
@@ -194,4 +194,48 @@ fn who_is_squeezed_is_looked_at_before_others_and_above_the_goal() {
     });
     let Some(Action::Census(processes)) = first.map(|order: Order| order.action) else { panic!("no census") };
     assert!(processes.iter().any(|process| process.pid == Pid(FIRST + 2)), "{processes:?}");
+}
+
+#[test]
+fn work_that_does_not_get_on_is_no_sign_of_life() {
+    let (host, answers) = (host(), Arc::new(AtomicU64::new(0)));
+    let (orders, work) = mpsc::channel();
+    let (said, told) = mpsc::channel();
+    let mut log = |line: &str| said.send(line.to_owned()).unwrap();
+    let mut daemon = Daemon::new(&host, Settings::default(), 0, (orders, Arc::clone(&answers)), &mut log);
+    let ticks = |daemon: &mut Daemon<'_, '_>, advances: bool| {
+        let all = (0..2 * HUNG.as_secs()).map(|_| {
+            daemon.now += Duration::from_secs(1);
+            answers.fetch_add(u64::from(advances), Ordering::Relaxed);
+            daemon.tick().unwrap();
+            daemon.is_well()
+        });
+        all.collect::<Vec<bool>>()
+    };
+    let well = ticks(&mut daemon, true);
+    assert!(daemon.state().awaits() && work.try_recv().is_ok(), "there is an order that nobody answers");
+    assert!(well.iter().all(|well| *well), "long work that gets on");
+    let well = ticks(&mut daemon, false);
+    let longest = HUNG.as_secs() as usize;
+    assert!(well[..longest - 1].iter().all(|well| *well) && well[longest..].iter().all(|well| !well));
+    let hung = told.try_iter().filter(|line| line.contains("no answer from the host")).count();
+    assert_eq!(hung, 1, "it is told once");
+    daemon.step(Event::Failed("it has come back".to_owned()));
+    assert!(ticks(&mut daemon, true).iter().all(|well| *well));
+}
+
+#[test]
+fn the_work_is_counted_by_what_the_host_answers() {
+    let (host, answers) = (host(), Arc::new(AtomicU64::new(0)));
+    let counted = Counted::new(&host, Arc::clone(&answers));
+    let (sender, messages) = mpsc::channel();
+    let directory = tempfile::tempdir().unwrap();
+    let worker = Worker::new(&counted, directory.path().to_owned(), sender).unwrap();
+    let (orders, work) = mpsc::channel();
+    let order = Order { action: Action::Hold, settings: Arc::default(), halt: Arc::default() };
+    orders.send(order).unwrap();
+    drop(orders);
+    worker.run(&work);
+    assert!(matches!(messages.try_recv(), Ok(Message::Event(Event::Held(Ok(()))))));
+    assert!(answers.load(Ordering::Relaxed) > 0);
 }

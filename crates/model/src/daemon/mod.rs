@@ -175,6 +175,11 @@ impl State {
         &self.budget
     }
 
+    /// Whether a piece of work is under way, so that an answer is waited for.
+    pub fn awaits(&self) -> bool {
+        self.work.is_some()
+    }
+
     /// What it does, and why.
     pub fn standing(&self) -> (Standing, String) {
         let of = |processes: &[ProcessId]| match processes.len() {

@@ -161,7 +161,6 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
 
     let mut notify = Notify::from_environment();
     log(&format!("looking at {}, mode {}", host.describe(), mode(settings.rules.mode)));
-    notify.tell("READY=1");
     let mut alive = |state: &State| {
         notify.alive(&state.standing().1);
         if let Some(kept) = &kept {

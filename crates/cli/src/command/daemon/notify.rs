@@ -10,6 +10,8 @@ pub struct Notify {
     /// How often it wants to hear that all is well.
     watchdog: Option<Duration>,
     told: Instant,
+    /// Whether it was told that all is well.
+    ready: bool,
     what: String,
 }
 
@@ -21,7 +23,7 @@ impl Notify {
         let microseconds = std::env::var("WATCHDOG_USEC").ok().and_then(|text| text.parse::<u64>().ok());
         // Half of it, as sd_watchdog_enabled(3) recommends.
         let watchdog = microseconds.map(|time| Duration::from_micros(time / 2));
-        Self { socket, watchdog, told: Instant::now(), what: String::new() }
+        Self { socket, watchdog, told: Instant::now(), ready: false, what: String::new() }
     }
 
     /// Tell it something.
@@ -32,8 +34,11 @@ impl Notify {
         }
     }
 
-    /// Tell it that all is well and what is done, where it is time to.
+    /// Tell it that all is well and what is done, where it is time to; the first time that it is ready.
     pub fn alive(&mut self, what: &str) {
+        if !std::mem::replace(&mut self.ready, true) {
+            self.tell("READY=1");
+        }
         if self.what != what {
             what.clone_into(&mut self.what);
             self.tell(&format!("STATUS={what}"));
@@ -66,12 +71,12 @@ mod tests {
         let listeners = [UnixDatagram::bind(&path).unwrap(), UnixDatagram::bind_addr(&abstract_name).unwrap()];
         for (listener, name) in listeners.iter().zip([path.display().to_string(), format!("@{name}")]) {
             let socket = Some((UnixDatagram::unbound().unwrap(), address(&name).unwrap()));
-            let mut notify =
-                Notify { socket, watchdog: Some(Duration::ZERO), told: Instant::now(), what: String::new() };
-            notify.tell("READY=1");
+            let (told, what) = (Instant::now(), String::new());
+            let mut notify = Notify { socket, watchdog: Some(Duration::ZERO), told, ready: false, what };
             notify.alive("resting");
+            notify.alive("working");
             let mut heard = [0; 32];
-            for expected in ["READY=1", "STATUS=resting", "WATCHDOG=1"] {
+            for expected in ["READY=1", "STATUS=resting", "WATCHDOG=1", "STATUS=working", "WATCHDOG=1"] {
                 let length = listener.recv(&mut heard).unwrap();
                 assert_eq!(&heard[..length], expected.as_bytes());
             }
