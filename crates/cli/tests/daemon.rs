@@ -329,6 +329,40 @@ fn it_ends_with_everything_withdrawn_where_that_is_asked_for() {
 }
 
 #[test]
+fn told_to_unmerge_it_does_so_from_a_pause_and_says_who_stays_where_it_may_not() {
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+    let place = Place::new(7);
+    place.write("mode = \"act\"");
+    let programs = [place.program(), place.program()];
+    let merged = |daemon: &Daemon<'_>| {
+        until("the merge", || programs.iter().all(|program| program.merged() >= MOST));
+        until("the end of it", || daemon.status()["passes"]["merges"].as_u64() >= Some(1));
+    };
+    let daemon = place.daemon(&["--unmerge-on-exit"]);
+    merged(&daemon);
+    daemon.tell(&["pause"]);
+    until("the host", || settings(&ksm) == BEFORE);
+    let (code, said) = daemon.stop();
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(settings(&ksm), BEFORE);
+    assert!(programs.iter().all(|program| program.merged() == 0 && !program.is_enrolled()), "{said}");
+
+    let daemon = place.daemon(&["--unmerge-on-exit"]);
+    merged(&daemon);
+    place.write("mode = \"advise\"");
+    daemon.signal(nix::sys::signal::Signal::SIGHUP);
+    until("the host", || settings(&ksm) == BEFORE && daemon.status()["mode"] == "advise");
+    let told = place.run(&["withdraw", &programs[0].pid()]);
+    let answer = String::from_utf8_lossy(&told.stdout).into_owned();
+    assert!(told.status.success() && answer.contains("it only advises"), "{told:?}");
+    let (code, said) = daemon.stop();
+    assert_eq!(code, Some(3), "{said}");
+    assert_eq!(said.matches("it stays merged: it only advises").count(), 2, "{said}");
+    assert!(programs.iter().all(|program| program.merged() >= MOST), "{said}");
+    assert_eq!(settings(&ksm), BEFORE);
+}
+
+#[test]
 fn a_recorded_host_is_advised() {
     let place = Place::new(5);
     let text = "[daemon]\nmode = \"advise\"\nmin_memory = \"4KiB\"\nmin_profit = \"4KiB\"\nprice = 1000.0\n";

@@ -139,6 +139,12 @@ impl<'h> Trial<'h> {
         self.withdrawn.retain(|&process, _| fits(process));
     }
 
+    /// Forget what is watched of a process of which nothing is merged any more.
+    pub fn forget(&mut self, process: ProcessId) {
+        self.watch.forget(process);
+        self.refused.remove(&process);
+    }
+
     /// Look at what is merged. Tells whether any of it does not pay that programs had not enrolled themselves: what can
     /// be withdrawn between rounds.
     pub fn look(&mut self, whom: Whom) -> bool {

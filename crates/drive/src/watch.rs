@@ -196,6 +196,12 @@ impl<'h> Watch<'h> {
         self.pieces.sort_by_key(|piece| (piece.process, piece.range));
     }
 
+    /// Watch a process no longer.
+    pub fn forget(&mut self, process: ProcessId) {
+        self.processes.remove(&process);
+        self.pieces.retain(|piece| piece.process != process);
+    }
+
     /// Whether any piece does not pay of those that programs had not enrolled themselves.
     pub fn has_losses(&self, pays: impl Fn(&Seen) -> bool) -> bool {
         !self.pieces.iter().all(|piece| piece.own || pays(&piece.seen))

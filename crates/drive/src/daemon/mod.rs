@@ -107,7 +107,8 @@ pub struct Daemon<'h, 'a> {
     ksmd: Meter,
     own: Meter,
     snapshot: Snapshot,
-    ended: bool,
+    /// Whether everything is back, once it has ended.
+    ended: Option<bool>,
     /// Gets each decision as it falls, and what could not be done.
     log: &'a mut dyn FnMut(&str),
 }
@@ -133,7 +134,8 @@ impl Pulse {
 }
 
 /// Run the daemon over a host. `messages` is what is said to it; `sender` is the other end of it. `alive` is called
-/// about once a second while all is well and the work under way gets on, `log` for what an operator should know.
+/// about once a second while all is well and the work under way gets on, `log` for what an operator should know. Tells
+/// whether everything was put back and withdrawn in the end that was to be; what was not, `log` is told.
 pub fn run(
     host: &dyn Host,
     directory: &Path,
@@ -142,7 +144,7 @@ pub fn run(
     (sender, messages): (Sender<Message>, Receiver<Message>),
     alive: &mut dyn FnMut(&State),
     log: &mut dyn FnMut(&str),
-) -> Result<(), Error> {
+) -> Result<bool, Error> {
     let answers = Arc::default();
     let counted = Counted::new(host, Arc::clone(&answers));
     let worker = Worker::new(&counted, directory.to_owned(), sender)?;
@@ -207,7 +209,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             ksmd: Meter::default(),
             own: Meter::default(),
             snapshot,
-            ended: false,
+            ended: None,
             log,
         }
     }
@@ -217,12 +219,15 @@ impl<'h, 'a> Daemon<'h, 'a> {
         messages: &Receiver<Message>,
         alive: &mut dyn FnMut(&State),
         dead: impl Fn() -> bool,
-    ) -> Result<(), Error> {
+    ) -> Result<bool, Error> {
         if let Err(why) = self.roster.follows() {
             (self.log)(&format!("new programs are found by polling; the process connector: {why}"));
         }
         let mut polled: Option<Instant> = None;
-        while !self.ended {
+        loop {
+            if let Some(whole) = self.ended {
+                return Ok(whole);
+            }
             let pause = match self.roster.follows() {
                 _ if self.is_quick() => QUICK,
                 Ok(()) => CALM[0],
@@ -243,13 +248,12 @@ impl<'h, 'a> Daemon<'h, 'a> {
                     }
                     if dead() {
                         (self.log)("the thread that does the work has ended");
-                        return Ok(());
+                        return Ok(false);
                     }
                 }
-                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+                Err(RecvTimeoutError::Disconnected) => return Ok(false),
             }
         }
-        Ok(())
     }
 
     fn state(&self) -> &State {
@@ -347,7 +351,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             match action {
                 Action::Say(decision) => self.say(decision),
                 Action::Halt => self.halt.store(true, Ordering::Relaxed),
-                Action::End => self.ended = true,
+                Action::End { whole } => self.ended = Some(whole),
                 action => {
                     self.halt = Arc::default();
                     let (settings, halt) = (Arc::clone(&self.settings), Arc::clone(&self.halt));

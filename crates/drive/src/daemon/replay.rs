@@ -97,7 +97,7 @@ impl Replay {
                 match action {
                     Action::Say(decision) => say(&self.names(&decision), &decision),
                     Action::Census(processes) => events.push_back(self.census(host, at, &processes)),
-                    Action::Halt | Action::End => {}
+                    Action::Halt | Action::End { .. } => {}
                     _ => events.push_back(Event::Failed("a recording cannot be changed".to_owned())),
                 }
             }

@@ -46,7 +46,7 @@ pub enum Told {
     },
     /// Something that a killed run had left was put back.
     PutBack(String),
-    /// Something could not be put back or withdrawn.
+    /// Something could not be put back.
     Remains(String),
 }
 
@@ -124,7 +124,7 @@ pub struct Snapshot {
     pub own: Used,
     /// `thp_split_page` and `cow_ksm` when the daemon started.
     pub before: (Option<u64>, Option<u64>),
-    /// What could not be put back or withdrawn.
+    /// What could not be put back.
     pub remains: Vec<String>,
 }
 

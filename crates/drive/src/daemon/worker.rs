@@ -12,13 +12,14 @@ use crate::trial::{Moment, Trial};
 use crate::unmerge;
 use crate::watch::Whom;
 use pagefold_census::{Ages, Selection};
+use pagefold_host::act::NOT_MAPPED;
 use pagefold_host::{Host, observe};
-use pagefold_model::daemon::{Action, Censused, Event, Looked, Merged, Planned as Worth, Strikes};
+use pagefold_model::daemon::{Action, Censused, Event, Looked, Merged, Planned as Worth, Strikes, Withdrawn};
 use pagefold_model::ksm::{RMAP_ITEM_BYTES, Setting, Settings as Values};
 use pagefold_model::outcome::{Change, End, Outcome};
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::process::Process;
-use pagefold_model::{Bytes, NetBytes, Pages, ProcessId};
+use pagefold_model::{Absent, Bytes, NetBytes, Pages, ProcessId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -120,10 +121,10 @@ impl<'h> Worker<'h> {
             Action::Hold => Ok(Event::Held(self.hold().map_err(|error| error.to_string()))),
             Action::Census(processes) => self.census(&processes, &settings).map(Event::Censused),
             Action::Merge { processes, share } => self.merge(&processes, share, &settings).map(Event::Merged),
-            Action::Look { withdraw } => self.look(withdraw).map(Event::Looked),
-            Action::Withdraw(processes) => self.withdraw(processes, &settings).map(Event::Withdrawn),
-            Action::Restore => self.restore().map(|()| Event::Restored),
-            Action::Halt | Action::Say(_) | Action::End => return Event::Failed("no work".to_owned()),
+            Action::Look { withdraw } => self.look(withdraw, self.began.elapsed()).map(Event::Looked),
+            Action::Withdraw(processes) => self.withdraw(&processes, &settings).map(Event::Withdrawn),
+            Action::Restore => self.restore().map(|whole| Event::Restored { whole }),
+            Action::Halt | Action::Say(_) | Action::End { .. } => return Event::Failed("no work".to_owned()),
         };
         done.unwrap_or_else(|error| match error {
             Error::Session(error @ session::Error::Contested { .. }) => {
@@ -149,11 +150,13 @@ impl<'h> Worker<'h> {
         Ok(())
     }
 
-    fn restore(&mut self) -> Result<(), Error> {
-        let Some(mut session) = self.session.take() else { return Ok(()) };
+    /// Put KSM's settings back. Tells whether everything is.
+    fn restore(&mut self) -> Result<bool, Error> {
+        let Some(mut session) = self.session.take() else { return Ok(true) };
         let remains = session.finish()?;
+        let whole = remains.is_empty();
         self.remain(remains);
-        Ok(())
+        Ok(whole)
     }
 
     fn remain(&self, remains: Vec<session::Remains>) {
@@ -173,14 +176,9 @@ impl<'h> Worker<'h> {
         self.ages.retain(|process| lives(host, process));
         self.trial.retain(|process| lives(host, process));
         self.strikes.retain(|process| lives(host, process));
-        for (process, range) in self.strikes.over(self.began.elapsed()) {
-            self.trial.pardon(process, range);
-        }
         let ages = Some((&mut self.ages, Instant::now()));
         let mut prepared = prepare(self.host, &request, &excluded, ages, &progress, &self.halt)?;
-        for (&process, withdrawn) in self.trial.withdrawn() {
-            prepared.plan.leave_out(process, withdrawn.ranges());
-        }
+        self.leave_alone(&mut prepared.plan, self.began.elapsed());
         let metadata = settings.max_metadata.map(|most| Bytes(most.0.saturating_sub(metadata(self.host).0)));
         prepared.plan.keep_to(|process| chosen.contains(&process), !settings.split_huge_pages, metadata);
         let census = &prepared.census;
@@ -231,7 +229,7 @@ impl<'h> Worker<'h> {
             self.contested = true;
         }
         session.forget_ended()?;
-        self.count_strikes();
+        self.count_strikes(self.began.elapsed());
         let cost = own_cpu().saturating_sub(before) + outcome.ksmd.clone().unwrap_or_default();
         let remains = outcome.remains.clone();
         for remains in remains {
@@ -254,52 +252,80 @@ impl<'h> Worker<'h> {
         })
     }
 
+    /// Leave out of a plan what was written too soon, but for what may be tried again now.
+    fn leave_alone(&mut self, plan: &mut Plan, now: Duration) {
+        for (process, range) in self.strikes.over(now) {
+            self.trial.pardon(process, range);
+        }
+        for (&process, withdrawn) in self.trial.withdrawn() {
+            plan.leave_out(process, withdrawn.ranges());
+        }
+    }
+
     /// Count what was withdrawn because it was written too soon.
-    fn count_strikes(&mut self) {
-        let now = self.began.elapsed();
+    fn count_strikes(&mut self, now: Duration) {
         for (&process, withdrawn) in self.trial.withdrawn() {
             withdrawn.ranges().into_iter().for_each(|range| self.strikes.broke(process, range, now));
         }
     }
 
     /// Look at what is merged, and withdraw what does not last.
-    fn look(&mut self, withdraw: bool) -> Result<Looked, Error> {
+    fn look(&mut self, withdraw: bool, now: Duration) -> Result<Looked, Error> {
         let before = own_cpu();
         let session = self.session.as_mut().ok_or(Error::NotHeld)?;
         let mut looked = Looked::default();
         if self.trial.look(Whom::Faulted) && withdraw {
             looked.withdrawn = self.host.page_size().of(self.trial.withdraw(session, Moment::Between)?);
             looked.stuck = self.trial.stuck();
-            self.count_strikes();
+            self.count_strikes(now);
         }
         looked.cost = own_cpu().saturating_sub(before);
         Ok(looked)
     }
 
-    /// Withdraw all of some processes, as far as there is memory for it and it is not short meanwhile. Tells who has
-    /// nothing merged any more.
-    fn withdraw(&mut self, processes: Vec<ProcessId>, settings: &Settings) -> Result<Vec<ProcessId>, Error> {
+    /// Withdraw all of some processes, as far as there is memory for it and it is not short meanwhile.
+    fn withdraw(&mut self, processes: &[ProcessId], settings: &Settings) -> Result<Withdrawn, Error> {
+        let before = own_cpu();
         let session = self.session.as_mut().ok_or(Error::NotHeld)?;
-        let there: Vec<_> = processes.iter().filter(|process| lives(self.host, **process)).collect();
-        let mut gone = processes.clone();
+        let lives = |process: &ProcessId| lives(self.host, *process);
+        let (there, mut gone): (Vec<ProcessId>, Vec<ProcessId>) = processes.iter().copied().partition(lives);
         if there.is_empty() {
-            return Ok(gone);
+            return Ok(Withdrawn { gone, ..Withdrawn::default() });
         }
         let selection = Selection { pids: there.iter().map(|process| process.pid).collect(), ..Selection::default() };
         let plan = unmerge::plan(self.host, &selection, &|_, _| None)?;
         let pressure = Some(settings.rules.pressure);
         let limits = unmerge::Limits { staged: true, pressure, ..unmerge::Limits::default() };
         let done = unmerge::carry_out(session, &plan, limits, &self.halt)?;
-        for (target, done) in plan.targets.iter().zip(&done.targets) {
-            if !done.is_whole() && !done.ended {
-                gone.retain(|process| *process != target.process.id);
-                let why = done.error.clone().unwrap_or_else(|| "there is not the memory for it".to_owned());
-                let told = format!("process {} is not withdrawn: {why}", target.process.id.pid);
-                self.tell(Message::Told(Told::Remains(told)));
+        let mut why: BTreeMap<pagefold_model::Pid, String> = BTreeMap::new();
+        for unseen in plan.unseen.iter().filter(|unseen| unseen.why != Absent::Vanished) {
+            why.insert(unseen.pid, unseen.why.to_string());
+        }
+        for (target, mut done) in plan.targets.iter().zip(done.targets) {
+            // Memory that the program has unmapped needs no withdrawing.
+            done.missed.retain(|(_, why)| !why.starts_with(NOT_MAPPED));
+            if !done.is_whole() {
+                why.insert(target.process.id.pid, not_whole(&done));
             }
         }
-        Ok(gone)
+        let mut refused = Vec::new();
+        for process in there {
+            match why.remove(&process.pid) {
+                Some(why) => refused.push((process, why)),
+                None => gone.push(process),
+            }
+        }
+        // It is not written that its pages are no longer merged.
+        gone.iter().for_each(|process| self.trial.forget(*process));
+        Ok(Withdrawn { gone, refused, cost: own_cpu().saturating_sub(before) })
     }
+}
+
+/// Why something of a process is merged still.
+fn not_whole(done: &unmerge::Withdrawn) -> String {
+    let missed = done.missed.first().map(|(_, why)| why.clone());
+    let short = if done.withdrawn { "some of it is merged still" } else { "there is not the memory for it" };
+    done.error.clone().or(missed).unwrap_or_else(|| short.to_owned())
 }
 
 /// What a census of some processes is to plan.
@@ -363,3 +389,6 @@ fn metadata(host: &dyn Host) -> Bytes {
 fn lives(host: &dyn Host, process: ProcessId) -> bool {
     host.open(process.pid).is_ok_and(|handle| handle.id() == process)
 }
+
+#[cfg(test)]
+mod tests;

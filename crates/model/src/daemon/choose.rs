@@ -1,9 +1,9 @@
 //! Choosing what is done next.
 
-use super::{Action, Cause, Member, Mode, Reason, State, What, Work};
+use super::{Action, Cause, Leaving, Member, Mode, Reason, State, Stopping, What, Work};
 use crate::units::{Bytes, ProcessId};
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// Members that are looked at beside those of their domain whose turn it is, at most: alike ones, and the biggest
@@ -26,8 +26,8 @@ impl State {
         if self.work.is_some() {
             return;
         }
-        if let Some(unmerge) = self.stopping {
-            return self.end(unmerge, actions);
+        if let Some(stopping) = self.stopping {
+            return self.end(stopping, actions);
         }
         match (self.may_act(), self.held) {
             (false, true) => {
@@ -42,8 +42,15 @@ impl State {
         if self.paused || self.rules.mode == Mode::Observe || self.yields().is_some() {
             return;
         }
-        if self.held && !self.is_pressed() && self.withdraw_unless_squeezed(actions) {
-            return;
+        if self.held && !self.is_pressed() {
+            // Where there was no memory for it, looking whether there is comes out of the budget as all looks.
+            let tries =
+                |leaving: &Leaving| leaving.next <= self.now && (leaving.refused.is_none() || self.budget.left() > 0.0);
+            let leaving =
+                self.those(|member| member.leaving.as_ref().is_some_and(tries) && !member.is_squeezed(&self.rules));
+            if !leaving.is_empty() {
+                return self.withdraw(leaving, actions);
+            }
         }
         if self.held && self.now >= self.watch.0 && self.members.values().any(|member| member.enrolled) {
             return self.start(Work::Look, Action::Look { withdraw: !self.is_pressed() }, actions);
@@ -62,53 +69,49 @@ impl State {
         }
     }
 
-    /// Withdraw those who are to be, but for those in whose cgroups memory is short: they wait. Tells whether anybody
-    /// is.
-    fn withdraw_unless_squeezed(&mut self, actions: &mut Vec<Action>) -> bool {
-        let squeezed =
-            |process: &ProcessId| self.members.get(process).is_some_and(|member| member.is_squeezed(&self.rules));
-        let leaving = self.leaving.clone().into_iter();
-        let (waiting, leaving): (BTreeMap<_, _>, BTreeMap<_, _>) = leaving.partition(|(process, _)| squeezed(process));
-        self.leaving = leaving;
-        let any = !self.leaving.is_empty();
-        if any {
-            self.withdraw(actions);
+    /// Come to the end: with what is enrolled withdrawn, where that is asked for and may be, and with settings back.
+    fn end(&mut self, stopping: Stopping, actions: &mut Vec<Action>) {
+        let merged = self.those(|member| member.enrolled || member.leaving.is_some());
+        if stopping == Stopping::Unmerging && !merged.is_empty() {
+            if self.held {
+                self.stopping = Some(Stopping::Unmerged);
+                self.leave(&merged, Reason::Stopped);
+                actions.push(self.say(What::Withdraw, &merged, Reason::Stopped, Reason::Stopped.of_leaving()));
+                return self.start(Work::Withdraw(merged.clone()), Action::Withdraw(merged), actions);
+            }
+            // Who has paused it and ends it so wants that to be done all the same.
+            if self.may_hold() {
+                return self.start(Work::Hold, Action::Hold, actions);
+            }
         }
-        self.leaving.extend(waiting);
-        any
+        if self.held {
+            return self.start(Work::Restore, Action::Restore, actions);
+        }
+        let stay = if stopping == Stopping::Kept { Vec::new() } else { merged };
+        let rests = self.yields().or_else(|| self.holds_back()).unwrap_or_default();
+        for process in &stay {
+            let leaving = self.members[process].leaving.as_ref();
+            let why = leaving.and_then(|leaving| leaving.refused.as_ref()).unwrap_or(&rests);
+            let why = format!("it stays merged: {why}");
+            actions.push(self.say(What::Refuse, &[*process], Reason::Stopped, why));
+        }
+        self.ended = true;
+        actions.push(Action::End { whole: self.restored && stay.is_empty() });
     }
 
-    fn end(&mut self, unmerge: bool, actions: &mut Vec<Action>) {
-        let enrolled: Vec<ProcessId> = self.enrolled();
-        if unmerge && self.held && !enrolled.is_empty() {
-            self.stopping = Some(false);
-            actions.push(self.say(What::Withdraw, &enrolled, Reason::Stopped, "the daemon ends"));
-            self.start(Work::Withdraw(enrolled.clone()), Action::Withdraw(enrolled), actions);
-        } else if self.held {
-            self.start(Work::Restore, Action::Restore, actions);
-        } else {
-            self.ended = true;
-            actions.push(Action::End);
-        }
+    /// The members that fit.
+    fn those(&self, fits: impl Fn(&Member) -> bool) -> Vec<ProcessId> {
+        self.members.iter().filter(|(_, member)| fits(member)).map(|(process, _)| *process).collect()
     }
 
-    /// In whom anything is enrolled.
-    fn enrolled(&self) -> Vec<ProcessId> {
-        let enrolled = self.members.iter().filter(|(_, member)| member.enrolled);
-        enrolled.map(|(process, _)| *process).collect()
-    }
-
-    fn withdraw(&mut self, actions: &mut Vec<Action>) {
-        let leaving = std::mem::take(&mut self.leaving);
-        for (&process, &reason) in &leaving {
-            let why = match reason {
-                Reason::Operator => "an operator withdraws it",
-                Reason::Excluded => "it must not be merged any more",
-                _ => "what was enrolled costs more than it gives back",
-            };
-            actions.push(self.say(What::Withdraw, &[process], reason, why));
+    fn withdraw(&mut self, processes: Vec<ProcessId>, actions: &mut Vec<Action>) {
+        for &process in &processes {
+            // What is tried again was told.
+            let first = self.members[&process].leaving.as_ref().filter(|leaving| leaving.refused.is_none());
+            if let Some(reason) = first.map(|leaving| leaving.reason) {
+                actions.push(self.say(What::Withdraw, &[process], reason, reason.of_leaving()));
+            }
         }
-        let processes: Vec<ProcessId> = leaving.into_keys().collect();
         self.start(Work::Withdraw(processes.clone()), Action::Withdraw(processes), actions);
     }
 
@@ -127,9 +130,7 @@ impl State {
     /// Take a census of those whose turn it is, as far as there is CPU time for it.
     fn census(&mut self, due: Vec<ProcessId>, actions: &mut Vec<Action>) {
         if due.is_empty() {
-            if matches!(self.told, Some(Reason::Budget | Reason::Goal | Reason::SlowDown)) {
-                self.told = None;
-            }
+            self.told = None;
             return;
         }
         let never = |&process: &ProcessId| self.budget.until(self.cost(&self.members[&process])).is_none();

@@ -22,10 +22,13 @@ pub enum Event {
     Merged(Merged),
     /// Answers [`Action::Look`].
     Looked(Looked),
-    /// Answers [`Action::Withdraw`]: what these processes have no longer merged.
-    Withdrawn(Vec<ProcessId>),
+    /// Answers [`Action::Withdraw`].
+    Withdrawn(Withdrawn),
     /// Answers [`Action::Restore`].
-    Restored,
+    Restored {
+        /// Whether everything is as it was before.
+        whole: bool,
+    },
     /// Answers anything: it could not be done.
     Failed(String),
     /// Somebody else wrote KSM's settings.
@@ -130,6 +133,17 @@ pub struct Looked {
     pub stuck: Vec<(ProcessId, String)>,
 }
 
+/// What came of withdrawing some processes.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Withdrawn {
+    /// Of whom nothing is merged any more.
+    pub gone: Vec<ProcessId>,
+    /// Of whom something stays merged, and why.
+    pub refused: Vec<(ProcessId, String)>,
+    /// CPU time that it took.
+    pub cost: Duration,
+}
+
 /// Something to be done.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
@@ -158,7 +172,10 @@ pub enum Action {
     /// Tell what was decided.
     Say(Decision),
     /// Nothing more is to be done.
-    End,
+    End {
+        /// Whether KSM's settings are back, and nobody stays merged who was to be withdrawn.
+        whole: bool,
+    },
 }
 
 /// Something that was decided.
@@ -230,6 +247,18 @@ words! {
         Busy = "busy",
         Failed = "failed",
         Stopped = "stopped",
+    }
+}
+
+impl Reason {
+    /// Why somebody is to be withdrawn, in words.
+    pub fn of_leaving(self) -> &'static str {
+        match self {
+            Self::Operator => "an operator withdraws it",
+            Self::Excluded => "it must not be merged any more",
+            Self::Stopped => "the daemon ends",
+            _ => "what was enrolled costs more than it gives back",
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! When somebody's memory is looked at next.
 
+use super::event::Reason;
 use super::rules::Rules;
 use crate::domain::Domain;
 use crate::memory::Shortage;
@@ -27,6 +28,13 @@ const UNRIPE: u32 = 2;
 
 /// Doublings of what a look is taken to cost, at most.
 const OVERRUNS: u32 = 10;
+
+/// The first pause before what could not be withdrawn is tried again; each further one is twice as long, up to the
+/// longest.
+const TRIES: [Duration; 2] = [Duration::from_secs(10), Duration::from_secs(300)];
+
+/// That pause in times of what the last try took, at least: trying stays below a two-hundredth of one CPU.
+const TRYING: u32 = 200;
 
 /// How long it has not grown, or been busy, when it is taken to be filled.
 const FILLED: Duration = Duration::from_millis(750);
@@ -57,6 +65,19 @@ pub struct Arrival {
     pub resident: Bytes,
 }
 
+/// What becomes of somebody who is to be withdrawn.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Leaving {
+    /// Why it is.
+    pub reason: Reason,
+    /// Why it could not be, the last time that it was tried.
+    pub refused: Option<String>,
+    /// From when on it is tried.
+    pub next: Duration,
+    /// The pause before that.
+    pause: Duration,
+}
+
 /// Somebody whose memory is looked at.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Member {
@@ -70,6 +91,8 @@ pub struct Member {
     pub withdrawn: bool,
     /// Until when it is left alone because it has refused to be enrolled.
     pub refused: Option<Duration>,
+    /// Whether what is merged of it is to be withdrawn, and has not been.
+    pub leaving: Option<Leaving>,
     /// Resident memory.
     pub resident: Bytes,
     /// How short memory is in its cgroup, as far as it is known.
@@ -116,6 +139,7 @@ impl Member {
             excluded,
             withdrawn: false,
             refused: None,
+            leaving: None,
             resident,
             shortage: Shortage::default(),
             enrolled: false,
@@ -138,7 +162,7 @@ impl Member {
 
     /// Whether its memory may be looked at.
     pub fn is_open(&self) -> bool {
-        self.excluded.is_none() && !self.withdrawn && self.refused.is_none()
+        self.excluded.is_none() && !self.withdrawn && self.refused.is_none() && self.leaving.is_none()
     }
 
     /// Whether memory is short in its cgroup.
@@ -293,9 +317,33 @@ impl Member {
         self.refused = Some(self.next);
     }
 
-    /// It is to be looked at now.
+    /// What is merged of it is to be withdrawn. Until it is, it is in no plan: others would share with what goes away.
+    pub fn leave(&mut self, reason: Reason, now: Duration) {
+        // An operator has it tried at once.
+        if self.leaving.is_none() || reason == Reason::Operator {
+            self.leaving = Some(Leaving { reason, refused: None, next: now, pause: Duration::ZERO });
+        }
+    }
+
+    /// Not all that is merged of it could be withdrawn: it is tried again, later each time. Tells whether that is news.
+    pub fn stay(&mut self, why: String, cost: Duration, now: Duration) -> bool {
+        let Some(leaving) = &mut self.leaving else { return false };
+        leaving.pause = (leaving.pause * 2).clamp(TRIES[0], TRIES[1]).max(cost * TRYING);
+        leaving.next = now + leaving.pause;
+        let before = leaving.refused.replace(why);
+        before != leaving.refused
+    }
+
+    /// Nothing is merged of it any more. Tells why it was to be withdrawn, where that was refused before.
+    pub fn left(&mut self) -> Option<Reason> {
+        self.enrolled = false;
+        self.leaving.take().filter(|leaving| leaving.refused.is_some()).map(|leaving| leaving.reason)
+    }
+
+    /// It is to be looked at now, and is not withdrawn unless it must be.
     pub fn call(&mut self, now: Duration, rules: &Rules) {
-        self.refused = None;
+        (self.withdrawn, self.refused) = (false, None);
+        self.leaving = self.leaving.take().filter(|_| self.excluded.is_some());
         (self.pause, self.next, self.cause) = (rules.ripens, now, Cause::Arrived);
     }
 }

@@ -18,6 +18,10 @@
 //! CPU time of ksmd and pagefold comes out of one [`budget`]. Nothing is begun that does not fit, what takes longer
 //! than expected is halted, and what is merged for more CPU time than [`Rules::price`] allows is left alone for long.
 //!
+//! # What is taken back
+//! Whoever loses by a merge, must not be merged any more or is withdrawn by an operator is withdrawn once there is
+//! memory for it. Where it is refused it is tried again, later each time, and until then it is in no plan.
+//!
 //! # When nothing is done
 //! While programs wait longer for a CPU than they do without it ([`slowdown`]), unless memory is short. Above the goal,
 //! in quiet hours, while paused, while somebody else writes KSM's settings. Nothing is withdrawn while memory is short:
@@ -38,8 +42,8 @@ mod take;
 mod tests;
 
 pub use budget::Budget;
-pub use event::{Action, Censused, Decision, Event, Looked, Merged, Planned, Readings, Reason, What};
-pub use member::{Arrival, Cause, Member};
+pub use event::{Action, Censused, Decision, Event, Looked, Merged, Planned, Readings, Reason, What, Withdrawn};
+pub use member::{Arrival, Cause, Leaving, Member};
 pub use rules::{Hours, Mode, Rules, TimeOfDay};
 pub use slowdown::{Slowdown, Waits};
 pub use strikes::Strikes;
@@ -81,6 +85,17 @@ enum Work {
     Restore,
 }
 
+/// How far it has come to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stopping {
+    /// What is merged stays merged.
+    Kept,
+    /// What is enrolled is withdrawn first.
+    Unmerging,
+    /// That was tried.
+    Unmerged,
+}
+
 /// All that is remembered from event to event.
 #[derive(Clone, Debug, PartialEq)]
 pub struct State {
@@ -102,11 +117,10 @@ pub struct State {
     paused: bool,
     contested: Option<String>,
     tuner: Option<String>,
-    /// Whether what is enrolled is withdrawn first.
-    stopping: Option<bool>,
+    stopping: Option<Stopping>,
     ended: bool,
-    /// Who is to be withdrawn, and why.
-    leaving: BTreeMap<ProcessId, Reason>,
+    /// Whether KSM's settings came back the last time that they were to.
+    restored: bool,
     /// What could not be withdrawn the last time that it was tried, and why.
     stuck: BTreeMap<ProcessId, String>,
     /// When what is merged is looked at next, and the pause before that.
@@ -152,7 +166,7 @@ impl State {
             tuner: None,
             stopping: None,
             ended: false,
-            leaving: BTreeMap::new(),
+            restored: true,
             stuck: BTreeMap::new(),
             census_seconds: CENSUS_SECONDS,
             looks: 0,
@@ -196,13 +210,34 @@ impl State {
             Some(Work::Withdraw(processes)) => (Standing::Working, format!("withdrawing {}", of(processes))),
             _ if self.rules.mode == Mode::Observe => (Standing::Resting, "it only observes".to_owned()),
             _ if self.looks == 0 => (Standing::Starting, "nobody was looked at yet".to_owned()),
-            _ => match self.told {
-                Some(Reason::Budget) => (Standing::Resting, "its CPU time is used up for now".to_owned()),
-                Some(Reason::Goal) => (Standing::Resting, "there is as much memory as it is to keep".to_owned()),
-                Some(Reason::SlowDown) => (Standing::Resting, "programs waited longer while it worked".to_owned()),
-                Some(Reason::QuietHours) => (Standing::Resting, "these are quiet hours".to_owned()),
-                _ => (Standing::Resting, "nobody's turn has come".to_owned()),
-            },
+            _ => (Standing::Resting, self.rests().unwrap_or("nobody's turn has come").to_owned()),
+        }
+    }
+
+    /// Why nobody's turn comes for now.
+    fn rests(&self) -> Option<&'static str> {
+        match self.told? {
+            Reason::Budget => Some("its CPU time is used up for now"),
+            Reason::Goal => Some("there is as much memory as it is to keep"),
+            Reason::SlowDown => Some("programs waited longer while it worked"),
+            Reason::QuietHours => Some("these are quiet hours"),
+            _ => None,
+        }
+    }
+
+    /// Why nobody is looked at now, whoever asks for it; `None` where that is done. Who only observes never does.
+    pub fn waits(&self) -> Option<String> {
+        let paused = self.paused.then(|| "an operator paused it".to_owned());
+        paused.or_else(|| self.yields()).or_else(|| self.rests().map(str::to_owned))
+    }
+
+    /// Why nothing is merged or withdrawn now, whoever asks for it; `None` where that is done.
+    pub fn holds_back(&self) -> Option<String> {
+        match self.rules.mode {
+            Mode::Observe => Some("it only observes".to_owned()),
+            Mode::Advise => Some("it only advises".to_owned()),
+            Mode::Act if self.paused => Some("an operator paused it".to_owned()),
+            Mode::Act => self.yields(),
         }
     }
 
@@ -228,8 +263,12 @@ impl State {
     }
 
     fn may_act(&self) -> bool {
+        self.may_hold() && !self.paused
+    }
+
+    fn may_hold(&self) -> bool {
         let yields = self.contested.is_some() || self.tuner.is_some() && !self.rules.force;
-        self.rules.mode == Mode::Act && !self.paused && !yields
+        self.rules.mode == Mode::Act && !yields
     }
 
     /// Between 0 and 1, by the seed, a process and how much was done so far.
@@ -251,6 +290,15 @@ impl State {
         for process in processes {
             if let Some(member) = self.members.get_mut(process) {
                 member.back_off(self.now, &self.rules);
+            }
+        }
+    }
+
+    /// What is merged of these is to be withdrawn.
+    fn leave(&mut self, processes: &[ProcessId], reason: Reason) {
+        for process in processes {
+            if let Some(member) = self.members.get_mut(process) {
+                member.leave(reason, self.now);
             }
         }
     }

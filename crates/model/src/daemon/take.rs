@@ -1,7 +1,8 @@
 //! Taking note of an event.
 
-use super::{Action, Arrival};
-use super::{Censused, Decision, Event, Looked, Member, Merged, Planned, Readings, Reason, State, Waits, What, Work};
+use super::{Action, Arrival, Withdrawn};
+use super::{Censused, Decision, Event, Looked, Member, Merged, Planned, Readings, Reason, State, Stopping, Waits};
+use super::{What, Work};
 use crate::memory::Shortage;
 use crate::units::{Bytes, NetBytes, ProcessId};
 use std::collections::BTreeMap;
@@ -26,7 +27,6 @@ impl State {
             Event::Came(arrival) => self.came(arrival, actions),
             Event::Went(process) => {
                 self.members.remove(&process);
-                self.leaving.remove(&process);
             }
             Event::Held(Ok(())) => {
                 self.work = None;
@@ -34,24 +34,16 @@ impl State {
             }
             Event::Held(Err(why)) => {
                 self.work = None;
-                self.hold_after = self.now + AGAIN;
                 if self.busy.as_ref() != Some(&why) {
                     actions.push(self.say(What::Yield, &[], Reason::Busy, why.clone()));
                 }
-                self.busy = Some(why);
+                self.not_held(why);
             }
             Event::Censused(found) => self.censused(found, actions),
             Event::Merged(merged) => self.merged(merged, actions),
             Event::Looked(looked) => self.looked(looked, actions),
-            Event::Withdrawn(processes) => {
-                self.work = None;
-                for process in processes {
-                    if let Some(member) = self.members.get_mut(&process) {
-                        member.enrolled = false;
-                    }
-                }
-            }
-            Event::Restored => (self.work, self.held) = (None, false),
+            Event::Withdrawn(withdrawn) => self.withdrawn(withdrawn, actions),
+            Event::Restored { whole } => (self.work, self.held, self.restored) = (None, false, whole),
             Event::Failed(why) => self.failed(why, actions),
             Event::Contested(why) => self.contest(why, actions),
             Event::Tuner(tuner) => {
@@ -69,18 +61,19 @@ impl State {
             Event::Resume => (self.paused, self.contested, self.hold_after) = (false, None, self.now),
             Event::Enrol(process) => {
                 if let Some(member) = self.members.get_mut(&process) {
-                    member.withdrawn = false;
                     member.call(self.now, &self.rules);
-                    self.leaving.remove(&process);
                 }
             }
             Event::Withdraw(process) => {
                 if let Some(member) = self.members.get_mut(&process) {
                     member.withdrawn = true;
-                    self.leaving.insert(process, Reason::Operator);
+                    member.leave(Reason::Operator, self.now);
                 }
             }
-            Event::Stop { unmerge } => self.stopping = Some(unmerge),
+            Event::Stop { unmerge } => {
+                let stopping = if unmerge { Stopping::Unmerging } else { Stopping::Kept };
+                self.stopping.get_or_insert(stopping);
+            }
         }
     }
 
@@ -135,8 +128,10 @@ impl State {
                 (member.domain, member.likeness) = (arrival.domain, arrival.likeness);
                 member.excluded = arrival.excluded;
                 // What it had merged before it must not any more is withdrawn.
-                if member.excluded.is_some() && member.enrolled {
-                    self.leaving.insert(process, Reason::Excluded);
+                if member.excluded.is_none() {
+                    member.leaving = member.leaving.take().filter(|leaving| leaving.reason != Reason::Excluded);
+                } else if member.enrolled {
+                    member.leave(Reason::Excluded, self.now);
                 }
             }
             None => {
@@ -267,7 +262,7 @@ impl State {
         let mib = merged.net.0 as f64 / 1048576.0;
         let overran = self.halted && self.budget.left() <= 0.0;
         if merged.net.0 < 0 {
-            self.leaving.extend(merged.enrolled.iter().map(|process| (*process, Reason::Loses)));
+            self.leave(&merged.enrolled, Reason::Loses);
             self.back_off(&merged.enrolled);
         } else if overran || merged.cost.as_secs_f64() > self.rules.price * mib && !self.halted {
             for process in &merged.enrolled {
@@ -278,15 +273,44 @@ impl State {
         }
     }
 
+    /// Who could not be withdrawn is tried again, and told of where that is news.
+    fn withdrawn(&mut self, withdrawn: Withdrawn, actions: &mut Vec<Action>) {
+        self.work = None;
+        for process in withdrawn.gone {
+            let member = self.members.get_mut(&process);
+            if let Some(reason) = member.and_then(Member::left) {
+                let why = "nothing of it is merged any more";
+                actions.push(self.say(What::Withdraw, &[process], reason, why));
+            }
+        }
+        for (process, why) in withdrawn.refused {
+            let told = format!("not withdrawn: {why}");
+            let member = self.members.get_mut(&process);
+            if member.is_some_and(|member| member.stay(why, withdrawn.cost, self.now)) {
+                actions.push(self.say(What::Refuse, &[process], Reason::Refused, told));
+            }
+        }
+    }
+
+    /// The host is not to be had for now.
+    fn not_held(&mut self, why: String) {
+        self.hold_after = self.now + AGAIN;
+        self.busy = Some(why);
+        // At the end it is tried once.
+        self.stopping = self.stopping.map(|stopping| match stopping {
+            Stopping::Unmerging => Stopping::Unmerged,
+            other => other,
+        });
+    }
+
     fn failed(&mut self, why: String, actions: &mut Vec<Action>) {
         match self.work.take() {
-            Some(Work::Hold) => {
-                self.hold_after = self.now + AGAIN;
-                self.busy = Some(why.clone());
-            }
-            Some(Work::Restore) => self.held = false,
-            Some(Work::Census(processes, _) | Work::Merge(processes) | Work::Withdraw(processes)) => {
-                self.back_off(&processes);
+            Some(Work::Hold) => self.not_held(why.clone()),
+            Some(Work::Restore) => (self.held, self.restored) = (false, false),
+            Some(Work::Census(processes, _) | Work::Merge(processes)) => self.back_off(&processes),
+            Some(Work::Withdraw(processes)) => {
+                let refused = processes.into_iter().map(|process| (process, why.clone())).collect();
+                return self.withdrawn(Withdrawn { refused, ..Withdrawn::default() }, actions);
             }
             Some(Work::Look) | None => self.watch = (self.now + WATCH, WATCH),
         }

@@ -4,6 +4,7 @@ use crate::units::{NetBytes, Pid};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
+mod leaving;
 mod pressure;
 mod turns;
 
@@ -52,6 +53,18 @@ struct Host {
     stuck: Vec<(ProcessId, String)>,
     /// Who refuses to be enrolled.
     refuses: Option<ProcessId>,
+    /// For whom there is no memory to be withdrawn.
+    clings: BTreeSet<ProcessId>,
+    /// Whether withdrawing fails altogether.
+    fails: bool,
+    /// Who was refused to be withdrawn, and is to be in no plan.
+    out: BTreeSet<ProcessId>,
+    /// Who loses by a merge.
+    loses: BTreeSet<ProcessId>,
+    /// Why the host is not to be had.
+    taken: Option<String>,
+    /// Whether settings come back.
+    whole: bool,
     /// With whom in it a census takes so much longer.
     costly: Option<(ProcessId, f64)>,
     trace: Vec<(Duration, Action)>,
@@ -79,6 +92,12 @@ impl Host {
             look: 0,
             stuck: Vec::new(),
             refuses: None,
+            clings: BTreeSet::new(),
+            fails: false,
+            out: BTreeSet::new(),
+            loses: BTreeSet::new(),
+            taken: None,
+            whole: true,
             costly: None,
             trace: Vec::new(),
             readings: vec![(0.0, 0.0)],
@@ -101,7 +120,7 @@ impl Host {
 
     fn carry_out(&mut self, action: Action) {
         match action {
-            Action::Say(_) | Action::End => {}
+            Action::Say(_) | Action::End { .. } => {}
             Action::Halt => {
                 if let Some((at, event)) = &mut self.answer {
                     *at = self.now;
@@ -112,15 +131,16 @@ impl Host {
             }
             Action::Hold => {
                 assert!(!self.holds);
-                self.holds = true;
-                self.answer(0.0, Event::Held(Ok(())));
+                self.holds = self.taken.is_none();
+                self.answer(0.0, Event::Held(self.taken.clone().map_or(Ok(()), Err)));
             }
             Action::Restore => {
                 assert!(self.holds);
                 self.holds = false;
-                self.answer(0.0, Event::Restored);
+                self.answer(0.0, Event::Restored { whole: self.whole });
             }
             Action::Census(processes) => {
+                assert!(processes.iter().all(|process| !self.out.contains(process)), "it is to be withdrawn");
                 let plan = |&process: &ProcessId| Planned {
                     process,
                     net: NetBytes(self.gain.abs()),
@@ -136,11 +156,13 @@ impl Host {
             }
             Action::Merge { processes, share } => {
                 assert!(self.holds && share > 0.0 && share <= 1.0);
+                assert!(processes.iter().all(|process| !self.out.contains(process)), "it is to be withdrawn");
                 let (refused, enrolled): (Vec<_>, Vec<_>) =
                     processes.into_iter().partition(|process| self.refuses == Some(*process));
                 self.enrolled.extend(enrolled.iter().copied());
+                let net = |process| if self.loses.contains(process) { -(MIB as i64) } else { self.gain };
                 let merged = Merged {
-                    net: NetBytes(self.gain * enrolled.len() as i64),
+                    net: NetBytes(enrolled.iter().map(net).sum()),
                     enrolled,
                     refused: refused.into_iter().map(|process| (process, "no".to_owned())).collect(),
                     cost: Duration::from_millis(100),
@@ -166,10 +188,16 @@ impl Host {
                 };
                 let short = self.state.is_pressed() || processes.iter().any(squeezed);
                 assert!(!short || self.state.stopping.is_some(), "unmerging takes memory");
-                for process in &processes {
-                    self.enrolled.remove(process);
+                if self.fails {
+                    self.out.extend(processes);
+                    return self.answer(0.1, Event::Failed("the journal cannot be written".to_owned()));
                 }
-                self.answer(0.1, Event::Withdrawn(processes));
+                let (stay, gone): (Vec<_>, Vec<_>) = processes.into_iter().partition(|who| self.clings.contains(who));
+                self.enrolled.retain(|process| !gone.contains(process));
+                self.out.retain(|process| !gone.contains(process));
+                self.out.extend(&stay);
+                let refused = stay.into_iter().map(|process| (process, "there is no memory".to_owned())).collect();
+                self.answer(0.1, Event::Withdrawn(Withdrawn { gone, refused, ..Withdrawn::default() }));
             }
         }
     }
@@ -217,6 +245,20 @@ impl Host {
 
     fn did(&self, wanted: impl Fn(&Action) -> bool) -> usize {
         self.trace.iter().filter(|(_, action)| wanted(action)).count()
+    }
+
+    /// An operator has a process enrolled, or it ends: nothing of the past counts.
+    fn forgive(&mut self, process: ProcessId, event: Event) {
+        self.out.remove(&process);
+        self.happen(event);
+    }
+
+    /// How it ended, if it has.
+    fn ended(&self) -> Option<bool> {
+        match self.trace.last() {
+            Some((_, Action::End { whole })) => Some(*whole),
+            _ => None,
+        }
     }
 
     fn said(&self, what: What, reason: Reason) -> usize {
@@ -273,12 +315,12 @@ fn nothing_is_done_by_who_observes_and_nothing_changed_by_who_advises() {
         host.happen(Event::Stop { unmerge: true });
         assert_eq!(host.did(is_census) > 0, censuses);
         let changes = |action: &Action| {
-            !matches!(action, Action::Census(_) | Action::Say(_) | Action::Halt | Action::End)
+            !matches!(action, Action::Census(_) | Action::Say(_) | Action::Halt | Action::End { .. })
                 || matches!(action, Action::Say(said) if said.what == What::Merge && said.acted)
         };
         assert_eq!(host.did(changes), 0, "{:?}", host.trace);
         assert_eq!(host.said(What::Merge, Reason::Profitable) > 0, censuses);
-        assert_eq!(host.trace.last().map(|(_, action)| action), Some(&Action::End));
+        assert_eq!(host.ended(), Some(true), "nothing is merged");
     }
 }
 
@@ -439,9 +481,10 @@ fn it_rests_above_the_goal_and_in_quiet_hours() {
     host.happen(arrival(1));
     host.run(20);
     assert_eq!((host.did(is_census), host.said(What::Rest, Reason::QuietHours)), (0, 1));
+    assert_eq!(host.state.waits().as_deref(), Some("these are quiet hours"));
     host.second = 10;
     host.run(2);
-    assert!(host.did(is_census) > 0);
+    assert!(host.did(is_census) > 0 && host.state.waits().is_none());
 }
 
 #[test]
@@ -453,7 +496,7 @@ fn it_stops_with_settings_back_and_merges_kept_or_withdrawn() {
         host.happen(Event::Stop { unmerge });
         host.run(2);
         assert_eq!((host.holds, host.enrolled.is_empty()), (false, unmerge));
-        assert_eq!(host.trace.last().map(|(_, action)| action), Some(&Action::End));
+        assert_eq!(host.ended(), Some(true));
         let length = host.trace.len();
         host.happen(arrival(2));
         host.run(10);
@@ -488,6 +531,9 @@ enum Stroke {
     Go(u32),
     Withdraw(u32),
     Enrol(u32),
+    Cling(u32),
+    LetGo(u32),
+    Fail(bool),
     Pause,
     Resume,
     Contest,
@@ -503,6 +549,9 @@ fn stroke() -> impl Strategy<Value = Stroke> {
         1 => (0u32..8).prop_map(Stroke::Go),
         1 => (0u32..8).prop_map(Stroke::Withdraw),
         1 => (0u32..8).prop_map(Stroke::Enrol),
+        1 => (0u32..8).prop_map(Stroke::Cling),
+        1 => (0u32..8).prop_map(Stroke::LetGo),
+        1 => prop::sample::select(vec![true, false, false]).prop_map(Stroke::Fail),
         1 => Just(Stroke::Pause),
         2 => Just(Stroke::Resume),
         1 => Just(Stroke::Contest),
@@ -521,6 +570,14 @@ fn played(strokes: &[Stroke], base: &Rules, cores: f64, long: f64) -> Host {
 }
 
 impl Host {
+    /// Nobody is in its way any more.
+    fn settle(&mut self) {
+        (self.pressure, self.fails) = (0.0, false);
+        self.happen(Event::Configured(rules(Mode::Act)));
+        self.happen(Event::Tuner(None));
+        self.happen(Event::Resume);
+    }
+
     fn play(&mut self, strokes: &[Stroke], base: &Rules) {
         let host = self;
         for stroke in strokes {
@@ -528,10 +585,14 @@ impl Host {
                 Stroke::Come(pid) => host.happen(arrival(*pid)),
                 Stroke::Go(pid) => {
                     host.enrolled.remove(&id(*pid));
-                    host.happen(Event::Went(id(*pid)));
+                    host.clings.remove(&id(*pid));
+                    host.forgive(id(*pid), Event::Went(id(*pid)));
                 }
                 Stroke::Withdraw(pid) => host.happen(Event::Withdraw(id(*pid))),
-                Stroke::Enrol(pid) => host.happen(Event::Enrol(id(*pid))),
+                Stroke::Enrol(pid) => host.forgive(id(*pid), Event::Enrol(id(*pid))),
+                Stroke::Cling(pid) => _ = host.clings.insert(id(*pid)),
+                Stroke::LetGo(pid) => _ = host.clings.remove(&id(*pid)),
+                Stroke::Fail(fails) => host.fails = *fails,
                 Stroke::Pause => host.happen(Event::Pause),
                 Stroke::Resume => host.happen(Event::Resume),
                 Stroke::Contest => host.happen(Event::Contested("somebody".into())),
@@ -568,19 +629,41 @@ proptest! {
         }
     }
 
-    /// In the end nobody is enrolled whom an end with unmerging would not withdraw, and nothing is held.
+    /// In the end nobody is enrolled whom an end with unmerging would not withdraw or name, and nothing is held.
     #[test]
-    fn every_enrolment_has_an_inverse(strokes in prop::collection::vec(stroke(), 1..40)) {
+    fn every_enrolment_has_an_inverse(strokes in prop::collection::vec(stroke(), 1..40), paused in any::<bool>()) {
         let mut host = played(&strokes, &rules(Mode::Act), 0.5, 0.3);
-        host.pressure = 0.0;
-        host.happen(Event::Configured(rules(Mode::Act)));
-        host.happen(Event::Tuner(None));
-        host.happen(Event::Resume);
+        host.settle();
+        if paused {
+            host.happen(Event::Pause);
+        }
         host.run(2);
-        prop_assert!(host.holds);
+        prop_assert_eq!(host.holds, !paused);
+        let from = host.trace.len();
         host.happen(Event::Stop { unmerge: true });
-        host.run(2);
-        prop_assert!(host.enrolled.is_empty() && !host.holds, "{:?}", host.enrolled);
+        host.run(3);
+        prop_assert!(!host.holds);
+        let named = |process: &ProcessId| {
+            let stays = (What::Refuse, Reason::Stopped);
+            let names = |said: &Decision| (said.what, said.reason) == stays && said.whom == [*process];
+            host.trace[from..].iter().any(|(_, action)| matches!(action, Action::Say(said) if names(said)))
+        };
+        prop_assert!(host.enrolled.iter().all(|who| host.clings.contains(who) && named(who)), "{:?}", host.enrolled);
+        prop_assert_eq!(host.ended(), Some(host.enrolled.is_empty() && host.out.is_empty()));
+    }
+
+    /// Who could not be withdrawn is, once there is memory for it, however often it was refused before.
+    #[test]
+    fn who_is_to_be_withdrawn_is_in_the_end(strokes in prop::collection::vec(stroke(), 1..40)) {
+        let mut host = played(&strokes, &rules(Mode::Act), 0.5, 0.3);
+        host.settle();
+        host.clings.clear();
+        (host.gain, host.out) = (16 * MIB as i64, BTreeSet::new());
+        host.run(301);
+        let leaving = host.state.members().values().filter(|member| member.leaving.is_some());
+        prop_assert_eq!(leaving.count(), 0);
+        let withdrawn = host.state.members().iter().filter(|(_, member)| member.withdrawn);
+        prop_assert!(withdrawn.clone().all(|(process, _)| !host.enrolled.contains(process)));
     }
 
     /// While it may not act nothing is changed, while memory is short nothing is withdrawn, and whom an operator

@@ -47,9 +47,13 @@ Examples:
                                          told to stop, of many (`record --every`) at once
 
 What it does and keeps to is said in the configuration (`pagefold config default`); SIGHUP reads it again.
-SIGTERM puts KSM's settings back, and what is merged stays merged.
+SIGTERM puts KSM's settings back, and what is merged stays merged. With --unmerge-on-exit it is withdrawn
+first, also where the daemon is paused, as far as there is memory for it; not where it only observes or
+advises by then, or another program drives KSM. What an earlier daemon has enrolled this one does not
+know: `pagefold unmerge` withdraws that, too.
 
-Exit status: 0 it was told to stop and everything is back, 2 it could not run.";
+Exit status: 0 it was told to stop and everything is back, 2 it could not run, 3 not everything could be
+put back, or with --unmerge-on-exit somebody stays merged; who, and why, is said on standard error.";
 
 /// Arguments of `daemon`.
 #[derive(Args, Clone, Debug)]
@@ -58,7 +62,7 @@ pub struct Options {
     /// What it may do [default: as the configuration says, otherwise advise]
     #[arg(long, value_enum)]
     mode: Option<ModeWord>,
-    /// When it ends, withdraw what it has enrolled, if the memory is there
+    /// When it ends, withdraw what it has enrolled since it started, as far as the memory is there
     #[arg(long)]
     unmerge_on_exit: bool,
     /// Show what it does at this address over HTTP [default: as the configuration says, otherwise nowhere]
@@ -173,9 +177,9 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     drop(control);
     drop(shown);
     drop(kept);
-    done?;
-    log("ended");
-    Ok(Outcome::Done)
+    let whole = done?;
+    log(if whole { "ended" } else { "ended, and not everything is as it was" });
+    Ok(if whole { Outcome::Done } else { Outcome::Partial })
 }
 
 /// What is in force by the configuration and the command line.
@@ -234,6 +238,28 @@ const FINDINGS: Duration = Duration::from_secs(600);
 /// For how long an answer may take to be made.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// What becomes of a process that an operator has enrolled.
+fn will_be_enrolled(state: &State) -> String {
+    let then = match state.rules().mode {
+        Mode::Observe => return "nobody is looked at: the daemon only observes".to_owned(),
+        Mode::Advise => "nothing is merged: the daemon only advises",
+        Mode::Act => "what pays of it is merged",
+    };
+    let not_now = state.waits().map(|why| format!(", but not now ({why})"));
+    format!("it is looked at next{}; {then}", not_now.unwrap_or_default())
+}
+
+/// What becomes of a process that an operator has withdrawn.
+fn will_be_withdrawn(state: &State, pid: u32) -> String {
+    match state.holds_back() {
+        None => "it is left alone, and withdrawn as soon as there is memory for it".to_owned(),
+        Some(why) => {
+            let stays = format!("it is left alone, and what is merged of it stays so for now ({why})");
+            format!("{stays}: `pagefold unmerge --pid {pid}` withdraws it")
+        }
+    }
+}
+
 /// Where requests are answered.
 struct Desk {
     host: &'static dyn Host,
@@ -262,8 +288,8 @@ impl Desk {
                 let excluded = snapshot.state.members().get(&who.id).and_then(|member| member.excluded.as_ref());
                 match (request, excluded) {
                     (Request::Enrol(_), Some(why)) => Answer::Refused(format!("process {pid} is left alone: {why}")),
-                    (Request::Enrol(_), None) => tell(Event::Enrol(who.id), "it is looked at next"),
-                    _ => tell(Event::Withdraw(who.id), "it is withdrawn as soon as there is memory for it"),
+                    (Request::Enrol(_), None) => tell(Event::Enrol(who.id), &will_be_enrolled(&snapshot.state)),
+                    _ => tell(Event::Withdraw(who.id), &will_be_withdrawn(&snapshot.state, pid)),
                 }
             }
         }
@@ -283,5 +309,45 @@ impl Desk {
         let found = findings.as_ref().map(|(_, found)| found.clone()).unwrap_or_default();
         drop(findings);
         status::status(self.host, snapshot, Whom::All, found)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_model::daemon::{Readings, Rules, TimeOfDay, step};
+
+    /// What is answered to who has a process enrolled, and withdrawn, after some events.
+    fn answers(mode: Mode, events: impl IntoIterator<Item = Event>) -> [String; 2] {
+        let hours = pagefold_model::daemon::Hours { from: 10, to: 20, utc: true };
+        let rules = Rules { mode, quiet: vec![hours], ..Rules::default() };
+        let state = State::new(rules, 0, Duration::ZERO, Duration::ZERO);
+        let held = events.into_iter().chain([Event::Held(Ok(()))]);
+        let state = held.fold(state, |state, event| step(state, Duration::ZERO, event).0);
+        [will_be_enrolled(&state), will_be_withdrawn(&state, 7)]
+    }
+
+    #[test]
+    fn what_is_answered_is_what_will_be_done() {
+        let stays = |why: &str| {
+            let stays = format!("it is left alone, and what is merged of it stays so for now ({why})");
+            format!("{stays}: `pagefold unmerge --pid 7` withdraws it")
+        };
+        let withdrawn = "it is left alone, and withdrawn as soon as there is memory for it".to_owned();
+        assert_eq!(
+            answers(Mode::Act, []),
+            ["it is looked at next; what pays of it is merged".to_owned(), withdrawn.clone()]
+        );
+        let quiet = Readings { time: TimeOfDay { local: 0, utc: 12 }, ..Readings::default() };
+        let not_now = |why: &str| format!("it is looked at next, but not now ({why}); what pays of it is merged");
+        assert_eq!(answers(Mode::Act, [Event::Tick(quiet)]), [not_now("these are quiet hours"), withdrawn]);
+        let paused = "an operator paused it";
+        assert_eq!(answers(Mode::Act, [Event::Pause]), [not_now(paused), stays(paused)]);
+        let other = Event::Contested("somebody writes run".to_owned());
+        assert_eq!(answers(Mode::Act, [other]), [not_now("somebody writes run"), stays("somebody writes run")]);
+        let advice = "it is looked at next; nothing is merged: the daemon only advises".to_owned();
+        assert_eq!(answers(Mode::Advise, []), [advice, stays("it only advises")]);
+        let nobody = "nobody is looked at: the daemon only observes".to_owned();
+        assert_eq!(answers(Mode::Observe, []), [nobody, stays("it only observes")]);
     }
 }

@@ -2,7 +2,7 @@
 
 use pagefold_drive::daemon::{Said, Settings, Snapshot, Used};
 use pagefold_host::{Host, examine, observe, parse};
-use pagefold_model::daemon::{Member as Known, Mode as Told, Standing};
+use pagefold_model::daemon::{Leaving, Member as Known, Mode as Told, Standing};
 use pagefold_model::ksm::Ksm as Counters;
 use pagefold_model::process::Process;
 use pagefold_model::{Absent, Counts, Pages, ProcessId};
@@ -296,9 +296,11 @@ fn standing(snapshot: &Snapshot, id: ProcessId, known: &Known, merged: u64) -> (
         let left = known.next.saturating_sub(since);
         format!("looked at again in {}", human(left))
     };
+    let still = |what: &str| leaves(what, known.leaving.as_ref(), snapshot.started.elapsed().unwrap_or_default());
     match known {
-        Known { excluded: Some(why), .. } => (MemberState::Excluded, why.clone()),
-        Known { withdrawn: true, .. } => (MemberState::Withdrawn, "an operator withdrew it".to_owned()),
+        Known { excluded: Some(why), .. } => (MemberState::Excluded, still(why)),
+        Known { withdrawn: true, .. } => (MemberState::Withdrawn, still("an operator withdrew it")),
+        Known { leaving: Some(leaving), .. } => (MemberState::BackedOff, still(leaving.reason.of_leaving())),
         known if known.is_new() => (MemberState::Arriving, "not looked at yet".to_owned()),
         known if known.enrolled && merged > 0 => (MemberState::Merged, next()),
         known if known.is_backed_off(snapshot.state.rules()) => (MemberState::BackedOff, next()),
@@ -306,6 +308,18 @@ fn standing(snapshot: &Snapshot, id: ProcessId, known: &Known, merged: u64) -> (
             let nothing =
                 snapshot.counts.get(&id).is_some_and(|counts| counts.duplicate() + counts.zero == Pages::ZERO);
             (MemberState::Followed, if nothing { format!("nothing to merge yet; {}", next()) } else { next() })
+        }
+    }
+}
+
+/// Why nothing more is merged of somebody, and what becomes of what is merged.
+fn leaves(what: &str, leaving: Option<&Leaving>, now: Duration) -> String {
+    match leaving {
+        None => what.to_owned(),
+        Some(Leaving { refused: None, .. }) => format!("{what}: it is withdrawn when that may be"),
+        Some(Leaving { refused: Some(why), next, .. }) => {
+            let again = human(next.saturating_sub(now));
+            format!("{what}: not withdrawn yet ({why}), tried again in {again}")
         }
     }
 }
@@ -380,6 +394,9 @@ pub(super) fn told(Said { at, whom, decision }: &Said) -> Decision {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagefold_model::daemon::{Arrival, Reason, Rules};
+    use pagefold_model::domain::Domain;
+    use pagefold_model::{Bytes, Pid};
 
     #[test]
     fn files_and_shared_memory_are_the_third_number() {
@@ -402,5 +419,21 @@ mod tests {
         let of = |saved: Saved| (saved.gross, saved.duplicate, saved.zero);
         assert_eq!(of(saved(b"3")), (Some(13 * 4096), Some(10 * 4096), Some(3 * 4096)));
         assert_eq!(of(saved(b"")), (Some(10 * 4096), Some(10 * 4096), None), "absent is not zero");
+    }
+
+    #[test]
+    fn who_could_not_be_withdrawn_is_told_with_the_reason() {
+        let process = ProcessId { pid: Pid(1), start_time: 1 };
+        let (domain, likeness, resident) = (Domain::Host, String::new(), Bytes(1 << 30));
+        let arrival = Arrival { process, domain, likeness, excluded: None, resident };
+        let second = Duration::from_secs(1);
+        let mut member = Known::new(arrival, Duration::ZERO, &Rules::default());
+        let told = |member: &Known| leaves("an operator withdrew it", member.leaving.as_ref(), 3 * second);
+        assert_eq!(told(&member), "an operator withdrew it");
+        member.leave(Reason::Operator, Duration::ZERO);
+        assert_eq!(told(&member), "an operator withdrew it: it is withdrawn when that may be");
+        member.stay("there is not the memory for it".to_owned(), Duration::ZERO, Duration::ZERO);
+        let again = "an operator withdrew it: not withdrawn yet (there is not the memory for it), tried again in 7 s";
+        assert_eq!(told(&member), again);
     }
 }

@@ -1,0 +1,147 @@
+//! What is withdrawn, over a host in memory.
+
+use super::*;
+use crate::fake::{Fake, MERGED, Trouble};
+use pagefold_model::domain::Domain;
+use pagefold_model::plan::{PlannedRange, Way};
+use pagefold_model::{AddressRange, Pid};
+use std::sync::mpsc;
+
+const PAGE: u64 = 4096;
+const PID: u32 = 7;
+const RANGE: AddressRange = AddressRange { start: 64 * PAGE, end: 128 * PAGE };
+
+fn process() -> ProcessId {
+    ProcessId { pid: Pid(PID), start_time: 1 }
+}
+
+/// A worker that has the host, and where its state is kept.
+fn worker(host: &Fake) -> (Worker<'_>, tempfile::TempDir) {
+    let directory = tempfile::tempdir().unwrap();
+    // Nobody listens.
+    let (tell, _) = mpsc::channel();
+    let mut worker = Worker::new(host, directory.path().to_owned(), tell).unwrap();
+    worker.hold().unwrap();
+    (worker, directory)
+}
+
+/// The plan that a census makes each time: the one range of the one process.
+fn plan() -> Plan {
+    let pages = Pages(64);
+    let range = PlannedRange {
+        range: RANGE,
+        region: RANGE,
+        pages,
+        merging: pages,
+        zero: Pages::ZERO,
+        freed: Bytes(pages.0 * PAGE),
+        huge_split: Pages::ZERO,
+        enrolled: false,
+        late: false,
+    };
+    let target = Target {
+        process: Process { comm: "program".to_owned(), ..Process::absent(process(), &Absent::Denied) },
+        domain: Domain::Host,
+        ranges: vec![range],
+        huge: Bytes::ZERO,
+        way: Way::Within,
+        narrowed: Vec::new(),
+    };
+    Plan { targets: vec![target], ..Plan::default() }
+}
+
+/// What a census at a time would plan of the range.
+fn planned(worker: &mut Worker<'_>, at: Duration) -> Plan {
+    let mut plan = plan();
+    worker.leave_alone(&mut plan, at);
+    plan
+}
+
+/// The range is merged by a plan.
+fn merge(worker: &mut Worker<'_>, host: &Fake, plan: &Plan) {
+    host.map(PID, (RANGE.start, RANGE.end), MERGED, true);
+    worker.trial.add(plan);
+    worker.trial.look(Whom::All);
+}
+
+/// What is merged twice and written too soon is tried once more, after a longer pause, and then left alone.
+#[test]
+fn what_breaks_again_and_again_is_left_out_of_plans_for_longer_and_then_for_good() {
+    let host = Fake::new();
+    let (mut worker, _directory) = worker(&host);
+    let second = Duration::from_secs(1);
+    let mut now = Duration::ZERO;
+    for (number, pause) in [(1, Some(30 * second)), (2, Some(600 * second)), (3, None)] {
+        let plan = planned(&mut worker, now);
+        assert_eq!(plan.targets.len(), 1, "it is merged for the {number}. time");
+        merge(&mut worker, &host, &plan);
+        assert_eq!(worker.look(true, now).unwrap().withdrawn, Bytes::ZERO, "it stays so far");
+        host.map(PID, (RANGE.start, RANGE.end), "", true);
+        host.ran(PID, number);
+        assert_eq!(worker.look(true, now).unwrap().withdrawn, RANGE.bytes());
+        assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, "", false)]);
+        // Each look counts what is withdrawn: the same once.
+        worker.count_strikes(now);
+        let Some(pause) = pause else { break };
+        assert!(planned(&mut worker, now + pause - second).targets.is_empty(), "too soon");
+        now += pause;
+    }
+    assert!(planned(&mut worker, now + 1_000_000 * second).targets.is_empty(), "for good");
+    // Another program of the same number is not that one.
+    worker.strikes.retain(|_| false);
+    worker.trial.retain(|_| false);
+    assert_eq!(planned(&mut worker, now).targets.len(), 1);
+}
+
+/// A process that is enrolled, of which its kernel tells by a count how much is merged.
+fn enrolled(host: &Fake) {
+    host.start(PID, 64);
+    host.map(PID, (RANGE.start, RANGE.end), MERGED, true);
+    merging(host, 64);
+}
+
+fn merging(host: &Fake, pages: u64) {
+    host.file(&format!("proc/{PID}/ksm_merging_pages"), &format!("{pages}\n"));
+}
+
+#[test]
+fn who_is_not_withdrawn_is_told_with_the_reason() {
+    let host = Fake::new();
+    enrolled(&host);
+    let (mut worker, _directory) = worker(&host);
+    let gone = ProcessId { pid: Pid(99), start_time: 1 };
+    host.free(0);
+    let short = worker.withdraw(&[process(), gone]).unwrap();
+    assert_eq!(short.gone, [gone], "it has ended");
+    assert_eq!(short.refused, [(process(), "there is not the memory for it".to_owned())]);
+    assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, MERGED, true)]);
+
+    host.free(5_000_000);
+    host.trouble(Some(Trouble::BusyAfter(0)));
+    let busy = worker.withdraw(&[process()]).unwrap();
+    assert!(busy.gone.is_empty() && busy.refused[0].1.contains("it does not stop"), "{busy:?}");
+    host.trouble(None);
+    let left = worker.withdraw(&[process()]).unwrap();
+    assert_eq!(left.refused, [(process(), "some of it is merged still".to_owned())], "by its kernel's count");
+    enrolled(&host);
+    merging(&host, 0);
+    assert_eq!(worker.withdraw(&[process()]).unwrap().gone, [process()]);
+    assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, MERGED, false)]);
+    worker.session = None;
+    assert!(worker.withdraw(&[process()]).is_err(), "the host is not held");
+}
+
+/// Pages that are no longer merged because they were withdrawn were not written.
+#[test]
+fn what_an_operator_withdraws_does_not_count_as_written() {
+    let host = Fake::new();
+    enrolled(&host);
+    let (mut worker, _directory) = worker(&host);
+    merge(&mut worker, &host, &plan());
+    merging(&host, 0);
+    assert_eq!(worker.withdraw(&[process()]).unwrap().gone, [process()]);
+    host.map(PID, (RANGE.start, RANGE.end), "", false);
+    host.ran(PID, 1);
+    assert_eq!(worker.look(true, Duration::ZERO).unwrap().withdrawn, Bytes::ZERO);
+    assert_eq!(planned(&mut worker, Duration::ZERO).targets.len(), 1, "it may be enrolled again at once");
+}

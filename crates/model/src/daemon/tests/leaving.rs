@@ -1,0 +1,199 @@
+//! Withdrawals: those that are refused, and those at the end.
+
+use super::*;
+
+fn withdrawals(host: &Host, process: ProcessId) -> Vec<Duration> {
+    let tries = host.trace.iter().filter_map(|(at, action)| match action {
+        Action::Withdraw(processes) if processes.contains(&process) => Some(*at),
+        _ => None,
+    });
+    tries.collect()
+}
+
+fn censuses_of(host: &Host, process: ProcessId) -> usize {
+    host.did(|action| matches!(action, Action::Census(processes) if processes.contains(&process)))
+}
+
+/// A host on which these are merged.
+fn merged(pids: &[u32]) -> Host {
+    let mut host = Host::new(rules(Mode::Act));
+    pids.iter().for_each(|&pid| host.happen(arrival(pid)));
+    host.run(12);
+    assert_eq!(host.enrolled, pids.iter().map(|&pid| id(pid)).collect());
+    host
+}
+
+#[test]
+fn who_cannot_be_withdrawn_is_tried_again_later_each_time_and_told_of_once() {
+    for fails in [false, true] {
+        let mut host = merged(&[1, 3]);
+        host.clings.insert(id(1));
+        host.fails = fails;
+        host.happen(Event::Withdraw(id(1)));
+        host.run(3600);
+        let tries = withdrawals(&host, id(1));
+        let pauses: Vec<u64> = tries.windows(2).map(|two| (two[1] - two[0]).as_secs()).collect();
+        assert_eq!(pauses[..7], [10, 20, 40, 80, 160, 300, 300], "{tries:?}");
+        assert!(tries.len() < 20, "{}", tries.len());
+        assert_eq!((host.said(What::Withdraw, Reason::Operator), host.said(What::Refuse, Reason::Refused)), (1, 1));
+        let leaving = host.state.members()[&id(1)].leaving.as_ref().unwrap();
+        assert!(leaving.refused.is_some() && leaving.next > host.now, "it is known meanwhile: {leaving:?}");
+
+        (host.fails, host.clings) = (false, BTreeSet::new());
+        host.run(301);
+        assert_eq!(host.enrolled, BTreeSet::from([id(3)]));
+        assert_eq!(host.said(What::Withdraw, Reason::Operator), 2, "what was refused is told when it is done");
+        let tries = withdrawals(&host, id(1)).len();
+        host.run(1000);
+        assert_eq!(withdrawals(&host, id(1)).len(), tries, "it is over");
+    }
+}
+
+#[test]
+fn who_is_to_be_withdrawn_is_nobodys_partner() {
+    // The host fails where somebody is looked at or merged that it was told to withdraw.
+    let mut host = Host::new(rules(Mode::Act));
+    host.loses.insert(id(1));
+    host.clings.insert(id(1));
+    host.happen(arrival(1));
+    host.run(12);
+    assert_eq!((host.said(What::Withdraw, Reason::Loses), host.said(What::Refuse, Reason::Refused)), (1, 1));
+    let before = censuses_of(&host, id(1));
+    for pid in [3, 5, 7] {
+        host.happen(arrival(pid));
+        host.run(15);
+        assert!(host.enrolled.contains(&id(pid)));
+    }
+    host.run(4000);
+    assert_eq!(censuses_of(&host, id(1)), before, "its own turn does not come either");
+    assert!(host.enrolled.contains(&id(1)));
+    host.loses.clear();
+    host.enrolled.remove(&id(1));
+    host.forgive(id(1), Event::Enrol(id(1)));
+    host.run(12);
+    assert!(censuses_of(&host, id(1)) > before && host.enrolled.contains(&id(1)), "an operator has it enrolled again");
+    let tries = withdrawals(&host, id(1)).len();
+    host.run(600);
+    assert_eq!(withdrawals(&host, id(1)).len(), tries, "and nobody withdraws it");
+}
+
+#[test]
+fn an_operator_has_it_tried_at_once_and_who_enrols_during_it_has_the_last_word() {
+    let mut host = merged(&[1]);
+    host.clings.insert(id(1));
+    host.happen(Event::Withdraw(id(1)));
+    host.run(700);
+    let tries = withdrawals(&host, id(1)).len();
+    host.happen(Event::Withdraw(id(1)));
+    assert_eq!(withdrawals(&host, id(1)).len(), tries + 1);
+    host.forgive(id(1), Event::Enrol(id(1)));
+    host.run(700);
+    assert_eq!(withdrawals(&host, id(1)).len(), tries + 1, "the refusal came after that");
+    assert!(host.state.members()[&id(1)].is_open());
+}
+
+#[test]
+fn what_may_be_merged_again_is_not_withdrawn_any_more() {
+    let mut host = merged(&[1]);
+    host.clings.insert(id(1));
+    let Event::Came(known) = arrival(1) else { unreachable!() };
+    let excluded = Arrival { excluded: Some("it holds keys".into()), ..known.clone() };
+    host.happen(Event::Came(excluded));
+    host.run(2);
+    host.happen(Event::Enrol(id(1)));
+    assert!(host.state.members()[&id(1)].leaving.is_some(), "no operator has it merged that must not be");
+    host.forgive(id(1), Event::Came(known));
+    let tries = withdrawals(&host, id(1)).len();
+    host.run(600);
+    assert_eq!(withdrawals(&host, id(1)).len(), tries);
+    assert!(host.enrolled.contains(&id(1)) && host.state.members()[&id(1)].is_open());
+}
+
+#[test]
+fn trying_costs_little_however_long_it_takes() {
+    let Event::Came(arrival) = arrival(1) else { unreachable!() };
+    let mut member = Member::new(arrival, Duration::ZERO, &rules(Mode::Act));
+    member.leave(Reason::Operator, Duration::ZERO);
+    let long = Duration::from_secs(10);
+    assert!(member.stay("no".into(), long, Duration::ZERO));
+    assert!(member.leaving.unwrap().next >= long * 200);
+}
+
+#[test]
+fn at_the_end_the_host_is_taken_once_more_where_that_may_be() {
+    // Whoever paused it has the host; whoever ends it so wants it unmerged.
+    let mut host = merged(&[1]);
+    host.happen(Event::Pause);
+    host.run(2);
+    assert!(!host.holds);
+    host.happen(Event::Stop { unmerge: true });
+    host.run(2);
+    assert_eq!((host.enrolled.len(), host.holds, host.ended()), (0, false, Some(true)));
+}
+
+/// Why somebody stays merged, and how that comes about.
+type Way<'a> = (&'a str, &'a dyn Fn(&mut Host));
+
+#[test]
+fn at_the_end_it_says_who_stays_merged() {
+    let told = |host: &Host| {
+        let told = host.trace.iter().filter_map(|(_, action)| match action {
+            Action::Say(said) if (said.what, said.reason) == (What::Refuse, Reason::Stopped) => Some(said),
+            _ => None,
+        });
+        told.map(|said| (said.whom.clone(), said.why.clone())).collect::<Vec<_>>()
+    };
+    let ways: [Way<'_>; 5] = [
+        ("there is no memory", &|host| _ = host.clings.insert(id(1))),
+        ("the journal cannot be written", &|host| host.fails = true),
+        ("it only advises", &|host| host.happen(Event::Configured(rules(Mode::Advise)))),
+        ("somebody writes", &|host| host.happen(Event::Contested("somebody writes".into()))),
+        ("another pagefold", &|host| {
+            host.happen(Event::Pause);
+            host.taken = Some("another pagefold".into());
+        }),
+    ];
+    for (why, way) in ways {
+        let mut host = merged(&[1]);
+        way(&mut host);
+        host.run(20);
+        host.happen(Event::Stop { unmerge: true });
+        host.run(2);
+        assert_eq!((host.ended(), host.holds), (Some(false), false), "{why}: {:?}", host.trace);
+        assert_eq!(told(&host), [(vec![id(1)], format!("it stays merged: {why}"))]);
+        assert!(host.enrolled.contains(&id(1)));
+
+        // Who does not ask for it is told nothing.
+        let mut host = merged(&[1]);
+        way(&mut host);
+        host.run(20);
+        host.happen(Event::Stop { unmerge: false });
+        host.run(2);
+        assert_eq!((host.ended(), told(&host)), (Some(true), Vec::new()), "{why}");
+    }
+}
+
+#[test]
+fn settings_that_do_not_come_back_are_told_at_the_end() {
+    let mut host = merged(&[1]);
+    host.whole = false;
+    host.happen(Event::Stop { unmerge: false });
+    host.run(2);
+    assert_eq!(host.ended(), Some(false));
+}
+
+#[test]
+fn why_nothing_is_done_is_known() {
+    let mut host = merged(&[1]);
+    assert_eq!(host.state.holds_back(), None);
+    host.happen(Event::Contested("somebody writes".into()));
+    assert_eq!(host.state.holds_back().as_deref(), Some("somebody writes"));
+    assert_eq!(host.state.waits().as_deref(), Some("somebody writes"));
+    host.happen(Event::Pause);
+    assert_eq!(host.state.holds_back().as_deref(), Some("an operator paused it"));
+    assert_eq!(host.state.waits().as_deref(), Some("an operator paused it"));
+    for (mode, why) in [(Mode::Observe, "it only observes"), (Mode::Advise, "it only advises")] {
+        host.happen(Event::Configured(rules(mode)));
+        assert_eq!(host.state.holds_back().as_deref(), Some(why));
+    }
+}
