@@ -180,6 +180,7 @@ pub fn carry_out<'h>(
         }
     }
     let after = verify::found(host, &plan).map_err(unknown)?;
+    let nets = verify::nets(host, &plan, &before, &after);
     // What somebody had who has ended is no loss.
     let lives = |position: &usize| after[*position].is_some();
     let ended: Vec<usize> = (0..plan.targets.len()).filter(|position| !lives(position)).collect();
@@ -231,6 +232,7 @@ pub fn carry_out<'h>(
         end,
         before,
         after,
+        nets,
         timeline,
         census,
         ksmd,

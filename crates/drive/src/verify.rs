@@ -4,9 +4,10 @@
 //! the truth, and with ksmd stopped they tell one moment. It takes the privilege to see frames.
 
 use pagefold_host::{Host, Process, observe, parse};
+use pagefold_model::ksm::RMAP_ITEM_BYTES;
 use pagefold_model::outcome::Found;
 use pagefold_model::plan::{Plan, Target};
-use pagefold_model::{Absent, AddressRange, Bytes, Pages, Pfn, Pid, ProcessId, Reading};
+use pagefold_model::{Absent, AddressRange, Bytes, NetBytes, Pages, Pfn, Pid, ProcessId, Reading};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Pages looked at at once.
@@ -82,6 +83,46 @@ pub fn sum<'f>(held: impl Iterator<Item = &'f Held>) -> Found {
     frames.dedup();
     sum.frames = Pages(frames.len() as u64);
     sum
+}
+
+/// What came back between two looks by each target that lives on, less ksmd's metadata for it. They add up to what all
+/// of them gave back.
+pub fn nets(
+    host: &dyn Host,
+    plan: &Plan,
+    before: &[Option<Held>],
+    after: &[Option<Held>],
+) -> BTreeMap<ProcessId, NetBytes> {
+    // What is shared with somebody who has ended is the others' now.
+    let lived: Vec<Option<&Held>> =
+        before.iter().zip(after).map(|(before, after)| before.as_ref().filter(|_| after.is_some())).collect();
+    let after: Vec<Option<&Held>> = after.iter().map(Option::as_ref).collect();
+    let (saved, saves) = (saved_by_each(&lived), saved_by_each(&after));
+    let net = |position: usize| {
+        let items = |held: Option<&Held>| held.map_or(Pages::ZERO, |held| held.found.rmap_items);
+        let metadata = items(after[position]).saturating_sub(items(lived[position])).0 * RMAP_ITEM_BYTES;
+        let pages = saves[position] - saved[position];
+        NetBytes((pages * host.page_size().bytes() as f64) as i64 - metadata.cast_signed())
+    };
+    let there = plan.targets.iter().enumerate().filter(|(position, _)| after[*position].is_some());
+    there.map(|(position, target)| (target.process.id, net(position))).collect()
+}
+
+/// Pages that each saves: a frame that several map is a part of each.
+fn saved_by_each(held: &[Option<&Held>]) -> Vec<f64> {
+    let pages = |held: &Option<&Held>| held.map_or(0.0, |held| (held.found.merged + held.found.zero).0 as f64);
+    let mut saved: Vec<f64> = held.iter().map(pages).collect();
+    let mut frames: Vec<(Pfn, u32)> = Vec::new();
+    for (held, position) in held.iter().zip(0..) {
+        frames.extend(held.iter().flat_map(|held| &held.frames).map(|frame| (*frame, position)));
+    }
+    frames.sort_unstable();
+    for sharers in frames.chunk_by(|a, b| a.0 == b.0) {
+        for (_, position) in sharers {
+            saved[*position as usize] -= 1.0 / sharers.len() as f64;
+        }
+    }
+    saved
 }
 
 fn look(host: &dyn Host, target: &Target) -> Reading<Held> {
@@ -170,4 +211,62 @@ pub struct Done {
 pub fn done(host: &dyn Host, process: ProcessId) -> Reading<Done> {
     let stat = parse::stat(&open(host, process)?.read("stat")?)?;
     Ok(Done { ticks: stat.utime.saturating_add(stat.stime), faults: stat.faults })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::Fake;
+    use pagefold_model::domain::Domain;
+    use pagefold_model::plan::Way;
+    use pagefold_model::process::Process as Facts;
+
+    /// Somebody with so many merged pages, on these frames.
+    fn held(merged: u64, frames: &[u64], rmap_items: u64) -> Held {
+        let found = Found { merged: Pages(merged), rmap_items: Pages(rmap_items), ..Found::default() };
+        Held { found, frames: frames.iter().map(|frame| Pfn(*frame)).collect() }
+    }
+
+    fn plan(targets: u32) -> Plan {
+        let target = |pid| Target {
+            process: Facts::absent(ProcessId { pid: Pid(pid), start_time: 1 }, &Absent::Denied),
+            domain: Domain::Host,
+            ranges: Vec::new(),
+            huge: Bytes::ZERO,
+            way: Way::Within,
+            narrowed: Vec::new(),
+        };
+        Plan { targets: (0..targets).map(target).collect(), ..Plan::default() }
+    }
+
+    /// In bytes, by number.
+    fn net(before: &[Option<Held>], after: &[Option<Held>]) -> BTreeMap<u32, i64> {
+        let nets = nets(&Fake::new(), &plan(after.len() as u32), before, after);
+        nets.into_iter().map(|(process, net)| (process.pid.0, net.0)).collect()
+    }
+
+    #[test]
+    fn a_frame_is_a_part_of_each_who_maps_it() {
+        let nothing = || [Some(held(0, &[], 0)), Some(held(0, &[], 0)), Some(held(0, &[], 100))];
+        // Ten pages on one frame, one on the same, and one who has nothing but metadata.
+        let after = [Some(held(10, &[1], 10)), Some(held(1, &[1], 1)), Some(held(0, &[], 200))];
+        assert_eq!(
+            net(&nothing(), &after),
+            BTreeMap::from([(0, 10 * 4096 - 2048 - 640), (1, 4096 - 2048 - 64), (2, -6400)])
+        );
+    }
+
+    #[test]
+    fn who_has_ended_takes_nothing_from_others() {
+        let before = [Some(held(2, &[1, 2], 2)), Some(held(2, &[1, 2], 2))];
+        let after = [Some(held(2, &[1, 2], 2)), None];
+        assert_eq!(net(&before, &after), BTreeMap::from([(0, 0)]));
+    }
+
+    #[test]
+    fn parts_add_up_to_what_all_save() {
+        let parties = [held(9, &[1, 2, 3], 0), held(3, &[2, 3, 4], 0), held(0, &[], 0), held(5, &[3, 9], 0)];
+        let parts: f64 = saved_by_each(&parties.iter().map(Some).collect::<Vec<_>>()).iter().sum();
+        assert!((parts - sum(parties.iter()).saved().0 as f64).abs() < 1e-9, "{parts}");
+    }
 }

@@ -4,7 +4,7 @@ use crate::ksm::RMAP_ITEM_BYTES;
 use crate::lasting::Seen;
 use crate::plan::Plan;
 use crate::reading::Reading;
-use crate::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, Pid};
+use crate::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, Pid, ProcessId};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -22,6 +22,9 @@ pub struct Outcome {
     pub before: Found,
     /// What it holds of them now, read with ksmd stopped.
     pub after: Found,
+    /// What came back by each target that lives on, less ksmd's metadata for it: a frame that several of them map is a
+    /// part of each.
+    pub nets: BTreeMap<ProcessId, NetBytes>,
     /// What is merged, over time from the start of the command.
     pub timeline: Vec<Sample>,
     /// From the start of the command to the first enrolment: the census and the plan.
@@ -272,7 +275,6 @@ pub(crate) mod tests {
     use crate::process::Process;
     use crate::reading::Absent;
     use crate::savings::Reach;
-    use crate::units::ProcessId;
     use proptest::prelude::*;
 
     pub(crate) fn page_size() -> PageSize {
@@ -314,6 +316,7 @@ pub(crate) mod tests {
             end,
             before: Found::default(),
             after: Found { merged: Pages(2 * saved), frames: Pages(saved), rmap_items: Pages(200), ..Found::default() },
+            nets: BTreeMap::new(),
             timeline: vec![sample(10, 0), sample(20, 60), sample(30, 180), sample(40, 200)],
             census: Duration::ZERO,
             ksmd: Err(Absent::Denied),

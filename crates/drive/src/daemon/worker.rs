@@ -241,6 +241,7 @@ impl<'h> Worker<'h> {
             enrolled,
             predicted,
             net,
+            nets: outcome.nets.clone(),
             cost,
             withdrawn: page_size.of(outcome.watched.withdrawn),
             refused: refused(&outcome, &pids),

@@ -3,6 +3,7 @@
 use super::{Arrival, Cause, Rules, TimeOfDay, Waits};
 use crate::memory::Shortage;
 use crate::units::{Bytes, NetBytes, ProcessId};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Something that happened.
@@ -110,6 +111,8 @@ pub struct Merged {
     pub predicted: Bytes,
     /// What came back.
     pub net: NetBytes,
+    /// What of that came back by each, where it is known: a frame that several map is a part of each.
+    pub nets: BTreeMap<ProcessId, NetBytes>,
     /// CPU time of ksmd and pagefold.
     pub cost: Duration,
     /// What was withdrawn because it did not last.

@@ -89,7 +89,7 @@ pub struct Member {
     pub excluded: Option<String>,
     /// Whether an operator withdrew it.
     pub withdrawn: bool,
-    /// Until when it is left alone because it has refused to be enrolled.
+    /// Until when it is left alone because it has refused to be enrolled, or lost by it.
     pub refused: Option<Duration>,
     /// Whether what is merged of it is to be withdrawn, and has not been.
     pub leaving: Option<Leaving>,
@@ -310,8 +310,8 @@ impl Member {
         self.next = now + self.pause;
     }
 
-    /// It has refused to be enrolled. A plan that counts on its copies comes to nothing: it is in none until its next
-    /// turn.
+    /// It has refused to be enrolled, or lost by it. A plan that counts on its copies comes to nothing: it is in none
+    /// until its next turn.
     pub fn refuse(&mut self, now: Duration, rules: &Rules) {
         self.back_off(now, rules);
         self.refused = Some(self.next);

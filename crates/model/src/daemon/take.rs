@@ -259,13 +259,20 @@ impl State {
         if let Some(why) = merged.yielded {
             return self.contest(why, actions);
         }
+        // Whom ksmd had not come to when it was halted loses nothing by it, as long as not all do.
+        let judged = !self.halted || merged.net.0 < 0;
+        let loses = |process: &ProcessId| judged && merged.nets.get(process).is_some_and(|net| net.0 < 0);
+        let (losing, others): (Vec<ProcessId>, Vec<ProcessId>) = merged.enrolled.iter().copied().partition(loses);
+        self.leave(&losing, Reason::Loses);
+        for process in &losing {
+            if let Some(member) = self.members.get_mut(process) {
+                member.refuse(self.now, &self.rules);
+            }
+        }
         let mib = merged.net.0 as f64 / 1048576.0;
         let overran = self.halted && self.budget.left() <= 0.0;
-        if merged.net.0 < 0 {
-            self.leave(&merged.enrolled, Reason::Loses);
-            self.back_off(&merged.enrolled);
-        } else if overran || merged.cost.as_secs_f64() > self.rules.price * mib && !self.halted {
-            for process in &merged.enrolled {
+        if overran || merged.cost.as_secs_f64() > self.rules.price * mib && !self.halted {
+            for process in &others {
                 if let Some(member) = self.members.get_mut(process) {
                     member.wait_longer(&self.rules);
                 }

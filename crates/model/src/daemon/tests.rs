@@ -161,8 +161,10 @@ impl Host {
                     processes.into_iter().partition(|process| self.refuses == Some(*process));
                 self.enrolled.extend(enrolled.iter().copied());
                 let net = |process| if self.loses.contains(process) { -(MIB as i64) } else { self.gain };
+                let nets: BTreeMap<_, _> = enrolled.iter().map(|who| (*who, NetBytes(net(who)))).collect();
                 let merged = Merged {
-                    net: NetBytes(enrolled.iter().map(net).sum()),
+                    net: NetBytes(nets.values().map(|net| net.0).sum()),
+                    nets,
                     enrolled,
                     refused: refused.into_iter().map(|process| (process, "no".to_owned())).collect(),
                     cost: Duration::from_millis(100),

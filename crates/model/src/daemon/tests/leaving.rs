@@ -93,6 +93,20 @@ fn an_operator_has_it_tried_at_once_and_who_enrols_during_it_has_the_last_word()
 }
 
 #[test]
+fn trying_again_keeps_to_the_budget() {
+    let mut host = merged(&[1]);
+    host.clings.insert(id(1));
+    host.happen(Event::Withdraw(id(1)));
+    host.spent += Duration::from_secs(60);
+    host.run(200);
+    assert_eq!(withdrawals(&host, id(1)).len(), 1);
+    host.happen(Event::Withdraw(id(1)));
+    assert_eq!(withdrawals(&host, id(1)).len(), 2, "an operator is not kept waiting");
+    host.run(400);
+    assert!(withdrawals(&host, id(1)).len() > 2);
+}
+
+#[test]
 fn what_may_be_merged_again_is_not_withdrawn_any_more() {
     let mut host = merged(&[1]);
     host.clings.insert(id(1));
@@ -117,6 +131,39 @@ fn trying_costs_little_however_long_it_takes() {
     let long = Duration::from_secs(10);
     assert!(member.stay("no".into(), long, Duration::ZERO));
     assert!(member.leaving.unwrap().next >= long * 200);
+}
+
+#[test]
+fn who_loses_is_withdrawn_and_others_of_the_same_merge_are_not() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.loses.insert(id(3));
+    [1, 3, 5].into_iter().for_each(|pid| host.happen(arrival(pid)));
+    host.run(12);
+    let together = |action: &Action| matches!(action, Action::Merge { processes, .. } if processes.len() == 3);
+    assert_eq!(host.did(together), 1);
+    assert_eq!(host.enrolled, BTreeSet::from([id(1), id(5)]));
+    assert_eq!(host.said(What::Withdraw, Reason::Loses), 1, "nor is it merged again as their partner");
+    let pause = |pid| host.state.members()[&id(pid)].pause;
+    assert!(pause(3) >= pause(1) * 4, "{:?}, {:?}", pause(3), pause(1));
+}
+
+/// Ksmd has not come to all of them when it is halted.
+#[test]
+fn a_merge_that_was_halted_tells_nothing_of_those_who_did_not_get_their_turn() {
+    for all_lose in [false, true] {
+        let mut host = Host::new(rules(Mode::Act));
+        host.loses.insert(id(3));
+        if all_lose {
+            host.loses.insert(id(1));
+        }
+        (host.merging, host.slow) = (5.0, 0.4);
+        host.run(5);
+        [1, 3].into_iter().for_each(|pid| host.happen(arrival(pid)));
+        host.run(9);
+        assert_eq!((host.shares().len(), host.did(|action| *action == Action::Halt)), (1, 1));
+        let stay = if all_lose { BTreeSet::new() } else { BTreeSet::from([id(1), id(3)]) };
+        assert_eq!(host.enrolled, stay);
+    }
 }
 
 #[test]
