@@ -29,7 +29,7 @@ pub(super) struct Section {
     /// CPU time that may be saved up for a burst.
     #[schemars(with = "Option<schema::Time>", extend("default" = "30s"))]
     burst: Word,
-    /// CPU seconds at most for each MiB that merging gives back.
+    /// CPU seconds at most for each MiB that merging a process gives back: ksmd's, and its part of those of the census.
     #[schemars(with = "Option<f64>", extend("exclusiveMinimum" = 0, "default" = 0.02))]
     price: Option<Spanned<f64>>,
     /// Memory that the kernel may keep to know what is merged.

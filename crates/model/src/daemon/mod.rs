@@ -15,8 +15,9 @@
 //! lies in each.
 //!
 //! # What it may cost
-//! CPU time of ksmd and pagefold comes out of one [`budget`]. Nothing is begun that does not fit, what takes longer
-//! than expected is halted, and what is merged for more CPU time than [`Rules::price`] allows is left alone for long.
+//! CPU time of ksmd and pagefold comes out of one [`budget`]. Nothing is begun that does not fit, and what takes longer
+//! than expected is halted. Each member has a [`price`]: who would be merged for more CPU time than [`Rules::price`]
+//! allows is left out, the others are merged, and what took more in the end is left alone for long.
 //!
 //! # What is taken back
 //! Whoever loses by a merge, must not be merged any more or is withdrawn by an operator is withdrawn once there is
@@ -34,6 +35,7 @@ pub mod budget;
 mod choose;
 mod event;
 pub mod member;
+mod price;
 mod rules;
 mod slowdown;
 mod strikes;

@@ -1,10 +1,11 @@
 //! Taking note of an event.
 
+use super::price::{self, Worth};
 use super::{Action, Arrival, Withdrawn};
 use super::{Censused, Decision, Event, Looked, Member, Merged, Planned, Readings, Reason, State, Stopping, Waits};
 use super::{What, Work};
 use crate::memory::Shortage;
-use crate::units::{Bytes, NetBytes, ProcessId};
+use crate::units::{Bytes, ProcessId};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -172,30 +173,39 @@ impl State {
         let is_new = |process: &ProcessId| self.members.get(process).is_some_and(Member::is_new);
         // What has just come has not been there for long enough, whoever enrolled it.
         let young = turns.iter().any(is_new);
-        let mut worth: Vec<Planned> = planned.into_values().collect();
-        worth.retain(|plan| self.members.get(&plan.process).is_some_and(Member::is_open));
-        let processes: Vec<ProcessId> = worth.iter().map(|plan| plan.process).collect();
-        let net = NetBytes(worth.iter().map(|plan| plan.net.0).sum());
-        let cost: f64 = worth.iter().map(|plan| plan.ksmd.as_secs_f64()).sum();
-        let pays = net.0 > 0 && cost <= self.rules.price * net.0 as f64 / 1048576.0;
+        let resident = |process: &ProcessId| self.members.get(process).map_or(0, |member| member.resident.0);
+        let all: u64 = processes.iter().map(resident).sum();
+        let part = |process: &ProcessId| found.cost.mul_f64(resident(process) as f64 / all.max(1) as f64);
+        let is_open = |process: &ProcessId| self.members.get(process).is_some_and(Member::is_open);
+        let open = planned.into_values().filter(|plan| is_open(&plan.process));
+        let worth = open.map(|plan| (plan.process, Worth::of(&plan, part(&plan.process))));
+        let most = self.rules.price;
+        let (worth, dear): (Vec<_>, Vec<_>) = worth.partition(|(_, worth)| worth.pays(most));
+        let processes: Vec<ProcessId> = worth.iter().map(|(process, _)| *process).collect();
         let rarest = self.rarest();
         for &process in &turns {
             let spread = self.spread(process);
             if let Some(member) = self.members.get_mut(&process) {
-                let found = (pays && processes.contains(&process), found.young.contains(&process));
+                let found = (processes.contains(&process), found.young.contains(&process));
                 member.looked(self.now, found, spread, &self.rules, rarest);
             }
         }
-        if young || worth.is_empty() {
+        if young {
             return;
         }
-        if !pays {
-            let why = format!("{net} would cost {cost:.2} CPU s of ksmd, more than it is worth");
-            return actions.push(self.say(What::Leave, &processes, Reason::Unprofitable, why));
+        // The others are told of when it is their turn.
+        let (dear, sum) = price::sum(dear.into_iter().filter(|(process, _)| turns.contains(process)));
+        if !dear.is_empty() {
+            let why = format!("it would give back {sum} (at most {most} is worth it)");
+            actions.push(self.say(What::Leave, &dear, Reason::Unprofitable, why));
         }
-        let net = Bytes(net.0.unsigned_abs());
+        let (processes, sum) = price::sum(worth);
+        if processes.is_empty() {
+            return;
+        }
+        let (net, cost) = (Bytes(sum.net.0.max(0).unsigned_abs()), sum.ksmd.as_secs_f64());
         let acts = self.may_act() && self.held && self.stopping.is_none();
-        let why = format!("it should give back {net} for {cost:.2} CPU s of ksmd");
+        let why = format!("it should give back {sum}");
         let decision = Decision {
             what: What::Merge,
             whom: processes.clone(),

@@ -5,7 +5,9 @@ use proptest::prelude::*;
 use std::collections::BTreeSet;
 
 mod leaving;
+mod leaving;
 mod pressure;
+mod price;
 mod turns;
 
 const MIB: u64 = 1 << 20;
@@ -43,8 +45,9 @@ struct Host {
     cores: f64,
     /// Seconds that a census takes.
     long: f64,
-    /// Seconds that a merge takes.
+    /// Seconds that a merge takes, and the CPU time that is told of it.
     merging: f64,
+    took: Duration,
     /// The part of their time that programs wait for while it works.
     slow: f64,
     /// Milliseconds that a look takes.
@@ -59,8 +62,9 @@ struct Host {
     fails: bool,
     /// Who was refused to be withdrawn, and is to be in no plan.
     out: BTreeSet<ProcessId>,
-    /// Who loses by a merge.
+    /// Whom merging gives something else, and what a census plans for whom.
     loses: BTreeSet<ProcessId>,
+    plans: BTreeMap<ProcessId, NetBytes>,
     /// Why the host is not to be had.
     taken: Option<String>,
     /// Whether settings come back.
@@ -88,6 +92,7 @@ impl Host {
             cores: 1.0,
             long: 0.2,
             merging: 0.5,
+            took: Duration::from_millis(100),
             slow: 0.0,
             look: 0,
             stuck: Vec::new(),
@@ -96,6 +101,7 @@ impl Host {
             fails: false,
             out: BTreeSet::new(),
             loses: BTreeSet::new(),
+            plans: BTreeMap::new(),
             taken: None,
             whole: true,
             costly: None,
@@ -143,7 +149,7 @@ impl Host {
                 assert!(processes.iter().all(|process| !self.out.contains(process)), "it is to be withdrawn");
                 let plan = |&process: &ProcessId| Planned {
                     process,
-                    net: NetBytes(self.gain.abs()),
+                    net: self.plans.get(&process).copied().unwrap_or(NetBytes(self.gain.abs())),
                     ksmd: Duration::from_millis(50),
                 };
                 let fresh: Vec<_> = processes.iter().filter(|process| !self.enrolled.contains(process)).collect();
@@ -167,7 +173,7 @@ impl Host {
                     nets,
                     enrolled,
                     refused: refused.into_iter().map(|process| (process, "no".to_owned())).collect(),
-                    cost: Duration::from_millis(100),
+                    cost: self.took,
                     ..Merged::default()
                 };
                 self.answer(self.merging, Event::Merged(merged));
@@ -442,14 +448,15 @@ fn what_cannot_be_withdrawn_is_told_once() {
 
 #[test]
 fn what_costs_more_than_it_gives_back_is_not_merged() {
-    // 50 ms of ksmd for 16 MiB are 0.003 s for each.
-    let mut host = Host::new(Rules { price: 0.002, ..rules(Mode::Act) });
+    // 50 ms of ksmd and 200 ms of a census for 16 MiB are 0.016 s for each.
+    let mut host = Host::new(Rules { price: 0.015, ..rules(Mode::Act) });
     host.happen(arrival(1));
     host.run(60);
     assert!(host.shares().is_empty());
     assert!(host.said(What::Leave, Reason::Unprofitable) > 0);
-    // 100 ms for 16 MiB are 0.006 s for each: as it was foreseen it pays, and as it came out it does not.
-    let mut host = Host::new(Rules { price: 0.005, ..rules(Mode::Act) });
+    // 300 ms for 16 MiB are 0.019 s for each: as it was foreseen it pays, and as it came out it does not.
+    let mut host = Host::new(Rules { price: 0.018, ..rules(Mode::Act) });
+    host.took = Duration::from_millis(300);
     host.happen(arrival(1));
     host.run(12);
     assert_eq!(host.shares(), [1.0]);
@@ -619,7 +626,7 @@ proptest! {
         cores in 0.1f64..2.0,
         long in 0.1f64..20.0,
     ) {
-        let base = Rules { cpu, burst: Duration::from_secs(burst), ..rules(Mode::Act) };
+        let base = Rules { cpu, burst: Duration::from_secs(burst), price: 100.0, ..rules(Mode::Act) };
         let host = played(&strokes, &base, cores, long);
         // Merging at the average pace, looking and withdrawing are not halted: what they take is short here.
         let slack = 3.0 * 0.25 * cores;
