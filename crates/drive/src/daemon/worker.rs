@@ -122,7 +122,7 @@ impl<'h> Worker<'h> {
             Action::Census(processes) => self.census(&processes, &settings).map(Event::Censused),
             Action::Merge { processes, share } => self.merge(&processes, share, &settings).map(Event::Merged),
             Action::Look { withdraw } => self.look(withdraw, self.began.elapsed()).map(Event::Looked),
-            Action::Withdraw(processes) => self.withdraw(&processes, &settings).map(Event::Withdrawn),
+            Action::Withdraw(processes) => self.withdraw(&processes, settings.rules.pressure).map(Event::Withdrawn),
             Action::Restore => self.restore().map(|whole| Event::Restored { whole }),
             Action::Halt | Action::Say(_) | Action::End { .. } => return Event::Failed("no work".to_owned()),
         };
@@ -284,8 +284,9 @@ impl<'h> Worker<'h> {
         Ok(looked)
     }
 
-    /// Withdraw all of some processes, as far as there is memory for it and it is not short meanwhile.
-    fn withdraw(&mut self, processes: &[ProcessId], settings: &Settings) -> Result<Withdrawn, Error> {
+    /// Withdraw all of some processes, as far as there is memory for it and it is not waited for meanwhile, by more than
+    /// `pressure` in per cent of time.
+    fn withdraw(&mut self, processes: &[ProcessId], pressure: f64) -> Result<Withdrawn, Error> {
         let before = own_cpu();
         let session = self.session.as_mut().ok_or(Error::NotHeld)?;
         let lives = |process: &ProcessId| lives(self.host, *process);
@@ -295,8 +296,7 @@ impl<'h> Worker<'h> {
         }
         let selection = Selection { pids: there.iter().map(|process| process.pid).collect(), ..Selection::default() };
         let plan = unmerge::plan(self.host, &selection, &|_, _| None)?;
-        let pressure = Some(settings.rules.pressure);
-        let limits = unmerge::Limits { staged: true, pressure, ..unmerge::Limits::default() };
+        let limits = unmerge::Limits { staged: true, pressure: Some(pressure), ..unmerge::Limits::default() };
         let done = unmerge::carry_out(session, &plan, limits, &self.halt)?;
         let mut why: BTreeMap<pagefold_model::Pid, String> = BTreeMap::new();
         for unseen in plan.unseen.iter().filter(|unseen| unseen.why != Absent::Vanished) {

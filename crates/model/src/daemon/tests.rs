@@ -5,7 +5,6 @@ use proptest::prelude::*;
 use std::collections::BTreeSet;
 
 mod leaving;
-mod leaving;
 mod pressure;
 mod price;
 mod turns;

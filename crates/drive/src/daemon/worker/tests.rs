@@ -9,6 +9,8 @@ use std::sync::mpsc;
 
 const PAGE: u64 = 4096;
 const PID: u32 = 7;
+/// Per cent of time for which memory is waited for, from which on nothing is withdrawn.
+const PRESSURE: f64 = 10.0;
 const RANGE: AddressRange = AddressRange { start: 64 * PAGE, end: 128 * PAGE };
 
 fn process() -> ProcessId {
@@ -111,24 +113,32 @@ fn who_is_not_withdrawn_is_told_with_the_reason() {
     let (mut worker, _directory) = worker(&host);
     let gone = ProcessId { pid: Pid(99), start_time: 1 };
     host.free(0);
-    let short = worker.withdraw(&[process(), gone]).unwrap();
+    let waited = |percent: &str| {
+        let lines = ["some", "full"].map(|word| format!("{word} avg10={percent} avg60=0.00 avg300=0.00 total=1\n"));
+        host.file("proc/pressure/memory", &lines.concat());
+    };
+    waited("10.00");
+    let short = worker.withdraw(&[process()], PRESSURE).unwrap();
+    assert_eq!(short.refused, [(process(), "memory is short".to_owned())]);
+    waited("9.99");
+    let short = worker.withdraw(&[process(), gone], PRESSURE).unwrap();
     assert_eq!(short.gone, [gone], "it has ended");
     assert_eq!(short.refused, [(process(), "there is not the memory for it".to_owned())]);
     assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, MERGED, true)]);
 
     host.free(5_000_000);
     host.trouble(Some(Trouble::BusyAfter(0)));
-    let busy = worker.withdraw(&[process()]).unwrap();
+    let busy = worker.withdraw(&[process()], PRESSURE).unwrap();
     assert!(busy.gone.is_empty() && busy.refused[0].1.contains("it does not stop"), "{busy:?}");
     host.trouble(None);
-    let left = worker.withdraw(&[process()]).unwrap();
+    let left = worker.withdraw(&[process()], PRESSURE).unwrap();
     assert_eq!(left.refused, [(process(), "some of it is merged still".to_owned())], "by its kernel's count");
     enrolled(&host);
     merging(&host, 0);
-    assert_eq!(worker.withdraw(&[process()]).unwrap().gone, [process()]);
+    assert_eq!(worker.withdraw(&[process()], PRESSURE).unwrap().gone, [process()]);
     assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, MERGED, false)]);
     worker.session = None;
-    assert!(worker.withdraw(&[process()]).is_err(), "the host is not held");
+    assert!(worker.withdraw(&[process()], PRESSURE).is_err(), "the host is not held");
 }
 
 /// Pages that are no longer merged because they were withdrawn were not written.
@@ -139,7 +149,7 @@ fn what_an_operator_withdraws_does_not_count_as_written() {
     let (mut worker, _directory) = worker(&host);
     merge(&mut worker, &host, &plan());
     merging(&host, 0);
-    assert_eq!(worker.withdraw(&[process()]).unwrap().gone, [process()]);
+    assert_eq!(worker.withdraw(&[process()], PRESSURE).unwrap().gone, [process()]);
     host.map(PID, (RANGE.start, RANGE.end), "", false);
     host.ran(PID, 1);
     assert_eq!(worker.look(true, Duration::ZERO).unwrap().withdrawn, Bytes::ZERO);

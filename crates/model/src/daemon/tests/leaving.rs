@@ -159,7 +159,7 @@ fn a_merge_that_was_halted_tells_nothing_of_those_who_did_not_get_their_turn() {
         (host.merging, host.slow) = (5.0, 0.4);
         host.run(5);
         [1, 3].into_iter().for_each(|pid| host.happen(arrival(pid)));
-        host.run(9);
+        host.run(11);
         assert_eq!((host.shares().len(), host.did(|action| *action == Action::Halt)), (1, 1));
         let stay = if all_lose { BTreeSet::new() } else { BTreeSet::from([id(1), id(3)]) };
         assert_eq!(host.enrolled, stay);
