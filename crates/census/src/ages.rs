@@ -4,16 +4,16 @@
 //! every few seconds holds still between them, and merging it is a loss. So who takes censuses again and again asks for
 //! an age: [`ripe_after`] says which, and what is younger is left for a later census.
 //!
-//! Takes 24 bytes for each page that a plan covers and that has anything to gain. What is written with the bytes that
-//! were there grows old like anything else: only the kernel's page tables tell, once it is merged
-//! ([`pagefold_model::lasting`]).
+//! Takes 4 bytes for each page that a plan covers and that has anything to gain, and 24 for each stretch of neighbours
+//! that were first seen together. What is written with the bytes that were there grows old like anything else: only the
+//! kernel's page tables tell, once it is merged ([`pagefold_model::lasting`]).
 
 use crate::Error;
 use crate::choose::each_page;
 use crate::index::Index;
 use pagefold_model::census::Census;
 use pagefold_model::lasting::ripe_after;
-use pagefold_model::plan::{Plan, PlannedRange};
+use pagefold_model::plan::Plan;
 use pagefold_model::{AddressRange, Bytes, Fingerprint, PageClass, PageSize, ProcessId};
 use pagefold_sys::fingerprint::Hasher;
 use rayon::prelude::*;
@@ -28,17 +28,61 @@ pub struct Ages {
     hasher: Hasher,
     page_size: PageSize,
     began: Instant,
-    /// Ascending by address.
-    processes: BTreeMap<ProcessId, Vec<Aged>>,
+    processes: BTreeMap<ProcessId, Seen>,
 }
 
-/// A page of a content.
-#[derive(Clone, Copy)]
-struct Aged {
-    address: u64,
-    fingerprint: Fingerprint,
-    /// Milliseconds from the beginning until it was first seen with this content.
+/// Pages of a process, ascending by address.
+#[derive(Default)]
+struct Seen {
+    stretches: Vec<Stretch>,
+    /// Half of the fingerprint of each page: one change in four billion is missed by it.
+    contents: Vec<u32>,
+}
+
+/// Neighbouring pages that have held what they hold since the same moment.
+struct Stretch {
+    range: AddressRange,
+    /// Milliseconds from the beginning until they were first seen with it.
     since: u64,
+}
+
+impl Seen {
+    /// Take note of the page that follows.
+    fn push(&mut self, page: AddressRange, content: u32, since: u64) {
+        self.contents.push(content);
+        match self.stretches.last_mut().filter(|last| last.range.end == page.start && last.since == since) {
+            Some(last) => last.range.end = page.end,
+            None => self.stretches.push(Stretch { range: page, since }),
+        }
+    }
+
+    /// The address of each page, its content, and since when it holds that.
+    fn pages(&self, page_bytes: u64) -> impl Iterator<Item = (u64, u32, u64)> {
+        let each = move |stretch: &Stretch| {
+            let (range, since) = (stretch.range, stretch.since);
+            (range.start..range.end).step_by(page_bytes as usize).map(move |address| (address, since))
+        };
+        self.stretches
+            .iter()
+            .flat_map(each)
+            .zip(&self.contents)
+            .map(|((address, since), &content)| (address, content, since))
+    }
+
+    /// The pieces of a range of which most pages that were seen are not ripe.
+    fn young(&self, range: AddressRange, page_bytes: u64, now: u64, least: u64) -> Vec<AddressRange> {
+        let is_young = |piece: &AddressRange| {
+            let first = self.stretches.partition_point(|stretch| stretch.range.end <= piece.start);
+            let (mut all, mut ripe) = (0, 0);
+            for stretch in self.stretches[first..].iter().take_while(|stretch| stretch.range.start < piece.end) {
+                let seen = stretch.range.overlap(*piece).map_or(0, |range| range.bytes().0);
+                all += seen;
+                ripe += if now.saturating_sub(stretch.since) >= least { seen } else { 0 };
+            }
+            ripe * 2 < all
+        };
+        range.cut_at_multiples(PIECE * page_bytes).filter(is_young).collect()
+    }
 }
 
 impl Ages {
@@ -76,9 +120,10 @@ impl Ages {
             .targets
             .iter()
             .filter_map(|target| {
-                let pages = self.processes.get(&target.process.id)?;
+                let seen = self.processes.get(&target.process.id)?;
                 let ranges = target.ranges.iter();
-                let young = ranges.flat_map(|range| young(pages, range, self.page_size.bytes(), now, least)).collect();
+                let young =
+                    ranges.flat_map(|range| seen.young(range.range, self.page_size.bytes(), now, least)).collect();
                 Some((target.process.id, young))
             })
             .collect();
@@ -123,41 +168,44 @@ impl Ages {
     }
 
     fn note(&mut self, census: &Census, index: &Index, now: u64) {
-        let mut known: Vec<(u32, Fingerprint)> = index.entries[..index.paired]
+        let content = |fingerprint: Fingerprint| fingerprint.0 as u32;
+        let mut known: Vec<(u32, u32)> = index.entries[..index.paired]
             .par_iter()
             .filter(|entry| index.mark(entry.ordinal).is_covered())
-            .map(|entry| (entry.ordinal, entry.fingerprint()))
+            .map(|entry| (entry.ordinal, content(entry.fingerprint())))
             .collect();
         known.par_sort_unstable();
-        let mut before = std::mem::take(&mut self.processes);
+        let page_bytes = self.page_size.bytes();
         for (subject, seen) in census.subjects.iter().enumerate() {
-            let older = before.remove(&seen.process.id).unwrap_or_default();
-            let mut older = older.iter().peekable();
+            let older = self.processes.remove(&seen.process.id).unwrap_or_default();
+            let mut older = older.pages(page_bytes).peekable();
             let ordinals = index.pages_of(subject);
             let mut known = known[known.partition_point(|&(page, _)| page < ordinals.start)..].iter().peekable();
-            let mut pages = Vec::new();
+            let mut pages = Seen::default();
             for (_, ordinal, address) in each_page(index, &ordinals) {
                 let mark = index.mark(ordinal);
-                let fingerprint = match mark.class() {
-                    Some(PageClass::Zero) if mark.is_covered() => Fingerprint::ZERO_PAGE,
+                let content = match mark.class() {
+                    Some(PageClass::Zero) if mark.is_covered() => content(Fingerprint::ZERO_PAGE),
                     Some(class) if class.is_duplicate() && mark.is_covered() => {
                         while known.next_if(|&&(page, _)| page < ordinal).is_some() {}
-                        let Some(&&(_, fingerprint)) = known.peek().filter(|&&&(page, _)| page == ordinal) else {
+                        let Some(&&(_, content)) = known.peek().filter(|&&&(page, _)| page == ordinal) else {
                             continue;
                         };
-                        fingerprint
+                        content
                     }
                     _ => continue,
                 };
-                while older.next_if(|page| page.address < address).is_some() {}
-                let same = older.peek().filter(|page| (page.address, page.fingerprint) == (address, fingerprint));
-                pages.push(Aged { address, fingerprint, since: same.map_or(now, |page| page.since) });
+                while older.next_if(|&(before, ..)| before < address).is_some() {}
+                let same = older.peek().filter(|&&(before, held, _)| (before, held) == (address, content));
+                let since = same.map_or(now, |&(.., since)| since);
+                pages.push(AddressRange { start: address, end: address + page_bytes }, content, since);
             }
-            if !pages.is_empty() {
+            if !pages.contents.is_empty() {
+                pages.contents.shrink_to_fit();
+                pages.stretches.shrink_to_fit();
                 self.processes.insert(seen.process.id, pages);
             }
         }
-        self.processes.append(&mut before);
     }
 
     /// Forget the processes that do not fit.
@@ -166,16 +214,39 @@ impl Ages {
     }
 }
 
-/// The pieces of a range of which most pages are not ripe.
-fn young(pages: &[Aged], planned: &PlannedRange, page_bytes: u64, now: u64, least: u64) -> Vec<AddressRange> {
-    planned
-        .range
-        .cut_at_multiples(PIECE * page_bytes)
-        .filter(|piece| {
-            let from = pages.partition_point(|page| page.address < piece.start);
-            let to = pages.partition_point(|page| page.address < piece.end);
-            let ripe = pages[from..to].iter().filter(|page| now.saturating_sub(page.since) >= least).count();
-            ripe * 2 < to - from
-        })
-        .collect()
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const PAGE: u64 = 4096;
+
+    proptest! {
+        /// Stretches say of each page what was said of it, and of each piece what its pages say one by one.
+        #[test]
+        fn stretches_tell_what_their_pages_do(
+            pages in prop::collection::btree_map(0u64..4096, (0u32..3, 0u64..3), 0..300),
+            planned in (0u64..2048, 1u64..2048),
+            now in 2u64..6,
+        ) {
+            let page = |at: u64| AddressRange { start: at * PAGE, end: (at + 1) * PAGE };
+            let mut seen = Seen::default();
+            for (&at, &(content, since)) in &pages {
+                seen.push(page(at), content, since);
+            }
+            let told: Vec<_> = seen.pages(PAGE).map(|(address, content, since)| (address / PAGE, (content, since))).collect();
+            prop_assert_eq!(told, pages.clone().into_iter().collect::<Vec<_>>());
+
+            let range = AddressRange { start: planned.0 * PAGE, end: (planned.0 + planned.1) * PAGE };
+            let young: Vec<AddressRange> = range
+                .cut_at_multiples(PIECE * PAGE)
+                .filter(|piece| {
+                    let within = pages.range(piece.start / PAGE..piece.end / PAGE);
+                    let ripe: Vec<bool> = within.map(|(_, &(_, since))| now - since >= 3).collect();
+                    ripe.iter().filter(|ripe| **ripe).count() * 2 < ripe.len()
+                })
+                .collect();
+            prop_assert_eq!(seen.young(range, PAGE, now, 3), young);
+        }
+    }
 }

@@ -4,6 +4,7 @@
 //! imported here.
 
 pub mod advise;
+pub mod allocator;
 pub mod fault;
 pub mod fingerprint;
 pub mod forked;

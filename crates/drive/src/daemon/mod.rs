@@ -17,6 +17,7 @@ mod snapshot;
 mod worker;
 
 pub use clock::utc_offset;
+pub use pagefold_sys::allocator::give_back_big_blocks;
 pub use settings::Settings;
 pub use snapshot::{Pass, Said, Snapshot, Told, Used};
 

@@ -142,6 +142,8 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
             "--json: only decisions over a recording of many moments are printed; `pagefold status --json` asks a daemon"
         );
     }
+    // Where it cannot be had it takes more memory, that is all.
+    let _ = daemon::give_back_big_blocks();
     // It lives as long as the process, so that threads that answer may look at it.
     let host: &'static dyn Host = Box::leak(source::open(global)?);
     if global.host == "live" {
