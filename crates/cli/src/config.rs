@@ -445,15 +445,27 @@ mod tests {
     fn the_default_is_what_is_in_force_without_a_file() {
         let (written, none) = (Config::parse(DEFAULT).unwrap(), Config::default());
         assert_eq!(format!("{written:?}"), format!("{none:?}"));
+        // Nor does anything change where what is commented out is said, but for examples.
+        let mut table = false;
+        let is_default = |line: &&str| {
+            table = line.starts_with("#[") || table && line.starts_with('#') && !line.starts_with("# ");
+            !table && !line.ends_with("# example")
+        };
+        let said: String = DEFAULT.lines().filter(is_default).map(uncommented).flat_map(|line| [line, "\n"]).collect();
+        assert!(said.lines().any(|line| line.starts_with("cpu = ")), "{said}");
+        assert_eq!(format!("{:?}", Config::parse(&said).unwrap()), format!("{none:?}"));
         // And what it shows as possible is.
         assert_eq!(Config::parse(&everything_that_is_shown()).unwrap().domains.groups.len(), 1);
     }
 
     /// The default with all that is commented out said, but for a user that need not be there.
     pub(super) fn everything_that_is_shown() -> String {
-        let said = |line| str::strip_prefix(line, '#').filter(|rest| !rest.starts_with(' ')).unwrap_or(line);
-        let all: String = DEFAULT.lines().map(said).flat_map(|line| [line, "\n"]).collect();
+        let all: String = DEFAULT.lines().map(uncommented).flat_map(|line| [line, "\n"]).collect();
         all.replace("\"www-data\", ", "")
+    }
+
+    fn uncommented(line: &str) -> &str {
+        line.strip_prefix('#').filter(|rest| !rest.starts_with(' ')).unwrap_or(line)
     }
 
     #[test]

@@ -6,8 +6,9 @@
 use anyhow::{Context, bail};
 use pagefold_report::daemon::Answer;
 use rustix::net::sockopt::socket_peercred;
+use std::fs::{File, TryLockError};
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,6 +17,9 @@ use std::time::Duration;
 
 /// The socket's name in the directory of state.
 const SOCKET: &str = "control";
+
+/// The file that is locked while a daemon runs.
+const LOCK: &str = "daemon.lock";
 
 /// For how long somebody may take to ask, and to take the answer.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -97,14 +101,27 @@ pub fn ask(directory: &Path, request: Request) -> anyhow::Result<Answer> {
 pub struct Control {
     path: PathBuf,
     listener: UnixListener,
+    /// Held for as long as it runs, however busy it is.
+    _lock: File,
 }
 
 impl Control {
-    /// Make the socket, unless another daemon answers at it.
+    /// Make the socket, unless another daemon runs.
     pub fn bind(directory: &Path) -> anyhow::Result<Self> {
         let path = path(directory);
-        if let Ok(Answer::Status(status)) = ask(directory, Request::Status) {
-            bail!("a pagefold daemon runs already (process {}): see `pagefold status`", status.pid);
+        let lock = directory.join(LOCK);
+        let named = || format!("cannot use {}", lock.display());
+        let file = File::options().create(true).append(true).mode(0o600).open(&lock).with_context(named)?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                let which = match ask(directory, Request::Status) {
+                    Ok(Answer::Status(status)) => format!(" (process {})", status.pid),
+                    _ => String::new(),
+                };
+                bail!("a pagefold daemon runs already{which}: see `pagefold status`");
+            }
+            Err(TryLockError::Error(error)) => return Err(error).with_context(named),
         }
         match std::fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -114,7 +131,7 @@ impl Control {
         }
         let listener = UnixListener::bind(&path).with_context(|| format!("cannot make {}", path.display()))?;
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))?;
-        Ok(Self { path, listener })
+        Ok(Self { path, listener, _lock: file })
     }
 
     /// Answer whoever asks, until the process ends: on a thread of its own.

@@ -46,14 +46,16 @@ Examples:
   pagefold --host recording:DIR daemon   what it would do on a recorded host: of one moment until it is
                                          told to stop, of many (`record --every`) at once
 
-What it does and keeps to is said in the configuration (`pagefold config default`); SIGHUP reads it again.
+What it does and keeps to is said in the configuration (`pagefold config default`); SIGHUP reads it again,
+but for http, http_names and history.
 SIGTERM puts KSM's settings back, and what is merged stays merged. With --unmerge-on-exit it is withdrawn
 first, also where the daemon is paused, as far as there is memory for it; not where it only observes or
 advises by then, or another program drives KSM. What an earlier daemon has enrolled this one does not
 know: `pagefold unmerge` withdraws that, too.
 
 Exit status: 0 it was told to stop and everything is back, 2 it could not run, 3 not everything could be
-put back, or with --unmerge-on-exit somebody stays merged; who, and why, is said on standard error.";
+put back, or somebody stays merged who was to be withdrawn (with --unmerge-on-exit everybody is); who, and
+why, is said on standard error.";
 
 /// Arguments of `daemon`.
 #[derive(Args, Clone, Debug)]
@@ -216,7 +218,7 @@ fn heed(mut signals: Signals, sender: Sender<Message>, options: &Options, global
             let message = match signal {
                 SIGHUP => match settings(&options, &global) {
                     Ok(settings) => {
-                        log("the configuration was read again");
+                        log("the configuration was read again, but for http, http_names and history");
                         Message::Settings(Box::new(settings))
                     }
                     Err(error) => {
@@ -283,7 +285,8 @@ impl Desk {
             Request::Enrol(pid) | Request::Withdraw(pid) => {
                 let Some(who) = snapshot.who.iter().find(|who| who.id.pid == Pid(pid)) else {
                     return Answer::Refused(format!(
-                        "process {pid} is not managed: it is not there, or has less memory than {}",
+                        "process {pid} is not managed: it is not there, has less memory than {}, or is not chosen by \
+                         [daemon.only]",
                         snapshot.settings.min_resident
                     ));
                 };
