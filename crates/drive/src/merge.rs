@@ -476,10 +476,10 @@ impl Work<'_, '_> {
     fn look_again(&mut self, moment: Moment) -> Result<(), session::Error> {
         self.trial.look(if moment == Moment::End { Whom::All } else { Whom::Ran });
         let gone = self.trial.withdraw(self.session, moment)?;
-        if gone > Pages::ZERO {
+        if !gone.is_empty() {
             self.found_fleeting = Instant::now();
         }
-        self.withdrawn += gone;
+        self.withdrawn += gone.into_values().sum::<Pages>();
         Ok(())
     }
 

@@ -153,12 +153,16 @@ impl<'h> Trial<'h> {
     }
 
     /// Withdraw what does not pay by the last look, as far as there is memory for it. What is refused is looked at
-    /// again. Tells how many pages were withdrawn.
-    pub fn withdraw(&mut self, session: &mut Session<'_>, moment: Moment) -> Result<Pages, session::Error> {
+    /// again. Tells how many pages of whom were withdrawn.
+    pub fn withdraw(
+        &mut self,
+        session: &mut Session<'_>,
+        moment: Moment,
+    ) -> Result<BTreeMap<ProcessId, Pages>, session::Error> {
         self.refused.clear();
         self.idle.clear();
         if self.is_empty() {
-            return Ok(Pages::ZERO);
+            return Ok(BTreeMap::new());
         }
         let page_size = self.host.page_size();
         let mut by_process: BTreeMap<ProcessId, Vec<Piece>> = BTreeMap::new();
@@ -166,7 +170,7 @@ impl<'h> Trial<'h> {
         for piece in self.watch.withdraw(pays, moment == Moment::End) {
             by_process.entry(piece.process).or_default().push(piece);
         }
-        let mut gone = Pages::ZERO;
+        let mut gone: BTreeMap<ProcessId, Pages> = BTreeMap::new();
         for (process, pieces) in by_process {
             let (own, ours): (Vec<Piece>, Vec<Piece>) = pieces.into_iter().partition(|piece| piece.own);
             for (pieces, stays) in [(ours, Stays::ForGood), (own, Stays::ForNow)] {
@@ -194,7 +198,10 @@ impl<'h> Trial<'h> {
                     note_once(self.refused.entry(process).or_default(), missed);
                 }
                 self.lost = pieces.iter().fold(self.lost, |sum, piece| sum + piece.seen);
-                gone += pieces.iter().map(|piece| page_size.pages_in(piece.range.bytes())).sum();
+                if !pieces.is_empty() {
+                    let pages: Pages = pieces.iter().map(|piece| page_size.pages_in(piece.range.bytes())).sum();
+                    *gone.entry(process).or_default() += pages;
+                }
                 // What only found no partner may find one later.
                 let (idle, lost): (Vec<Piece>, Vec<Piece>) = pieces.into_iter().partition(|piece| pays(&piece.seen));
                 self.idle.entry(process).or_default().extend(idle.iter().map(|piece| piece.range));

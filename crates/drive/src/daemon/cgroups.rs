@@ -38,20 +38,23 @@ impl Cgroups {
         }
         self.read = Some(now);
         let mut of: BTreeMap<String, Vec<ProcessId>> = BTreeMap::new();
+        let mut told = Vec::new();
         for member in members {
-            // Of the root the host tells.
-            if let Some(cgroup) = member.cgroup.as_ref().ok().filter(|path| *path != "/") {
-                of.entry(cgroup.clone()).or_default().push(member.id);
+            match member.cgroup.as_ref().ok().filter(|path| *path != "/") {
+                Some(cgroup) => of.entry(cgroup.clone()).or_default().push(member.id),
+                // Of the root the host tells; who was in another one is not short by what was read there.
+                None => told.push((member.id, Shortage::default())),
             }
         }
         let (before, after): (Vec<&String>, Vec<&String>) = of.keys().partition(|path| **path <= self.last);
         let turn: Vec<&String> = after.into_iter().chain(before).take(AT_ONCE).collect();
         self.last = turn.last().map(|path| (*path).clone()).unwrap_or_default();
         if turn.is_empty() {
-            return Vec::new();
+            return told;
         }
         let turn: BTreeSet<String> = turn.into_iter().cloned().collect();
         let found = room::shortages(host, &turn);
-        found.iter().flat_map(|(path, shortage)| of[path].iter().map(|process| (*process, *shortage))).collect()
+        told.extend(found.iter().flat_map(|(path, shortage)| of[path].iter().map(|process| (*process, *shortage))));
+        told
     }
 }

@@ -6,7 +6,7 @@
 
 use super::cgroups::Cgroups;
 use super::roster::Roster;
-use super::worker::{request, worth, young};
+use super::worker::{efforts, request, worth, young};
 use super::{Error, Settings, label};
 use crate::ksmd::Ksmd;
 use crate::prepare::prepare;
@@ -134,6 +134,7 @@ impl Replay {
         Event::Censused(Censused {
             cost,
             looked,
+            efforts: efforts(&prepared.census),
             planned: worth(&prepared.plan),
             young: young(&prepared, &settings),
             partial: false,

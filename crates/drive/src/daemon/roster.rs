@@ -265,8 +265,8 @@ impl Known {
             return;
         }
         let Ok(who) = observe::process(handle) else { return };
-        if settings.only.as_ref().is_some_and(|only| !only.has(&who)) {
-            polled.went(self);
+        let foreign = settings.only.as_ref().is_some_and(|only| !only.has(&who));
+        if foreign && !managed {
             self.foreign = now + IDENTITY;
             return;
         }
@@ -274,7 +274,10 @@ impl Known {
             (&before.comm, &before.arguments) == (&who.comm, &who.arguments) && !again.is_zero()
         };
         if !self.who.as_ref().is_some_and(same) {
-            polled.events.push(Event::Came(arrival(&who, resident, settings)));
+            // Who was managed before, and may be merged, is not forgotten for that.
+            let not_chosen = foreign.then(|| "it is not among those that are managed ([daemon.only])".to_owned());
+            let arrival = arrival(&who, resident, settings);
+            polled.events.push(Event::Came(Arrival { excluded: not_chosen.or(arrival.excluded), ..arrival }));
         }
         self.who = Some((who, now + IDENTITY));
     }

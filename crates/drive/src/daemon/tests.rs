@@ -3,6 +3,8 @@ use crate::fake::Fake;
 use pagefold_host::faulty::{Fault, Faulty};
 use pagefold_model::Pid;
 use pagefold_model::daemon::Censused;
+use pagefold_model::domain::Group;
+use pagefold_model::memory::Shortage;
 use std::sync::atomic::AtomicUsize;
 
 /// Pages of 4 KiB of a process that is managed, and of one that is not.
@@ -177,6 +179,37 @@ fn who_is_squeezed_is_found_out_in_turn() {
     let expect = (FIRST..FIRST + 4).map(|pid| (Pid(pid), false));
     let expect = expect.chain(pids.into_iter().map(|pid| (Pid(pid), pid % 2 == 0)));
     assert_eq!(short, expect.collect());
+
+    // Who is moved out of there is short by the host alone.
+    fake.file("proc/2000/cgroup", "0::/\n");
+    roster.forget();
+    poll(&mut roster, &fake, &mut now, 1);
+    let found = cgroups.read(&fake, Duration::from_secs(60), roster.members());
+    let told = found.iter().find(|(process, _)| process.pid == Pid(2000));
+    assert_eq!(told.map(|(_, shortage)| *shortage), Some(Shortage::default()));
+}
+
+/// What is merged of somebody is not forgotten when it is no longer among those that are managed.
+#[test]
+fn who_is_not_chosen_any_more_is_told_of_and_who_never_was_is_not() {
+    let (fake, mut now) = (host(), Duration::ZERO);
+    let mut roster = Roster::new(&fake);
+    assert!(came(&poll(&mut roster, &fake, &mut now, 1), FIRST));
+    let only = Some(Group { users: vec![12_345], ..Group::default() });
+    let settings = Settings { only, ..Settings::default() };
+    fake.start(3000, BIG);
+    roster.forget();
+    let events: Vec<Event> = (1..10)
+        .flat_map(|second| roster.poll(&fake, now + Duration::from_secs(second), &settings).unwrap().events)
+        .collect();
+    assert_eq!(events.len(), 4, "once each: {events:?}");
+    for event in events {
+        let Event::Came(arrival) = event else { panic!("it lives: {event:?}") };
+        assert!(arrival.process.pid.0 < 3000 && arrival.excluded.unwrap().contains("[daemon.only]"));
+    }
+    roster.forget();
+    let again = roster.poll(&fake, now + Duration::from_secs(60), &Settings::default()).unwrap().events;
+    assert!(came(&again, FIRST) && came(&again, 3000));
 }
 
 #[test]

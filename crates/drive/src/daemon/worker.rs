@@ -14,6 +14,7 @@ use crate::watch::Whom;
 use pagefold_census::{Ages, Selection};
 use pagefold_host::act::NOT_MAPPED;
 use pagefold_host::{Host, observe};
+use pagefold_model::census::{Census, SubjectCensus};
 use pagefold_model::daemon::{Action, Censused, Event, Looked, Merged, Planned as Worth, Strikes, Withdrawn};
 use pagefold_model::ksm::{RMAP_ITEM_BYTES, Setting, Settings as Values};
 use pagefold_model::outcome::{Change, End, Outcome};
@@ -32,6 +33,10 @@ const GUARD: Duration = Duration::from_secs(5);
 
 /// Rows of the sharing matrix.
 const PARTIES: usize = 20;
+
+/// What a region takes of a census, in pages that are read: 10 us beside 1.3 us, measured on a program of 60,000 pages
+/// in one region and in as many, on a 2-core virtual machine.
+const REGION: u64 = 8;
 
 /// A piece of work, with what is in force.
 pub(super) struct Order {
@@ -188,6 +193,7 @@ impl<'h> Worker<'h> {
         let found = Censused {
             cost: own_cpu().saturating_sub(before),
             looked: Bytes(looked * self.host.page_size().bytes()),
+            efforts: efforts(census),
             planned: worth(&prepared.plan),
             young: young(&prepared, settings),
             partial: census.partial,
@@ -199,7 +205,7 @@ impl<'h> Worker<'h> {
         let unseen = census.unseen.len() as u64;
         let matrix = census.matrix.clone();
         self.tell(Message::Told(Told::Census { counts, unseen, matrix, seconds: census.seconds, cost: found.cost }));
-        prepared.census = pagefold_model::census::Census::default();
+        prepared.census = Census::default();
         self.prepared = Some(prepared).filter(|_| !found.partial);
         Ok(found)
     }
@@ -276,42 +282,31 @@ impl<'h> Worker<'h> {
         let session = self.session.as_mut().ok_or(Error::NotHeld)?;
         let mut looked = Looked::default();
         if self.trial.look(Whom::Faulted) && withdraw {
-            looked.withdrawn = self.host.page_size().of(self.trial.withdraw(session, Moment::Between)?);
-            looked.stuck = self.trial.stuck();
+            let gone = self.trial.withdraw(session, Moment::Between)?;
+            looked.withdrawn = self.host.page_size().of(gone.values().copied().sum());
+            looked.from = gone.into_keys().collect();
+            looked.stuck = Some(self.trial.stuck());
             self.count_strikes(now);
         }
         looked.cost = own_cpu().saturating_sub(before);
         Ok(looked)
     }
 
-    /// Withdraw all of some processes, as far as there is memory for it and it is not waited for meanwhile, by more than
-    /// `pressure` in per cent of time.
+    /// Withdraw all of some processes, as far as there is memory for it and it is not waited for meanwhile, by more
+    /// than `pressure` in per cent of time.
     fn withdraw(&mut self, processes: &[ProcessId], pressure: f64) -> Result<Withdrawn, Error> {
         let before = own_cpu();
         let session = self.session.as_mut().ok_or(Error::NotHeld)?;
         let lives = |process: &ProcessId| lives(self.host, *process);
         let (there, mut gone): (Vec<ProcessId>, Vec<ProcessId>) = processes.iter().copied().partition(lives);
-        if there.is_empty() {
-            return Ok(Withdrawn { gone, ..Withdrawn::default() });
-        }
-        let selection = Selection { pids: there.iter().map(|process| process.pid).collect(), ..Selection::default() };
-        let plan = unmerge::plan(self.host, &selection, &|_, _| None)?;
         let limits = unmerge::Limits { staged: true, pressure: Some(pressure), ..unmerge::Limits::default() };
-        let done = unmerge::carry_out(session, &plan, limits, &self.halt)?;
-        let mut why: BTreeMap<pagefold_model::Pid, String> = BTreeMap::new();
-        for unseen in plan.unseen.iter().filter(|unseen| unseen.why != Absent::Vanished) {
-            why.insert(unseen.pid, unseen.why.to_string());
-        }
-        for (target, mut done) in plan.targets.iter().zip(done.targets) {
-            // Memory that the program has unmapped needs no withdrawing.
-            done.missed.retain(|(_, why)| !why.starts_with(NOT_MAPPED));
-            if !done.is_whole() {
-                why.insert(target.process.id.pid, not_whole(&done));
-            }
-        }
         let mut refused = Vec::new();
+        // Each by itself: what there is no memory for in one cgroup says nothing of another.
         for process in there {
-            match why.remove(&process.pid) {
+            let selection = Selection { pids: [process.pid].into(), ..Selection::default() };
+            let plan = unmerge::plan(self.host, &selection, &|_, _| None)?;
+            let done = unmerge::carry_out(session, &plan, limits, &self.halt)?;
+            match why_not(&plan, done.targets) {
                 Some(why) => refused.push((process, why)),
                 None => gone.push(process),
             }
@@ -322,11 +317,28 @@ impl<'h> Worker<'h> {
     }
 }
 
-/// Why something of a process is merged still.
-fn not_whole(done: &unmerge::Withdrawn) -> String {
+/// Why something of the process of a plan is merged still, if it is.
+fn why_not(plan: &unmerge::Plan, done: Vec<unmerge::Withdrawn>) -> Option<String> {
+    if let Some(unseen) = plan.unseen.iter().find(|unseen| unseen.why != Absent::Vanished) {
+        return Some(unseen.why.to_string());
+    }
+    let mut done = done.into_iter().next()?;
+    // Memory that the program has unmapped needs no withdrawing.
+    done.missed.retain(|(_, why)| !why.starts_with(NOT_MAPPED));
+    if done.is_whole() {
+        return None;
+    }
     let missed = done.missed.first().map(|(_, why)| why.clone());
     let short = if done.withdrawn { "some of it is merged still" } else { "there is not the memory for it" };
-    done.error.clone().or(missed).unwrap_or_else(|| short.to_owned())
+    Some(done.error.or(missed).unwrap_or_else(|| short.to_owned()))
+}
+
+/// What looking at each process took, in pages that are read. What witnesses took is in the price of those who need
+/// them.
+pub(super) fn efforts(census: &Census) -> BTreeMap<ProcessId, u64> {
+    let chosen = census.subjects.iter().filter(|subject| !subject.witness);
+    let effort = |subject: &SubjectCensus| subject.counts.resident().0 + REGION * subject.regions.len() as u64;
+    chosen.map(|subject| (subject.process.id, effort(subject))).collect()
 }
 
 /// What a census of some processes is to plan.

@@ -3,7 +3,7 @@
 use super::{Action, Cause, Leaving, Member, Mode, Reason, State, Stopping, What, Work};
 use crate::units::{Bytes, ProcessId};
 use std::cmp::Reverse;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// Members that are looked at beside those of their domain whose turn it is, at most: alike ones, and the biggest
@@ -11,7 +11,8 @@ use std::time::Duration;
 const PARTNERS: usize = 2;
 
 /// What the index of a census may take, in bytes: so much, and this part of all memory that is managed. That, with what
-/// the daemon takes beside it, is below 32 MiB and 0.4 % of it.
+/// the daemon takes beside it, is below 32 MiB and 0.4 % of it, unless two alone take more, or members of other domains
+/// that are read beside them.
 const INDEX: (u64, u64) = (16 << 20, 640);
 
 /// The part of the memory it is of that an index takes while it is grouped: at most 33 bytes for a page of 4 KiB.
@@ -62,11 +63,17 @@ impl State {
         let at_goal = self.rules.keep_available.is_some_and(enough);
         let rests = (at_goal || self.now < self.slowdown.until()) && !self.is_pressed();
         let due = self.due(rests);
-        if !rests || !due.is_empty() {
-            self.census(due, actions);
-        } else if at_goal {
-            self.rest(Reason::Goal, "there is as much memory as it is to keep", actions);
+        if rests && due.is_empty() {
+            if at_goal {
+                return self.rest(Reason::Goal, "there is as much memory as it is to keep", actions);
+            }
+            self.told = Some(Reason::SlowDown);
+            return;
         }
+        let told = self.told;
+        self.census(due, actions);
+        // All others rest on.
+        self.told = self.told.or(told.filter(|_| rests));
     }
 
     /// Come to the end: with what is enrolled withdrawn, where that is asked for and may be, and with settings back.
@@ -87,8 +94,11 @@ impl State {
         if self.held {
             return self.start(Work::Restore, Action::Restore, actions);
         }
-        let stay = if stopping == Stopping::Kept { Vec::new() } else { merged };
-        let rests = self.yields().or_else(|| self.holds_back()).unwrap_or_default();
+        // What is merged may stay, but of those who were to be withdrawn before.
+        let to_leave = |member: &Member| member.leaving.is_some();
+        let stay = if stopping == Stopping::Kept { self.those(to_leave) } else { merged };
+        let rests =
+            self.yields().or_else(|| self.holds_back()).unwrap_or_else(|| "there was no time for it".to_owned());
         for process in &stay {
             let leaving = self.members[process].leaving.as_ref();
             let why = leaving.and_then(|leaving| leaving.refused.as_ref()).unwrap_or(&rests);
@@ -153,9 +163,17 @@ impl State {
         let why = match cause {
             Cause::Arrived => "new here",
             Cause::Filled => "it has grown, or been at work, since it was looked at",
+            Cause::Due if self.members[&turns[0]].pause <= self.rules.ripens => {
+                "what it holds may be old enough by now"
+            }
             Cause::Due => "not looked at for long",
         };
         actions.push(self.say(What::Census, &turns, cause.into(), why));
+        if self.is_alone(&chosen) {
+            let why = "a census of it and another takes more CPU time than may be saved up, so that it is looked at \
+                       alone and nothing is found that it shares: give it a larger burst";
+            actions.push(self.say(What::Refuse, &turns, Reason::Budget, why));
+        }
         for process in &turns {
             if let Some(member) = self.members.get_mut(process) {
                 member.begin(self.now);
@@ -191,15 +209,23 @@ impl State {
         if cost > self.budget.left() {
             // Where CPU time is short, taking note of ever more would leave none to merge what was noted.
             due.sort_by_key(|process| member(process).urgency(&self.rules));
-        } else if due.iter().any(|process| member(process).is_new()) {
-            // Those who are new are only taken note of, which others need not wait for.
-            due.retain(|process| member(process).is_new() || member(process).is_squeezed(&self.rules));
+        } else {
+            due.sort_by_key(|process| !member(process).is_new());
         }
+        // Where there is not room for all, alike ones are looked at together: others have little in common.
+        let mut places: BTreeMap<_, usize> = BTreeMap::new();
+        for (place, process) in due.iter().enumerate() {
+            places.entry((&member(process).domain, &member(process).likeness)).or_insert(place);
+        }
+        due.sort_by_key(|process| places[&(&member(process).domain, &member(process).likeness)]);
         due.sort_by_key(|process| !member(process).is_squeezed(&self.rules));
         due.sort_by_key(|process| member(process).overran);
         if member(&due[0]).overran == 0 {
             due.retain(|process| member(process).overran == 0);
         }
+        // Those who are new are only taken note of, which others need not wait for, nor spoil.
+        let new = member(&due[0]).is_new();
+        due.retain(|process| member(process).is_new() == new);
         due
     }
 
@@ -225,8 +251,16 @@ impl State {
             }
             joins
         };
-        for &process in due {
-            join(&mut chosen, process, most);
+        let kind = |process: &ProcessId| (&self.members[process].domain, &self.members[process].likeness);
+        for alike in due.chunk_by(|a, b| kind(a) == kind(b)) {
+            let joined: Vec<ProcessId> =
+                alike.iter().copied().filter(|&process| join(&mut chosen, process, most)).collect();
+            // One comes with another like it, before others take the room.
+            if let [one] = joined[..]
+                && let Some(like) = self.partners(&chosen).into_iter().find(|other| kind(other) == kind(&one))
+            {
+                join(&mut chosen, like, most);
+            }
         }
         let first = *chosen.first()?;
         let (alone, mut partners) = (chosen.len() == 1, self.partners(&chosen));
@@ -234,12 +268,25 @@ impl State {
         partners.truncate(if apart { 1 } else { usize::MAX });
         let joined = partners.iter().filter(|partner| join(&mut chosen, **partner, most.saturating_add(1))).count();
         // Without anybody to share with there is little to be found: that is waited for.
-        let both = |partner: &ProcessId| self.cost(&self.members[&first]) + self.cost(&self.members[partner]);
-        let waits = alone && joined == 0 && partners.iter().any(|partner| self.budget.until(both(partner)).is_some());
+        let waits = alone && joined == 0 && partners.iter().any(|partner| self.may_save_up_for(&first, partner));
         (!waits).then_some(chosen)
     }
 
-    /// Known members of the same domains: those most alike, then the biggest; last those that cost much to look at.
+    /// Whether there will be CPU time at all for a census of these two.
+    fn may_save_up_for(&self, one: &ProcessId, other: &ProcessId) -> bool {
+        self.budget.until(self.cost(&self.members[one]) + self.cost(&self.members[other])).is_some()
+    }
+
+    /// Whether this is one, for whom with anybody else there will never be CPU time.
+    fn is_alone(&self, chosen: &BTreeSet<ProcessId>) -> bool {
+        let (Some(one), 1) = (chosen.first(), chosen.len()) else { return false };
+        let partners = self.partners(chosen);
+        !partners.is_empty() && !partners.iter().any(|partner| self.may_save_up_for(one, partner))
+    }
+
+    /// Known members of the same domains: those that are alike by what is known of them, then the biggest; last those
+    /// that cost much to look at. Of more that are alike than have room, who is taken changes from look to look: not
+    /// all that look alike from outside hold the same.
     fn partners(&self, chosen: &BTreeSet<ProcessId>) -> Vec<ProcessId> {
         let mut partners = Vec::new();
         let domains: BTreeSet<_> = chosen.iter().map(|process| &self.members[process].domain).collect();
@@ -257,7 +304,10 @@ impl State {
                 })
                 .collect();
             known.sort_unstable_by(|a, b| b.cmp(a));
-            let (like, other): (Vec<_>, Vec<_>) = known.into_iter().partition(|known| known.0);
+            let (mut like, other): (Vec<_>, Vec<_>) = known.into_iter().partition(|known| known.0);
+            if like.len() > PARTNERS {
+                like[1..].sort_by(|a, b| b.1.cmp(&a.1).then(self.spread(a.4).total_cmp(&self.spread(b.4))));
+            }
             partners.extend(like.into_iter().take(PARTNERS).chain(other.into_iter().take(PARTNERS)).map(|k| k.4));
         }
         partners

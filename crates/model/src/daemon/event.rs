@@ -83,6 +83,8 @@ pub struct Censused {
     pub cost: Duration,
     /// Memory of those who were looked at.
     pub looked: Bytes,
+    /// What looking at each of them took, in pages that are read: regions take time, too.
+    pub efforts: BTreeMap<ProcessId, u64>,
     /// Who has something to merge that pays.
     pub planned: Vec<Planned>,
     /// Who has something that would pay, but is not old enough to be merged.
@@ -130,10 +132,12 @@ pub struct Merged {
 pub struct Looked {
     /// What was withdrawn because it did not last.
     pub withdrawn: Bytes,
+    /// From whom that was.
+    pub from: Vec<ProcessId>,
     /// CPU time that it took.
     pub cost: Duration,
-    /// In whom something should have been withdrawn and could not be, and why.
-    pub stuck: Vec<(ProcessId, String)>,
+    /// In whom something should have been withdrawn and could not be, and why, where that was tried.
+    pub stuck: Option<Vec<(ProcessId, String)>>,
 }
 
 /// What came of withdrawing some processes.
@@ -260,6 +264,7 @@ impl Reason {
             Self::Operator => "an operator withdraws it",
             Self::Excluded => "it must not be merged any more",
             Self::Stopped => "the daemon ends",
+            Self::Failed => "a merge of it failed half-way",
             _ => "what was enrolled costs more than it gives back",
         }
     }

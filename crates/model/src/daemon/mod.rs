@@ -17,11 +17,12 @@
 //! # What it may cost
 //! CPU time of ksmd and pagefold comes out of one [`budget`]. Nothing is begun that does not fit, and what takes longer
 //! than expected is halted. Each member has a [`price`]: who would be merged for more CPU time than [`Rules::price`]
-//! allows is left out, the others are merged, and what took more in the end is left alone for long.
+//! allows is left out, the others are merged, and who took more of ksmd in the end waits for twice as long.
 //!
 //! # What is taken back
-//! Whoever loses by a merge, must not be merged any more or is withdrawn by an operator is withdrawn once there is
-//! memory for it. Where it is refused it is tried again, later each time, and until then it is in no plan.
+//! Whoever loses by its first merge, was in one that failed, must not be merged any more or is withdrawn by an operator
+//! is withdrawn once there is memory for it. Who had something merged before keeps it: what of that does not last is
+//! seen by the looks. Where it is refused it is tried again, later each time, and until then it is in no plan.
 //!
 //! # When nothing is done
 //! While programs wait longer for a CPU than they do without it ([`slowdown`]), unless memory is short. Above the goal,
@@ -29,7 +30,8 @@
 //! unmerging takes memory.
 //!
 //! Memory may be short on the host or in somebody's cgroup ([`crate::memory::Shortage`]). Then it comes first, nothing
-//! of it is withdrawn, and neither the goal nor the slow-down counts for it; all else goes on.
+//! of it is withdrawn, and neither the goal nor the slow-down counts for it; all else goes on. Quiet hours are an
+//! operator's word, and hold all the same.
 
 pub mod budget;
 mod choose;
@@ -262,6 +264,13 @@ impl State {
     /// Whether memory is short on the host.
     fn is_pressed(&self) -> bool {
         self.shortage.is_short(self.rules.pressure)
+    }
+
+    /// Whether memory is short on the host, or in the cgroup of any of these.
+    fn is_needed(&self, processes: &[ProcessId]) -> bool {
+        let squeezed =
+            |process| self.members.get(process).is_some_and(|member: &Member| member.is_squeezed(&self.rules));
+        self.is_pressed() || processes.iter().any(squeezed)
     }
 
     fn may_act(&self) -> bool {

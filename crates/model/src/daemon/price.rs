@@ -1,8 +1,8 @@
 //! What merging somebody costs for what it gives back.
 //!
 //! In it is the CPU time that ksmd should take for its ranges, and its part of that of the census that found them: by
-//! its memory, of all that was looked at. What earlier censuses took is not, nor what enrolling and watching take, which
-//! is little beside. Net are the frames that come back less ksmd's metadata.
+//! its pages and regions, of all that was looked at. What earlier censuses took is not, nor what enrolling and watching
+//! take, which is little beside. Net are the frames that come back less ksmd's metadata.
 
 use super::Planned;
 use crate::units::{Bytes, NetBytes, ProcessId};

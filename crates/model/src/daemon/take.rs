@@ -6,7 +6,7 @@ use super::{Censused, Decision, Event, Looked, Member, Merged, Planned, Readings
 use super::{What, Work};
 use crate::memory::Shortage;
 use crate::units::{Bytes, ProcessId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// How much of a new measurement of what a census costs is believed at once.
@@ -112,10 +112,15 @@ impl State {
         let works = matches!(self.work, Some(Work::Census(..) | Work::Merge(_)));
         let slowest = self.slowdown.is_slowest();
         let Some((pause, why)) = self.slowdown.read(waits, works, self.rules.slowdown, self.now) else { return };
-        let why = format!("{why}: it rests for {} s and then merges more slowly", pause.as_secs());
+        let halts = matches!(&self.work, Some(Work::Merge(processes)) if !slowest && !self.is_needed(processes));
+        let (first, then) = match (&self.work, halts) {
+            (Some(Work::Merge(_)), false) => ("when this is done ", ""),
+            _ => ("", " and then merges more slowly"),
+        };
+        let why = format!("{why}: {first}it rests for {} s{then}", pause.as_secs());
         actions.push(self.say(What::Rest, &[], Reason::SlowDown, why));
         self.told = Some(Reason::SlowDown);
-        if matches!(self.work, Some(Work::Merge(_))) && !slowest && !self.halted {
+        if halts && !self.halted {
             self.halted = true;
             actions.push(Action::Halt);
         }
@@ -173,9 +178,9 @@ impl State {
         let is_new = |process: &ProcessId| self.members.get(process).is_some_and(Member::is_new);
         // What has just come has not been there for long enough, whoever enrolled it.
         let young = turns.iter().any(is_new);
-        let resident = |process: &ProcessId| self.members.get(process).map_or(0, |member| member.resident.0);
-        let all: u64 = processes.iter().map(resident).sum();
-        let part = |process: &ProcessId| found.cost.mul_f64(resident(process) as f64 / all.max(1) as f64);
+        let all: u64 = found.efforts.values().sum();
+        let effort = |process: &ProcessId| found.efforts.get(process).copied().unwrap_or(0);
+        let part = |process: &ProcessId| found.cost.mul_f64(effort(process) as f64 / all.max(1) as f64);
         let is_open = |process: &ProcessId| self.members.get(process).is_some_and(Member::is_open);
         let open = planned.into_values().filter(|plan| is_open(&plan.process));
         let worth = open.map(|plan| (plan.process, Worth::of(&plan, part(&plan.process))));
@@ -228,9 +233,11 @@ impl State {
         let found = looked.withdrawn > Bytes::ZERO;
         if found {
             let why = format!("{} were written before they paid", looked.withdrawn);
-            actions.push(self.say(What::Withdraw, &[], Reason::Broken, why));
+            actions.push(self.say(What::Withdraw, &looked.from, Reason::Broken, why));
         }
-        self.stick(looked.stuck, actions);
+        if let Some(stuck) = looked.stuck {
+            self.stick(stuck, actions);
+        }
         let calm = (self.watch.1 * 2).min(WATCH).max(looked.cost * REST);
         let pause = if found { self.rules.ripens } else { calm };
         self.watch = (self.now + pause, pause);
@@ -249,9 +256,16 @@ impl State {
 
     fn merged(&mut self, merged: Merged, actions: &mut Vec<Action>) {
         self.work = None;
+        let mut fresh = BTreeSet::new();
         for process in &merged.enrolled {
             if let Some(member) = self.members.get_mut(process) {
-                member.enrolled = true;
+                if !std::mem::replace(&mut member.enrolled, true) {
+                    fresh.insert(*process);
+                }
+                // It came to be excluded meanwhile.
+                if member.excluded.is_some() {
+                    member.leave(Reason::Excluded, self.now);
+                }
             }
         }
         for (process, why) in &merged.refused {
@@ -273,7 +287,9 @@ impl State {
         let judged = !self.halted || merged.net.0 < 0;
         let loses = |process: &ProcessId| judged && merged.nets.get(process).is_some_and(|net| net.0 < 0);
         let (losing, others): (Vec<ProcessId>, Vec<ProcessId>) = merged.enrolled.iter().copied().partition(loses);
-        self.leave(&losing, Reason::Loses);
+        // What was merged of somebody before is not given up for what came to it; looks see what of that does not last.
+        let lost: Vec<ProcessId> = losing.iter().copied().filter(|process| fresh.contains(process)).collect();
+        self.leave(&lost, Reason::Loses);
         for process in &losing {
             if let Some(member) = self.members.get_mut(process) {
                 member.refuse(self.now, &self.rules);
@@ -324,7 +340,19 @@ impl State {
         match self.work.take() {
             Some(Work::Hold) => self.not_held(why.clone()),
             Some(Work::Restore) => (self.held, self.restored) = (false, false),
-            Some(Work::Census(processes, _) | Work::Merge(processes)) => self.back_off(&processes),
+            Some(Work::Census(processes, _)) => self.back_off(&processes),
+            Some(Work::Merge(processes)) => {
+                self.back_off(&processes);
+                // Any of them may be enrolled in part.
+                let enrolled = |process: &ProcessId| self.members.get(process).is_some_and(|member| member.enrolled);
+                let fresh: Vec<ProcessId> = processes.into_iter().filter(|process| !enrolled(process)).collect();
+                for process in &fresh {
+                    if let Some(member) = self.members.get_mut(process) {
+                        member.enrolled = true;
+                    }
+                }
+                self.leave(&fresh, Reason::Failed);
+            }
             Some(Work::Withdraw(processes)) => {
                 let refused = processes.into_iter().map(|process| (process, why.clone())).collect();
                 return self.withdrawn(Withdrawn { refused, ..Withdrawn::default() }, actions);

@@ -157,7 +157,11 @@ impl Host {
                 let long = self.long + more;
                 let cost = Duration::from_secs_f64(long * self.cores);
                 let looked = Bytes(64 * MIB * processes.len() as u64);
-                self.answer(long, Event::Censused(Censused { cost, looked, planned, ..Censused::default() }));
+                let more =
+                    |process| self.costly.filter(|(costly, _)| *costly == process).map_or(1.0, |_| long / self.long);
+                let pages = |process| self.state.members().get(&process).map_or(0, |member| member.resident.0 >> 12);
+                let efforts = processes.iter().map(|&who| (who, (pages(who) as f64 * more(who)) as u64)).collect();
+                self.answer(long, Event::Censused(Censused { cost, looked, efforts, planned, ..Censused::default() }));
             }
             Action::Merge { processes, share } => {
                 assert!(self.holds && share > 0.0 && share <= 1.0);
@@ -183,7 +187,7 @@ impl Host {
                     0.0,
                     Event::Looked(Looked {
                         cost: Duration::from_millis(self.look),
-                        stuck: self.stuck.clone(),
+                        stuck: Some(self.stuck.clone()),
                         ..Looked::default()
                     }),
                 );

@@ -244,3 +244,66 @@ fn why_nothing_is_done_is_known() {
         assert_eq!(host.state.holds_back().as_deref(), Some(why));
     }
 }
+
+/// Until it is merged there is nothing of it to be withdrawn.
+#[test]
+fn who_comes_to_be_excluded_during_its_first_merge_is_withdrawn_after_it() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.merging = 5.0;
+    host.happen(arrival(1));
+    let begun = |host: &Host| host.did(|action| matches!(action, Action::Merge { .. })) > 0;
+    while !begun(&host) {
+        host.run(1);
+    }
+    let Event::Came(known) = arrival(1) else { unreachable!() };
+    host.happen(Event::Came(Arrival { excluded: Some("it holds keys".into()), ..known }));
+    assert!(host.enrolled.contains(&id(1)) && withdrawals(&host, id(1)).is_empty());
+    host.run(10);
+    assert!(host.enrolled.is_empty());
+    assert_eq!(host.said(What::Withdraw, Reason::Excluded), 1);
+}
+
+#[test]
+fn what_was_merged_before_is_not_given_up_for_what_came_to_it() {
+    let mut host = merged(&[1, 3]);
+    let loss = NetBytes(-(MIB as i64));
+    let nets = BTreeMap::from([(id(1), loss)]);
+    host.happen(Event::Merged(Merged { enrolled: vec![id(1)], net: loss, nets, ..Merged::default() }));
+    host.run(10);
+    assert_eq!(host.enrolled, BTreeSet::from([id(1), id(3)]));
+    assert!(!host.state.members()[&id(1)].is_open(), "and nothing more of it is merged for a while");
+}
+
+#[test]
+fn what_a_merge_had_enrolled_that_failed_is_withdrawn() {
+    let mut host = merged(&[1]);
+    host.merging = 5.0;
+    host.happen(arrival(3));
+    let merges = |host: &Host| host.did(|action| matches!(action, Action::Merge { .. }));
+    while merges(&host) < 2 {
+        host.run(1);
+    }
+    assert_eq!(host.enrolled, BTreeSet::from([id(1), id(3)]), "in part, say");
+    host.answer = None;
+    host.happen(Event::Failed("the journal cannot be written".into()));
+    host.run(3);
+    assert_eq!(host.enrolled, BTreeSet::from([id(1)]));
+    assert_eq!(host.said(What::Withdraw, Reason::Failed), 1);
+}
+
+#[test]
+fn at_an_end_that_keeps_merges_it_says_who_was_to_be_withdrawn_before() {
+    for (clings, whole) in [(true, false), (false, true)] {
+        let mut host = merged(&[1, 3]);
+        if clings {
+            host.clings.insert(id(1));
+        }
+        host.happen(Event::Withdraw(id(1)));
+        host.run(2);
+        host.happen(Event::Stop { unmerge: false });
+        host.run(2);
+        assert_eq!(host.ended(), Some(whole));
+        assert_eq!(host.said(What::Refuse, Reason::Stopped), usize::from(!whole));
+        assert!(host.enrolled.contains(&id(3)));
+    }
+}

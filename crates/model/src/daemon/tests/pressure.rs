@@ -63,6 +63,10 @@ fn who_is_squeezed_is_merged_above_the_goal_and_where_others_are_slowed_down() {
         let looked = host.trace.iter().rev().find(|(_, action)| is_census(action));
         assert!(host.did(is_census) > before, "{resting:?}");
         assert_eq!(looked.map(|(_, action)| action), Some(&Action::Census(vec![id(1)])), "and nobody else");
+        host.run(1);
+        if slow > 0.0 {
+            assert_eq!(host.state.standing(), resting, "all others rest on");
+        }
     }
 }
 
@@ -96,4 +100,19 @@ proptest! {
             host.play(&[stroke], &base);
         }
     }
+}
+
+/// Who is new is only taken note of, and nobody is merged after such a look.
+#[test]
+fn who_is_squeezed_does_not_wait_for_those_who_come() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.happen(arrival(1));
+    host.run(3);
+    assert!(host.state.members()[&id(1)].looked.is_some() && host.enrolled.is_empty());
+    squeeze(&mut host, 1, true);
+    for pid in 1..40 {
+        host.happen(arrival(2 * pid + 1));
+        host.run(1);
+    }
+    assert!(host.enrolled.contains(&id(1)), "{:?}", host.trace);
 }

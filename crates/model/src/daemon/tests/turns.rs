@@ -161,3 +161,68 @@ fn a_big_host_is_looked_at_in_portions() {
     // However big they are, one is never alone.
     assert_eq!(censuses(&[100, 100]), Some(2));
 }
+
+/// The censuses of a host with members of so many GiB, each of this kind, over so many seconds.
+fn censuses(rules: Rules, members: &[(u64, &str)], seconds: u64) -> Vec<Vec<ProcessId>> {
+    let mut host = Host::new(rules);
+    for (pid, (gib, kind)) in (1..).zip(members) {
+        let Event::Came(arrival) = arrival(2 * pid) else { unreachable!() };
+        let likeness = (*kind).to_owned();
+        host.happen(Event::Came(Arrival { resident: Bytes(gib << 30), likeness, ..arrival }));
+    }
+    host.run(seconds);
+    let who = host.trace.into_iter().filter_map(|(_, action)| match action {
+        Action::Census(processes) => Some(processes),
+        _ => None,
+    });
+    who.collect()
+}
+
+#[test]
+fn in_a_portion_are_those_that_are_alike() {
+    let members: Vec<(u64, &str)> = (0..8).map(|number| (8, ["a", "b"][number % 2])).collect();
+    let long = Rules { burst: Duration::from_secs(3600), ..rules(Mode::Act) };
+    for census in censuses(long, &members, 2000) {
+        let kinds: BTreeSet<u32> = census.iter().map(|process| process.pid.0 / 2 % 2).collect();
+        assert_eq!((census.len(), kinds.len()), (2, 1), "{census:?}");
+    }
+}
+
+/// Of those that look alike from outside some may hold nothing in common.
+#[test]
+fn who_comes_meets_more_than_the_same_two() {
+    // There is CPU time for three at a time.
+    let mut host = Host::new(Rules { burst: Duration::from_millis(700), ..rules(Mode::Advise) });
+    host.gain = 0;
+    (1..=10).for_each(|pid| host.happen(arrival(2 * pid)));
+    host.run(5000);
+    let before = host.trace.len();
+    host.happen(arrival(40));
+    host.run(3000);
+    let met: BTreeSet<ProcessId> = host.trace[before..]
+        .iter()
+        .filter_map(|(_, action)| match action {
+            Action::Census(processes) if processes.contains(&id(40)) => Some(processes.clone()),
+            _ => None,
+        })
+        .flatten()
+        .collect();
+    assert!(met.len() > 5, "{met:?}");
+}
+
+#[test]
+fn two_that_cost_more_together_than_may_be_saved_up_are_told_of() {
+    let refusals = |burst: u64| {
+        let mut host = Host::new(Rules { burst: Duration::from_secs(burst), ..rules(Mode::Act) });
+        // 32 MiB take a sixtieth of a second, and each of them 16 s.
+        host.long = 0.032;
+        for pid in [2, 4] {
+            let Event::Came(arrival) = arrival(pid) else { unreachable!() };
+            host.happen(Event::Came(Arrival { resident: Bytes(32 << 30), ..arrival }));
+        }
+        host.run(600);
+        assert!(host.did(is_census) > 0);
+        host.said(What::Refuse, Reason::Budget) > 0
+    };
+    assert!(refusals(20) && !refusals(60));
+}
