@@ -116,7 +116,8 @@ impl Limit {
     fn findings(&self, without: &Fate, with: &Fate) -> Findings {
         let mut findings = Findings::new("way,programs,pages_sharing,available_kib");
         let title = format!(
-            "Programs of {} MiB, {} % of it the same in all, in a host of {} MiB, one each {} s",
+            "Programs of {} MiB, {} % of it the same in all, in an emulated host of {} MiB, one each {} s; the daemon has \
+             `cpu = \"100%\"` and `burst = \"5m\"`, since an emulated CPU is slow",
             self.mib, self.duplicate, self.memory, self.pause
         );
         let head = ["way", "programs that fit", "killed by the kernel", "pages_sharing"];
