@@ -13,7 +13,7 @@ const EXAMPLES: &str = "\
 Examples:
   pagefold census                       what the memory of this host holds twice
   sudo pagefold merge --vm web1 --vm web2 --across-domains
-                                        have the kernel merge what two virtual machines have in common
+                                        have the kernel merge what two virtual machines share
   sudo pagefold unmerge --vm web1       and give one of them pages of its own again
   pagefold run -- ./solver input.nml    a program with all that it starts, enrolled from its start
   pagefold account --by vm              the true footprint, where RSS is blind to merging

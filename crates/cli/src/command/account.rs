@@ -33,7 +33,7 @@ Examples:
   pagefold account --cgroup /machine.slice --json > account.json
   pagefold account --explain             held against the kernel's own counters
 
-Reads page tables and counters only; nothing is changed or stopped.
+Reads page tables and counters only; nothing is changed or stopped. \
 Without root the figures of one's own processes are estimates from the kernel's sums.";
 
 /// Arguments of `account`.

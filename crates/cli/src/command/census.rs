@@ -17,7 +17,7 @@ Examples:
   pagefold census --cgroup /machine.slice --json > census.json
   pagefold census --sample 5%              a big host, estimated from a twentieth of its pages
 
-Nothing is changed: no page is faulted in, no sharing is broken, no process is stopped.
+Nothing is changed: no page is faulted in, no sharing is broken, no process is stopped. \
 Ctrl-C prints what was seen so far.";
 
 /// Arguments of `census`.

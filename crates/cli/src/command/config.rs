@@ -16,7 +16,7 @@ Examples:
   pagefold config check                       is it well-formed, and who is in which domain?
   pagefold --config new.toml config check     the same for another file
   pagefold config import-ksmtuned             what /etc/ksmtuned.conf means for the daemon
-  pagefold schema config                      its JSON schema, for editors and what writes configurations";
+  pagefold schema config                      its JSON schema, for editors and programs";
 
 /// Arguments of `config`.
 #[derive(Args, Debug)]

@@ -19,7 +19,7 @@ Examples:
 
 Nothing is changed: remedies are printed, not applied.
 
-Exit status: 0 nothing fails, 1 something fails, 2 no such process or another error, 3 nothing
+Exit status: 0 nothing fails, 1 something fails, 2 no such process or another error, 3 nothing \
 fails but something could not be told, for want of privilege or because ksmd has not come so far.";
 
 /// Arguments of `doctor`.

@@ -21,7 +21,7 @@ Examples:
   pagefold engine status job42          its members, their regions, the store and what it saves
   pagefold engine status job42 --json   the same, all of it
 
-A domain is programs that merge their memory by libpagefold, see pagefold(3). Figures are as of each
+A domain is programs that merge their memory by libpagefold, see pagefold(3). Figures are as of each \
 member's last merge. Reads only; nobody is held up.
 
 Exit status: 0 done, 2 there is no such domain, 3 something was not seen.";

@@ -31,15 +31,15 @@ Examples:
   pagefold merge --pid 1234 --deadline 10s     as much as ten seconds allow
   pagefold merge --name postgres --whole       whole processes, with what they map later
 
-KSM's settings come back when it ends, also by Ctrl-C, and after kill -9 by `pagefold recover`. What is merged then
-stays merged and enrolled: `pagefold unmerge` takes it back. What it had enrolled when it failed or was killed is
+KSM's settings come back when it ends, also by Ctrl-C, and after kill -9 by `pagefold recover`. What is merged then \
+stays merged and enrolled: `pagefold unmerge` takes it back. What it had enrolled when it failed or was killed is \
 withdrawn with the settings, where there is memory for that.
 
---whole enrols a virtual machine by QEMU's control socket where one is named or found, and injects nothing into it:
+--whole enrols a virtual machine by QEMU's control socket where one is named or found, and injects nothing into it: \
 where that socket is of no use it is left as it is, unless --inject is given.
 
-Exit status: 0 done, 1 less than nine tenths of what was predicted was reached, 2 usage or failure, with everything put
-back or what remains said, 3 something was not seen, not enrolled or not put back, or it was interrupted or yielded to
+Exit status: 0 done, 1 less than nine tenths of what was predicted was reached, 2 usage or failure, with everything put \
+back or what remains said, 3 something was not seen, not enrolled or not put back, or it was interrupted or yielded to \
 another program. A deadline ends it with 0 or 1.";
 
 /// Arguments of `merge`.

@@ -21,17 +21,17 @@ use std::sync::atomic::Ordering;
 
 const EXAMPLES: &str = "\
 Examples:
-  pagefold policy show                      settings now, who wrote them, what each policy would write
+  pagefold policy show                      settings, who wrote them, what each policy would write
   sudo pagefold policy set flat-out         ksmd as fast as it goes
   sudo pagefold policy set advisor:20       the kernel's advisor, a full scan in 20 seconds
   sudo pagefold policy set ksmtuned --follow     be ksmtuned until Ctrl-C
   sudo pagefold policy set night.toml       what a file says: [ksm] and pages_to_scan = 500, ...
   sudo pagefold policy restore              what the host had before the first `set`
 
-Policies: default (100 pages every 20 ms), ksmtuned (the daemon of that name), advisor (the kernel's,
+Policies: default (100 pages every 20 ms), ksmtuned (the daemon of that name), advisor (the kernel's, \
 200 s for a scan), flat-out (20000 pages, no sleep), guided (100 pages a second, between merges).
 
-Exit status: 0 done, 2 refused with nothing changed, 3 something could not be put back, or another
+Exit status: 0 done, 2 refused with nothing changed, 3 something could not be put back, or another \
 program took over.";
 
 /// Arguments of `policy`.

@@ -17,7 +17,7 @@ Examples:
   sudo pagefold recover                 put back what a killed pagefold left
   sudo pagefold recover --state /tmp/p  the same for one that was run with --state /tmp/p
 
-Every command that changes the host does this first. What somebody else has written since is
+Every command that changes the host does this first. What somebody else has written since is \
 theirs and stays.
 
 Exit status: 0 everything is as it was, 2 nothing could be tried, 3 something remains.";

@@ -23,8 +23,8 @@ Examples:
   pagefold report --compare a.db@2026-11-20..2026-11-21 b.db@2026-11-21..2026-11-22
   pagefold report --svg plots --csv all.csv --json
 
-A span is FROM..TO. Each is a time in UTC (2026-11-20, 2026-11-20T14:30, with seconds), how long it was
-before the last sample (90m, 24h, 7d), or nothing for as far as there is. To take a history along,
+A span is FROM..TO. Each is a time in UTC (2026-11-20, 2026-11-20T14:30, with seconds), how long it was \
+before the last sample (90m, 24h, 7d), or nothing for as far as there is. To take a history along, \
 copy the file together with the one beside it that ends in -wal, if there is one.
 
 Exit status: 0 done, 1 nothing was kept in that time, 2 usage or failure.";

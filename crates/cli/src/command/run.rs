@@ -35,31 +35,31 @@ Examples:
   mpirun -np 4 pagefold run -- ./solver         every rank
   mpirun -np 4 pagefold run --no-aslr -- ./solver
   pagefold run --policy guided -- mpirun -np 4 ./solver
-                                                merge what pays and lasts, again and again, while the job runs
+                                                merge what pays and lasts while the job runs
   pagefold run --dry-run -- ./program           only say which way would be taken
   mpirun -np 4 pagefold run --engine user -- ./solver
-                                                without KSM and without root: merges in user space, at barriers
+                                                without KSM and root, in user space, at barriers
   pagefold run --engine user --report -- python3 crunch.py
 
-The program replaces pagefold: same process, exit status, signals and terminal. Enrolled memory merges while ksmd runs
-(/sys/kernel/mm/ksm/run). KSM merges with whatever else is enrolled on the host, across users: who can time writes to
-his own memory can tell whether others hold the same page. Do not enrol what holds secrets: a program that the
+The program replaces pagefold: same process, exit status, signals and terminal. Enrolled memory merges while ksmd runs \
+(/sys/kernel/mm/ksm/run). KSM merges with whatever else is enrolled on the host, across users: who can time writes to \
+his own memory can tell whether others hold the same page. Do not enrol what holds secrets: a program that the \
 configuration excludes is refused by its name (`pagefold config default` shows whom); what it starts is not looked at.
 
-Ways: prctl is inherited by all that the program starts, and complete. preload needs programs that are linked
-dynamically with glibc, adds a thread to each where the kernel refuses prctl there too, and sets LD_PRELOAD. inject
+Ways: prctl is inherited by all that the program starts, and complete. preload needs programs that are linked \
+dynamically with glibc, adds a thread to each where the kernel refuses prctl there too, and sets LD_PRELOAD. inject \
 needs the right to trace the program, and leaves a process beside it until all that it started have ended.
 
-With --policy a process beside the program drives KSM until all that it started have ended, and then puts back what
-there was. One such process drives at a time; others take over when it ends. `guided` enrols nothing whole: it takes a
+With --policy a process beside the program drives KSM until all that it started have ended, and then puts back what \
+there was. One such process drives at a time; others take over when it ends. `guided` enrols nothing whole: it takes a \
 census of the tree now and then and merges what pays and lasts; put it before mpirun, so that it sees all ranks.
 
-With --engine user a preloaded library merges what is equal in large allocations of the program and of what it starts,
-with nobody but the members of its domain. An MPI program is merged when MPI_Barrier or MPI_Allreduce return, if no other
-threads run than MPI's; any other program beside its work, for which writers have to wait for moments: that takes
-userfaultfd (CAP_SYS_PTRACE, vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd). Memory that MPI may write to
-at any time (receives that are not waited for, windows) is left alone, and so is all of a process that has a device,
-direct I/O or io_uring open. Not for programs that pin memory in other ways, or that make system calls on large memory
+With --engine user a preloaded library merges what is equal in large allocations of the program and of what it starts, \
+with nobody but the members of its domain. An MPI program is merged when MPI_Barrier or MPI_Allreduce return, if no other \
+threads run than MPI's; any other program beside its work, for which writers have to wait for moments: that takes \
+userfaultfd (CAP_SYS_PTRACE, vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd). Memory that MPI may write to \
+at any time (receives that are not waited for, windows) is left alone, and so is all of a process that has a device, \
+direct I/O or io_uring open. Not for programs that pin memory in other ways, or that make system calls on large memory \
 past the C library: those are not seen.
 
 Exit status: the program's; 127 it was not found, 126 it cannot be executed, 2 pagefold could not enrol it.";

@@ -26,15 +26,15 @@ Examples:
   pagefold unmerge --cgroup /machine.slice --staged --wait 5m
   pagefold unmerge --pid 4711 --collapse   and its huge pages back
 
-It first counts the frames that are needed: a frame for each merged page, less the frames whose last mapping goes,
-and one for each page of zeros that KSM placed. These must fit into MemAvailable less min_free_kbytes and a hundredth
-of all memory, and into memory.max, memory.high (v1: memory.limit_in_bytes, memory.memsw.limit_in_bytes) of each
+It first counts the frames that are needed: a frame for each merged page, less the frames whose last mapping goes, \
+and one for each page of zeros that KSM placed. These must fit into MemAvailable less min_free_kbytes and a hundredth \
+of all memory, and into memory.max, memory.high (v1: memory.limit_in_bytes, memory.memsw.limit_in_bytes) of each \
 process's cgroup and of all above it. Swap is no room. What does not fit is refused with the figures.
 
-Nothing is ever unmerged by writing 2 to /sys/kernel/mm/ksm/run, also not by --all: that asks nobody whether there is
+Nothing is ever unmerged by writing 2 to /sys/kernel/mm/ksm/run, also not by --all: that asks nobody whether there is \
 memory, goes on while processes are killed for it, and leaves everything enrolled. ksmd's settings stay as they are.
 
-Exit status: 0 nothing is merged any more, 1 it does not fit and nothing was changed, 2 usage or failure,
+Exit status: 0 nothing is merged any more, 1 it does not fit and nothing was changed, 2 usage or failure, \
 3 something is still merged, or could not be seen.";
 
 /// Arguments of `unmerge`.

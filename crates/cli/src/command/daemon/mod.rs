@@ -43,18 +43,19 @@ Examples:
   pagefold status                        what it does, why, what it saves and costs
   pagefold top                           the same as it comes
   pagefold pause                         give the host back; `pagefold resume` goes on
-  pagefold --host recording:DIR daemon   what it would do on a recorded host: of one moment until it is
-                                         told to stop, of many (`record --every`) at once
+  pagefold --host recording:DIR daemon   what it would do on a recorded host: of one moment
+                                         until told to stop, of many (`record --every`) at once
 
-What it does and keeps to is said in the configuration (`pagefold config default`); SIGHUP reads it again,
+What it does and keeps to is said in the configuration (`pagefold config default`); SIGHUP reads it again, \
 but for http, http_names and history.
-SIGTERM puts KSM's settings back, and what is merged stays merged. With --unmerge-on-exit it is withdrawn
-first, also where the daemon is paused, as far as there is memory for it; not where it only observes or
-advises by then, or another program drives KSM. What an earlier daemon has enrolled this one does not
+
+SIGTERM puts KSM's settings back, and what is merged stays merged. With --unmerge-on-exit it is withdrawn \
+first, also where the daemon is paused, as far as there is memory for it; not where it only observes or \
+advises by then, or another program drives KSM. What an earlier daemon has enrolled this one does not \
 know: `pagefold unmerge` withdraws that, too.
 
-Exit status: 0 it was told to stop and everything is back, 2 it could not run, 3 not everything could be
-put back, or somebody stays merged who was to be withdrawn (with --unmerge-on-exit everybody is); who, and
+Exit status: 0 it was told to stop and everything is back, 2 it could not run, 3 not everything could be \
+put back, or somebody stays merged who was to be withdrawn (with --unmerge-on-exit everybody is); who, and \
 why, is said on standard error.";
 
 /// Arguments of `daemon`.
