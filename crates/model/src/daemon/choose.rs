@@ -1,6 +1,7 @@
 //! Choosing what is done next.
 
 use super::{Action, Cause, Leaving, Member, Mode, Reason, State, Stopping, What, Work};
+use crate::domain::Domain;
 use crate::units::{Bytes, ProcessId};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -215,9 +216,9 @@ impl State {
         // Where there is not room for all, alike ones are looked at together: others have little in common.
         let mut places: BTreeMap<_, usize> = BTreeMap::new();
         for (place, process) in due.iter().enumerate() {
-            places.entry((&member(process).domain, &member(process).likeness)).or_insert(place);
+            places.entry(self.kind(process)).or_insert(place);
         }
-        due.sort_by_key(|process| places[&(&member(process).domain, &member(process).likeness)]);
+        due.sort_by_key(|process| places[&self.kind(process)]);
         due.sort_by_key(|process| !member(process).is_squeezed(&self.rules));
         due.sort_by_key(|process| member(process).overran);
         if member(&due[0]).overran == 0 {
@@ -251,13 +252,13 @@ impl State {
             }
             joins
         };
-        let kind = |process: &ProcessId| (&self.members[process].domain, &self.members[process].likeness);
-        for alike in due.chunk_by(|a, b| kind(a) == kind(b)) {
+        for alike in due.chunk_by(|a, b| self.kind(a) == self.kind(b)) {
             let joined: Vec<ProcessId> =
                 alike.iter().copied().filter(|&process| join(&mut chosen, process, most)).collect();
             // One comes with another like it, before others take the room.
             if let [one] = joined[..]
-                && let Some(like) = self.partners(&chosen).into_iter().find(|other| kind(other) == kind(&one))
+                && let Some(like) =
+                    self.partners(&chosen).into_iter().find(|other| self.kind(other) == self.kind(&one))
             {
                 join(&mut chosen, like, most);
             }
@@ -270,6 +271,12 @@ impl State {
         // Without anybody to share with there is little to be found: that is waited for.
         let waits = alone && joined == 0 && partners.iter().any(|partner| self.may_save_up_for(&first, partner));
         (!waits).then_some(chosen)
+    }
+
+    /// Members of one kind are likely to share: they may, and are alike by what is known of them.
+    fn kind(&self, process: &ProcessId) -> (&Domain, &str) {
+        let member = &self.members[process];
+        (&member.domain, &member.likeness)
     }
 
     /// Whether there will be CPU time at all for a census of these two.
