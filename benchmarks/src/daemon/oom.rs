@@ -97,7 +97,8 @@ impl Limit {
             self.pause,
             u8::from(daemon)
         );
-        let config = "[daemon]\ncpu = \"100%\"\nburst = \"5m\"\n[daemon.only]\nnames = [\"pagefold-lab\"]\n";
+        let config =
+            "[daemon]\ncpu = \"100%\"\nburst = \"5m\"\nprice = 0.5\n[daemon.only]\nnames = [\"pagefold-lab\"]\n";
         let machine = Machine {
             kernel: &assets.kernel,
             init: &crate::merge::lab_file("guest/init-oom"),
@@ -117,7 +118,7 @@ impl Limit {
         let mut findings = Findings::new("way,programs,pages_sharing,available_kib");
         let title = format!(
             "Programs of {} MiB, {} % of it the same in all, in an emulated host of {} MiB, one each {} s; the daemon has \
-             `cpu = \"100%\"` and `burst = \"5m\"`, since an emulated CPU is slow",
+             `cpu = \"100%\"`, `burst = \"5m\"` and `price = 0.5`, since an emulated CPU is slow",
             self.mib, self.duplicate, self.memory, self.pause
         );
         let head = ["way", "programs that fit", "killed by the kernel", "pages_sharing"];

@@ -257,8 +257,7 @@ impl State {
                 alike.iter().copied().filter(|&process| join(&mut chosen, process, most)).collect();
             // One comes with another like it, before others take the room.
             if let [one] = joined[..]
-                && let Some(like) =
-                    self.partners(&chosen).into_iter().find(|other| self.kind(other) == self.kind(&one))
+                && let Some(like) = self.partners(&chosen).into_iter().find(|other| self.kind(other) == self.kind(&one))
             {
                 join(&mut chosen, like, most);
             }

@@ -30,8 +30,8 @@
 //! unmerging takes memory.
 //!
 //! Memory may be short on the host or in somebody's cgroup ([`crate::memory::Shortage`]). Then it comes first, nothing
-//! of it is withdrawn, and neither the goal nor the slow-down counts for it; all else goes on. Quiet hours are an
-//! operator's word, and hold all the same.
+//! of it is withdrawn, and neither the goal, the slow-down nor the price counts for it; all else goes on. Quiet hours
+//! are an operator's word, and hold all the same.
 
 pub mod budget;
 mod choose;

@@ -60,7 +60,8 @@ pub struct Rules {
     /// CPU time that may be saved up for a burst.
     pub burst: Duration,
     /// CPU seconds at most for a MiB that is given back, net: what ksmd should take for somebody's ranges, and its part
-    /// of the census that found them, by its memory. Everybody is judged by itself.
+    /// of the census that found them, by its pages and regions. Everybody is judged by itself; it is not asked of those
+    /// whom memory is short for.
     pub price: f64,
     /// How long somebody who has just come is left alone.
     pub debounce: Duration,

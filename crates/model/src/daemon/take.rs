@@ -185,7 +185,10 @@ impl State {
         let open = planned.into_values().filter(|plan| is_open(&plan.process));
         let worth = open.map(|plan| (plan.process, Worth::of(&plan, part(&plan.process))));
         let most = self.rules.price;
-        let (worth, dear): (Vec<_>, Vec<_>) = worth.partition(|(_, worth)| worth.pays(most));
+        let pays = |(process, worth): &(ProcessId, Worth)| {
+            worth.pays(if self.is_needed(&[*process]) { f64::INFINITY } else { most })
+        };
+        let (worth, dear): (Vec<_>, Vec<_>) = worth.partition(pays);
         let processes: Vec<ProcessId> = worth.iter().map(|(process, _)| *process).collect();
         let rarest = self.rarest();
         for &process in &turns {

@@ -116,3 +116,16 @@ fn who_is_squeezed_does_not_wait_for_those_who_come() {
     }
     assert!(host.enrolled.contains(&id(1)), "{:?}", host.trace);
 }
+
+#[test]
+fn what_is_dear_is_merged_where_memory_is_short() {
+    for short in [false, true] {
+        let mut host = Host::new(rules(Mode::Act));
+        // 2 s for 8 MiB.
+        (host.gain, host.long) = (8 * MIB as i64, 2.0);
+        host.happen(arrival(1));
+        squeeze(&mut host, 1, short);
+        host.run(30);
+        assert_eq!(host.enrolled.contains(&id(1)), short);
+    }
+}
