@@ -141,7 +141,11 @@ impl Daemon {
         let folder = tempfile::tempdir()?;
         fs::write(folder.path().join("pagefold.toml"), config)?;
         let mut command = command(pagefold, folder.path());
-        command.args(["daemon", "--mode", "act"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(log)?);
+        // As the service has it: with a history, and a page that nobody looks at.
+        command
+            .args(["daemon", "--mode", "act", "--http", "127.0.0.1:0", "--history"])
+            .arg(folder.path().join("history.db"));
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(log)?);
         let child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
         let mut daemon = Self { child, pagefold: pagefold.to_owned(), folder, log: log.to_owned() };
         let began = Instant::now();
