@@ -80,6 +80,7 @@ pub struct Writer {
     arrivals: BTreeMap<(u32, u64), f64>,
     /// When the first of those was seen who were looked at since the last merge.
     waited: Option<f64>,
+    /// How many decisions were noted.
     decided: u64,
     commits: u64,
 }
@@ -146,11 +147,12 @@ impl Writer {
         self.remember(sample);
         self.note_arrivals(status);
         self.note_pass(status);
-        let last = self.decided;
-        let new = status.decisions.iter().rev().filter(|decision| decision.time_ms > last);
+        // By their number, since clocks are set back.
+        let decided: u64 = status.decisions_by_reason.values().sum();
+        let new = decided.saturating_sub(self.decided) as usize;
         let room = PENDING.saturating_sub(self.decisions.len());
-        self.decisions.extend(new.take(room).cloned());
-        self.decided = status.decisions.first().map_or(last, |decision| decision.time_ms.max(last));
+        self.decisions.extend(status.decisions.iter().take(new).rev().take(room).cloned());
+        self.decided = decided;
     }
 
     /// Note what the largest members take at a time (seconds since 1970).

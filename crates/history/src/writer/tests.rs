@@ -41,11 +41,19 @@ fn what_is_committed_is_read_back() {
         predicted: Some(7),
         acted: true,
     };
-    status.decisions = vec![decision(1_795_000_000_000)];
+    let decide = |status: &mut Status, time_ms| {
+        status.decisions.insert(0, decision(time_ms));
+        *status.decisions_by_reason.entry("arrived".to_owned()).or_default() += 1;
+    };
+    (status.decisions, status.decisions_by_reason) = Default::default();
+    decide(&mut status, 1_795_000_000_000);
     writer.note(&status);
-    // The latest come first, and what was noted is not noted again.
+    // The latest come first, and what was noted is not noted again; clocks may be set back.
     status.time += 10.0;
-    status.decisions.insert(0, decision(1_795_000_009_000));
+    decide(&mut status, 1_795_000_009_000);
+    decide(&mut status, 1_795_000_009_000);
+    writer.note(&status);
+    decide(&mut status, 1_794_999_000_000);
     writer.note(&status);
     writer.note_members(status.time, &status.members);
     assert!(writer.is_pending());
@@ -57,7 +65,7 @@ fn what_is_committed_is_read_back() {
     assert_eq!((kept.host.as_str(), kept.samples.len()), ("node17", 2));
     assert_eq!(kept.samples[1], Sample::of(&status, 1));
     let times: Vec<u64> = kept.decisions.iter().map(|decision| decision.time_ms).collect();
-    assert_eq!(times, [1_795_000_000_000, 1_795_000_009_000]);
+    assert_eq!(times, [1_794_999_000_000, 1_795_000_000_000, 1_795_000_009_000, 1_795_000_009_000]);
     assert_eq!(kept.footprints.len(), status.members.len().min(MEMBERS));
     assert!(kept.footprints.iter().any(|footprint| footprint.kind == Kind::Vm));
     assert_eq!(reader.load(NOW + 1.0, NOW + 20.0).unwrap().samples.len(), 1);
@@ -172,6 +180,7 @@ fn files_keep_to_their_bound_whatever_is_written() {
             let why = "long ".repeat(1000);
             let time_ms = milliseconds(status.time).unsigned_abs();
             status.decisions = vec![Decision { time_ms, why, ..decision() }];
+            *status.decisions_by_reason.entry("word".to_owned()).or_default() += 1;
             writer.note(&status);
         }
         writer.note_members(status.time, &vec![long.clone(); 100]);
