@@ -4,7 +4,7 @@
 mod common;
 
 use common::{bare, program, repository, status};
-use pagefold_report::daemon::{Member, Status, sums};
+use pagefold_report::daemon::{DomainShare, Member, Status, sums};
 use pagefold_watch::metrics::{Format, NAMED, text};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -139,6 +139,24 @@ fn names_cannot_break_out_of_labels_nor_double_a_series() {
     let series: Vec<&str> = text.lines().filter_map(|line| Some(line.rsplit_once(' ')?.0)).collect();
     let different: BTreeSet<&str> = series.iter().filter(|line| !line.starts_with('#')).copied().collect();
     assert_eq!(different.len(), series.iter().filter(|line| !line.starts_with('#')).count());
+    promtool_takes(&text);
+}
+
+/// Each restart of a program would be a new series.
+#[test]
+fn domains_of_one_process_are_named_without_its_number() {
+    let mut status = status();
+    let share = status.domains[0].clone();
+    let named = |name: &str| DomainShare { name: name.to_owned(), members: 2, ..share.clone() };
+    status.domains = ["process 7", "vm of process 8", "process 9", "vm web", "group process 1"].map(named).into();
+    status.members[0].domain = "process 7".to_owned();
+    let text = text(&status, Format::Prometheus);
+    for (domain, members) in
+        [("processes", 4.0), ("vms without a name", 2.0), ("vm web", 2.0), ("group process 1", 2.0)]
+    {
+        assert_eq!(values(&text, &format!("pagefold_domain_members{{domain=\"{domain}\"}}")), [members]);
+    }
+    assert!(text.contains("domain=\"processes\"}") && !text.contains("\"process 7\""));
     promtool_takes(&text);
 }
 

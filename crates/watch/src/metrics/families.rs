@@ -193,7 +193,7 @@ fn domains(status: &Status, to: &mut Exposition) {
         }),
         ("pagefold_domain_members", "Members of a trust domain.", |domain| Some(domain.members)),
     ];
-    write_each(to, &figures, &status.domains, |domain| vec![("domain", &*domain.name)]);
+    write_each(to, &figures, &status.domains, |domain| vec![("domain", named(&domain.name))]);
 }
 
 fn members(status: &Status, to: &mut Exposition) {
@@ -225,7 +225,7 @@ fn members(status: &Status, to: &mut Exposition) {
         }),
     ];
     write_each(to, &figures, &status.members, |member| {
-        vec![("kind", kind(member.kind)), ("member", &*member.label), ("domain", &*member.domain)]
+        vec![("kind", kind(member.kind)), ("member", &*member.label), ("domain", named(&member.domain))]
     });
 }
 
@@ -258,7 +258,7 @@ fn together(status: &Status, to: &mut Exposition) {
     // Other processes are members by their name: with their number each would be a new series.
     let workloads = status.workloads.iter().filter(|workload| workload.kind != MemberKind::Process);
     write_each(to, &figures, workloads, |workload| {
-        vec![("kind", kind(workload.kind)), ("workload", &*workload.name), ("domain", &*workload.domain)]
+        vec![("kind", kind(workload.kind)), ("workload", &*workload.name), ("domain", named(&workload.domain))]
     });
     let help = "Workloads that the status does not name: they are in no other series of workloads.";
     to.gauge("pagefold_workloads_left_out", help, Some(status.workloads_left_out));
@@ -276,6 +276,16 @@ fn together(status: &Status, to: &mut Exposition) {
     write_each(to, &figures, &status.cgroups, |cgroup| vec![("cgroup", &*cgroup.path)]);
     let help = "Cgroups that the status does not name: they are in no other series of cgroups.";
     to.gauge("pagefold_cgroups_left_out", help, Some(status.cgroups_left_out));
+}
+
+/// The domain of those that have none but their own, without the number of a process: each restart would be a new
+/// series.
+fn named(domain: &str) -> &str {
+    match domain.split_once("process ") {
+        Some(("", _)) => "processes",
+        Some(("vm of ", _)) => "vms without a name",
+        _ => domain,
+    }
 }
 
 /// A figure of what there is several of: the name of its metric, its meaning, and where it is found.
