@@ -5,16 +5,19 @@
 //! the last try did not bring about is told.
 
 use crate::session::{self, Session, Stays};
+use crate::unmerge::{self, Way};
 use crate::verify;
 use crate::watch::{Piece, Watch, Whom};
-use pagefold_host::Host;
+use pagefold_census::Selection;
 use pagefold_host::act::{Action, Advice, NOT_MAPPED, Refusal};
 use pagefold_host::room::{is_short, room};
+use pagefold_host::{Host, Process as Handle};
 use pagefold_model::guard::{self, Need, Verdict};
 use pagefold_model::lasting::Seen;
 use pagefold_model::outcome::{Change, Missed};
 use pagefold_model::plan::Plan;
-use pagefold_model::{AddressRange, Pages, ProcessId};
+use pagefold_model::process::Process;
+use pagefold_model::{Absent, AddressRange, Pages, ProcessId};
 use std::collections::BTreeMap;
 
 /// When something is withdrawn.
@@ -181,13 +184,10 @@ impl<'h> Trial<'h> {
                     continue;
                 }
                 let ranges = pieces.iter().map(|piece| piece.range).collect();
-                let missed = match self.fits(process, &pieces) {
-                    _ if self.is_pressed(process) => vec![self.refusal(process, "memory is short")],
-                    Verdict::Fits => self.advise(session, process, ranges, stays)?,
-                    Verdict::Unknown => {
-                        vec![self.refusal(process, "it is not known how much memory there is for copies")]
-                    }
-                    Verdict::Short | Verdict::Swaps => vec![self.refusal(process, "there is no memory for copies")],
+                let pressed = self.is_pressed(process).then_some(SHORT);
+                let missed = match pressed.or_else(|| refused_by(self.fits(process, &pieces))) {
+                    Some(why) => vec![self.refusal(process, why)],
+                    None => self.advise(session, process, ranges, stays)?,
                 };
                 let is_missed = |piece: &Piece| {
                     missed.iter().any(|missed| missed.range.is_none_or(|range| range.overlap(piece.range).is_some()))
@@ -213,13 +213,29 @@ impl<'h> Trial<'h> {
         Ok(gone)
     }
 
-    /// Withdraw again, for now, what earlier sessions withdrew for now. Tells what was missed.
+    /// Withdraw again, for now, what earlier sessions withdrew for now, as far as there is memory for what was merged of
+    /// it since. Tells what was missed.
     pub fn withdraw_own(&self, session: &mut Session<'_>) -> Result<Vec<Missed>, session::Error> {
         let mut missed = Vec::new();
         for (&process, withdrawn) in self.withdrawn.iter().filter(|(_, withdrawn)| !withdrawn.own.is_empty()) {
-            missed.extend(self.advise(session, process, withdrawn.own.clone(), Stays::ForNow)?);
+            let pressed = self.is_pressed(process).then_some(SHORT);
+            match pressed.or_else(|| self.why_not(process, withdrawn)) {
+                Some(why) => missed.push(self.refusal(process, why)),
+                None => missed.extend(self.advise(session, process, withdrawn.own.clone(), Stays::ForNow)?),
+            }
         }
         Ok(missed)
+    }
+
+    /// Why there may not be the memory to withdraw again what a program had enrolled.
+    fn why_not(&self, process: ProcessId, withdrawn: &Withdrawn) -> Option<&'static str> {
+        let selection = Selection { pids: [process.pid].into(), ..Selection::default() };
+        let own = |_: &dyn Handle, _: &Process| Some(Way::Ranges(withdrawn.own.clone()));
+        let Ok(plan) = unmerge::plan(self.host, &selection, &own) else { return Some(UNKNOWN) };
+        if plan.unseen.iter().any(|unseen| unseen.why != Absent::Vanished) {
+            return Some(UNKNOWN);
+        }
+        refused_by(plan.judge(self.host, &plan.need()).verdict)
     }
 
     /// Withdraw ranges. Tells what was missed.
@@ -259,6 +275,21 @@ impl<'h> Trial<'h> {
         let cgroup = self.cgroup(process);
         let room = room(self.host, &cgroup.map(str::to_owned).into_iter().collect());
         guard::judge(&Need::of(cgroup, copies, Pages::ZERO), &room, page_size).verdict
+    }
+}
+
+/// Why nothing is withdrawn while memory is waited for.
+const SHORT: &str = "memory is short";
+
+/// Why nothing is withdrawn where nobody knows whether it fits.
+const UNKNOWN: &str = "it is not known how much memory there is for copies";
+
+/// Why something is not withdrawn, by the guard's word.
+fn refused_by(verdict: Verdict) -> Option<&'static str> {
+    match verdict {
+        Verdict::Fits => None,
+        Verdict::Unknown => Some(UNKNOWN),
+        Verdict::Short | Verdict::Swaps => Some("there is no memory for copies"),
     }
 }
 

@@ -7,8 +7,8 @@
 //!
 //! # Ways
 //! A process that is enrolled whole (`ksm_merge_any`) is withdrawn whole, regions marked by madvise region by region,
-//! and a guest whose control socket is known by its memory backends, all at once. Each unmerges what is merged
-//! (mm/ksm.c, `ksm_disable_merge_any`, `ksm_madvise`).
+//! and a guest whose control socket is known by its memory backends, all at once. Who knows what it has enrolled of a
+//! process withdraws that alone. Each unmerges what is merged (mm/ksm.c, `ksm_disable_merge_any`, `ksm_madvise`).
 //!
 //! Before 6.14 nothing tells from outside who is enrolled whole. So a process that is withdrawn region by region is
 //! withdrawn whole there, too, which changes nothing of one that was not.
@@ -52,6 +52,8 @@ pub enum Way {
     Whole,
     /// Its regions are marked: `MADV_UNMERGEABLE`. Also one that may be enrolled whole, where the kernel does not tell.
     Regions,
+    /// Only these ranges are withdrawn, as far as they are marked: ascending.
+    Ranges(Vec<AddressRange>),
     /// It is a guest whose control socket is known.
     Guest {
         /// The socket.
@@ -99,7 +101,18 @@ impl Way {
     fn reaches(&self, region: &Region) -> bool {
         match self {
             Self::Guest { backends, .. } => backends.iter().any(|&(_, size)| region.range.bytes() >= size),
-            _ => true,
+            _ => !self.within(region).is_empty(),
+        }
+    }
+
+    /// What of a region is withdrawn in this way.
+    fn within(&self, region: &Region) -> Vec<AddressRange> {
+        match self {
+            Self::Ranges(ranges) => {
+                let first = ranges.partition_point(|range| range.end <= region.range.start);
+                ranges[first..].iter().map_while(|range| region.range.overlap(*range)).collect()
+            }
+            _ => vec![region.range],
         }
     }
 }
@@ -267,28 +280,30 @@ fn examine(
     let at_most = if matches!(way, Way::Guest { .. }) { usize::MAX } else { PART };
     let mut parts = Parts { at_most, parts: Vec::new(), frames: Vec::new() };
     let exact = marked.iter().try_for_each(|region| {
-        let found = if may_hold(region, zeros) { count(host, handle, region.range)? } else { Found::default() };
-        parts.add(region.range, &found);
-        Ok(())
+        way.within(region).into_iter().try_for_each(|range| {
+            let found = if may_hold(region, zeros) { count(host, handle, range)? } else { Found::default() };
+            parts.add(range, &found);
+            Ok(())
+        })
     });
     if exact == Err(Absent::Vanished) {
         return Err(Absent::Vanished);
     }
     if exact.is_err() {
-        parts = Parts { at_most, parts: vec![bound(host, &process, &marked, zeros)?], frames: vec![Vec::new()] };
+        parts = Parts { at_most, parts: vec![bound(host, &process, &way, &marked, zeros)?], frames: vec![Vec::new()] };
     }
     let zeros = zeros.min(parts.parts.iter().map(|part| part.zeros).sum());
     Ok((Target { process, way, parts: parts.parts, zeros, anon_huge, exact }, parts.frames))
 }
 
 /// All of a process as one part, by the kernel's sums.
-fn bound(host: &dyn Host, process: &Process, marked: &[&Region], zeros: Pages) -> Reading<Part> {
+fn bound(host: &dyn Host, process: &Process, way: &Way, marked: &[&Region], zeros: Pages) -> Reading<Part> {
     let by_smaps: Reading<Bytes> = marked.iter().map(|region| region.ksm.clone()).sum();
     let merged = match by_smaps {
         Ok(bytes) => host.page_size().pages_in(bytes),
         Err(_) => Pages(process.ksm.merging_pages.clone()?),
     };
-    let ranges = marked.iter().map(|region| region.range).collect();
+    let ranges = marked.iter().flat_map(|region| way.within(region)).collect();
     Ok(Part { ranges, merged, zeros, returned: Pages::ZERO })
 }
 
@@ -566,7 +581,7 @@ impl Work<'_, '_> {
             done.error = Some(why.clone());
             return Ok(());
         }
-        let by_parts = self.limits.staged && matches!(target.way, Way::Whole | Way::Regions);
+        let by_parts = self.limits.staged && matches!(target.way, Way::Whole | Way::Regions | Way::Ranges(_));
         if !by_parts && (self.is_pressed(target, done) || !self.allowed(target, &target.parts)?) {
             return Ok(());
         }
@@ -587,7 +602,7 @@ impl Work<'_, '_> {
         }
         match &target.way {
             Way::Whole => self.apply(&Action::MergeAny { process, on: false }, done)?,
-            Way::Regions if !by_parts => {
+            Way::Regions | Way::Ranges(_) if !by_parts => {
                 let ranges = target.ranges();
                 if !ranges.is_empty() {
                     self.apply(&Action::Advise { process, advice: Advice::Unmergeable, ranges }, done)?;
@@ -599,7 +614,7 @@ impl Work<'_, '_> {
                     self.apply(&Action::GuestMerge { process, socket, backend, on: false }, done)?;
                 }
             }
-            Way::Regions | Way::Unreachable(_) => {}
+            Way::Regions | Way::Ranges(_) | Way::Unreachable(_) => {}
         }
         if target.way == Way::Regions && target.process.ksm.merge_any.is_err() {
             self.apply(&Action::MergeAny { process, on: false }, done)?;
@@ -724,12 +739,13 @@ impl Work<'_, '_> {
 }
 
 /// Ascending ranges with those that touch made one.
-fn joined(mut ranges: Vec<AddressRange>) -> Vec<AddressRange> {
+/// Ranges in the order of their addresses, those that meet as one.
+pub(crate) fn joined(mut ranges: Vec<AddressRange>) -> Vec<AddressRange> {
     ranges.sort_unstable();
     let mut all: Vec<AddressRange> = Vec::new();
     for range in ranges {
         match all.last_mut() {
-            Some(last) if last.end == range.start => last.end = range.end,
+            Some(last) if last.end >= range.start => last.end = last.end.max(range.end),
             _ => all.push(range),
         }
     }

@@ -38,6 +38,8 @@ pub struct Sheet {
     pub status: Arc<Status>,
     /// The same as JSON in one line.
     pub json: Arc<str>,
+    /// When it was published.
+    pub at: Instant,
 }
 
 impl Board {
@@ -47,7 +49,7 @@ impl Board {
         let point = Point::of(&status);
         let mut state = self.state();
         let number = state.latest.as_ref().map_or(0, |sheet| sheet.number) + 1;
-        state.latest = Some(Sheet { number, status: Arc::new(status), json });
+        state.latest = Some(Sheet { number, status: Arc::new(status), json, at: Instant::now() });
         state.past.add(point);
         drop(state);
         self.news.notify_all();

@@ -218,7 +218,7 @@ fn process(target: &Target) -> UnmergedProcess {
         who: Who::of(&target.process, None),
         way: match target.way {
             Way::Whole => "whole",
-            Way::Regions => "regions",
+            Way::Regions | Way::Ranges(_) => "regions",
             Way::Guest { .. } => "qmp",
             Way::Unreachable(_) => "none",
         },

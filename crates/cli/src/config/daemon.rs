@@ -174,11 +174,11 @@ impl Section {
             slowdown: place.one(self.slowdown, |text| percent(&text))?.unwrap_or(rules.slowdown),
             quiet: place.each(self.quiet_hours, |hours| hours_of(&hours))?,
             force: self.force.unwrap_or(rules.force),
+            across_domains: self.across_domains.unwrap_or(rules.across_domains),
             ..rules
         };
         Ok(Settings {
             rules,
-            across_domains: self.across_domains.unwrap_or(defaults.across_domains),
             min_resident: amount(self.min_memory)?.unwrap_or(defaults.min_resident),
             min_profit: amount(self.min_profit)?.unwrap_or(defaults.min_profit),
             max_metadata: amount(self.max_metadata)?,

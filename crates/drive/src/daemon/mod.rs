@@ -19,7 +19,7 @@ mod worker;
 pub use clock::utc_offset;
 pub use pagefold_sys::allocator::give_back_big_blocks;
 pub use settings::Settings;
-pub use snapshot::{Pass, Said, Snapshot, Told, Used};
+pub use snapshot::{Pass, Said, Shared, Snapshot, Told, Used};
 
 use crate::ksmd::Ksmd;
 use crate::merge::own_cpu;
@@ -182,7 +182,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             who: Vec::new(),
             counts: BTreeMap::new(),
             census: None,
-            shared: BTreeMap::new(),
+            shared: Shared::default(),
             ranges: BTreeMap::new(),
             passes: (0, 0),
             reached: (Bytes::ZERO, NetBytes(0)),
@@ -192,6 +192,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             own: Used::default(),
             before: (vmstat.get("thp_split_page").copied(), vmstat.get("cow_ksm").copied()),
             remains: Vec::new(),
+            hung: false,
         };
         Self {
             host,
@@ -307,18 +308,13 @@ impl<'h, 'a> Daemon<'h, 'a> {
     fn tick(&mut self) -> Result<(), Error> {
         let now = self.now;
         let polled = self.roster.poll(self.host, now, &self.settings).map_err(Error::Processes)?;
-        for event in polled.events {
-            if let Event::Went(process) = &event {
-                self.snapshot.counts.remove(process);
-                self.snapshot.ranges.remove(process);
-            }
-            self.step(event);
-        }
+        // Before anything is done for those who have come.
         let tuner = self.roster.tuner().map(|tuner| tuner.name().to_owned());
         if tuner != self.tuner {
             self.tuner.clone_from(&tuner);
             self.step(Event::Tuner(tuner));
         }
+        polled.events.into_iter().for_each(|event| self.step(event));
         let own = own_cpu();
         let ksmd = self.ksmd_thread.as_ref().and_then(|ksmd| ksmd.cpu().ok());
         self.own.read(now, own);
@@ -345,6 +341,9 @@ impl<'h, 'a> Daemon<'h, 'a> {
     }
 
     fn step(&mut self, event: Event) {
+        if let Event::Withdrawn(withdrawn) = &event {
+            self.snapshot.ranges.retain(|process, _| !withdrawn.gone.contains(process));
+        }
         let state = self.state.take().expect("it is put back after every step");
         let (state, actions) = step(state, self.now, event);
         self.state = Some(state);
@@ -391,19 +390,13 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 let (predicted, net) = (Bytes::ZERO, None);
                 snapshot.last = Some(Pass { at: SystemTime::now(), seconds, cost, processes, predicted, net });
                 snapshot.counts.extend(counts);
-                for (one, row) in matrix.parties.iter().zip(&matrix.shared) {
-                    for (other, pages) in matrix.parties.iter().zip(row) {
-                        snapshot.shared.insert((one.clone(), other.clone()), *pages);
-                    }
-                }
+                snapshot.shared.add(&matrix);
             }
             Told::Merge { ranges, predicted, net, seconds, cost } => {
                 snapshot.passes.1 += 1;
                 snapshot.reached.0 += predicted;
                 snapshot.reached.1.0 += net.0;
-                for (process, ranges) in ranges {
-                    *snapshot.ranges.entry(process).or_default() += ranges;
-                }
+                snapshot.ranges.extend(ranges);
                 if let Some(last) = &mut snapshot.last {
                     last.at = SystemTime::now();
                     last.seconds += seconds.as_secs_f64();
@@ -424,12 +417,17 @@ impl<'h, 'a> Daemon<'h, 'a> {
     fn snapshot(&mut self) -> Snapshot {
         let who: Vec<Process> = self.roster.members().cloned().collect();
         let labels: BTreeSet<String> = who.iter().map(label).collect();
-        self.snapshot.shared.retain(|(one, other), _| labels.contains(one) && labels.contains(other));
+        self.snapshot.shared.retain(|label| labels.contains(label));
+        // Who has ended meanwhile may have been in the last census or merge.
+        let lives: BTreeSet<ProcessId> = who.iter().map(|who| who.id).collect();
+        self.snapshot.counts.retain(|process, _| lives.contains(process));
+        self.snapshot.ranges.retain(|process, _| lives.contains(process));
         Snapshot {
             state: self.state().clone(),
             settings: Arc::clone(&self.settings),
             who,
             programs: self.roster.follows(),
+            hung: self.pulse.hung,
             ksmd: self.ksmd.used(),
             own: self.own.used().unwrap_or_default(),
             ..self.snapshot.clone()

@@ -72,7 +72,7 @@ impl Replay {
         let tuner = roster.tuner().map(|tuner| tuner.name().to_owned());
         if tuner != self.tuner {
             self.tuner.clone_from(&tuner);
-            events.push_back(Event::Tuner(tuner));
+            events.push_front(Event::Tuner(tuner));
         }
         let ksmd = Ksmd::find(host).and_then(|ksmd| ksmd.cpu()).unwrap_or_default();
         let memory = observe::memory(host).ok();

@@ -17,8 +17,6 @@ pub struct Settings {
     pub exclusions: Exclusions,
     /// Who is managed; `None` for everybody.
     pub only: Option<Group>,
-    /// Whether pages of different domains may be merged.
-    pub across_domains: bool,
     /// Processes with less resident memory are not managed.
     pub min_resident: Bytes,
     /// Processes that would give back less, net, are left alone.
@@ -45,7 +43,6 @@ impl Default for Settings {
             domains: Domains::default(),
             exclusions: Exclusions::default(),
             only: None,
-            across_domains: false,
             min_resident: Bytes(16 << 20),
             min_profit: Bytes(1 << 20),
             max_metadata: None,

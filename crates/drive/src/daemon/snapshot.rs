@@ -5,7 +5,7 @@ use pagefold_model::census::Matrix;
 use pagefold_model::daemon::{Decision, Reason, State};
 use pagefold_model::process::Process;
 use pagefold_model::{Bytes, Counts, NetBytes, Pages, ProcessId, Reading};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -14,6 +14,9 @@ const SECOND: Duration = Duration::from_secs(1);
 
 /// What what is used in a minute is measured over.
 const MINUTE: Duration = Duration::from_secs(60);
+
+/// Of how many it is kept who shares with whom: some times those of one census.
+const KEPT: usize = 60;
 
 /// What came of a piece of work, for whoever asks.
 #[derive(Debug)]
@@ -33,7 +36,7 @@ pub enum Told {
     },
     /// A merge has ended.
     Merge {
-        /// Ranges of the plan.
+        /// Ranges that are enrolled by now of those of whom any was.
         ranges: BTreeMap<ProcessId, u64>,
         /// What should have come back.
         predicted: Bytes,
@@ -87,6 +90,41 @@ pub struct Said {
     pub decision: Decision,
 }
 
+/// Who shares with whom: of those who were in the latest censuses.
+#[derive(Clone, Debug, Default)]
+pub struct Shared {
+    /// By label, who was in a census last at the end.
+    parties: Vec<String>,
+    pages: BTreeMap<(String, String), Pages>,
+}
+
+impl Shared {
+    /// Take note of a census.
+    pub(super) fn add(&mut self, matrix: &Matrix) {
+        self.parties.retain(|label| !matrix.parties.contains(label));
+        self.parties.extend(matrix.parties.iter().cloned());
+        let more = self.parties.len().saturating_sub(KEPT);
+        let gone: BTreeSet<String> = self.parties.drain(..more).collect();
+        self.retain(|label| !gone.contains(label));
+        for (one, row) in matrix.parties.iter().zip(&matrix.shared) {
+            for (other, pages) in matrix.parties.iter().zip(row) {
+                self.pages.insert((one.clone(), other.clone()), *pages);
+            }
+        }
+    }
+
+    /// Forget who does not fit.
+    pub(super) fn retain(&mut self, fits: impl Fn(&str) -> bool) {
+        self.parties.retain(|label| fits(label));
+        self.pages.retain(|(one, other), _| fits(one) && fits(other));
+    }
+
+    /// Pages of the first whose content the second has, by label, from the last census in which both were.
+    pub fn pages(&self) -> &BTreeMap<(String, String), Pages> {
+        &self.pages
+    }
+}
+
 /// How the daemon stands.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
@@ -106,9 +144,9 @@ pub struct Snapshot {
     pub counts: BTreeMap<ProcessId, Counts>,
     /// When the last census was taken, and who was not seen in it.
     pub census: Option<(SystemTime, u64)>,
-    /// Pages of the first whose content the second has, by label, from the last census in which both were.
-    pub shared: BTreeMap<(String, String), Pages>,
-    /// Ranges that were enrolled of each.
+    /// Who shares with whom.
+    pub shared: Shared,
+    /// Ranges that are enrolled of each, neighbours as one.
     pub ranges: BTreeMap<ProcessId, u64>,
     /// Passes so far, and those that merged.
     pub passes: (u64, u64),
@@ -126,6 +164,8 @@ pub struct Snapshot {
     pub before: (Option<u64>, Option<u64>),
     /// What could not be put back.
     pub remains: Vec<String>,
+    /// Whether the work under way has had no answer for so long that it counts as hung.
+    pub hung: bool,
 }
 
 /// Readings of CPU time over the last minute.

@@ -1,10 +1,12 @@
 use super::*;
 use crate::fake::Fake;
 use pagefold_host::faulty::{Fault, Faulty};
-use pagefold_model::Pid;
+use pagefold_model::census::Matrix;
 use pagefold_model::daemon::Censused;
+use pagefold_model::daemon::Mode;
 use pagefold_model::domain::Group;
 use pagefold_model::memory::Shortage;
+use pagefold_model::{Pages, Pid};
 use std::sync::atomic::AtomicUsize;
 
 /// Pages of 4 KiB of a process that is managed, and of one that is not.
@@ -156,6 +158,44 @@ fn who_drives_ksm_is_known_before_anything_is_done() {
     host.ended(77);
     poll(&mut roster, &host, &mut now, 5);
     assert!(roster.tuner().is_none());
+}
+
+#[test]
+fn the_host_of_another_tuner_is_not_taken_first() {
+    let host = host();
+    host.start(77, SMALL);
+    host.file("proc/77/stat", "77 (ksmtuned) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 1\n");
+    host.file("proc/77/cmdline", "/bin/bash\0/usr/sbin/ksmtuned\0");
+    let (orders, work) = mpsc::channel();
+    let (mut log, mut settings) = (|_: &str| {}, Settings::default());
+    settings.rules.mode = Mode::Act;
+    let mut daemon = Daemon::new(&host, settings, 0, (orders, Arc::default()), &mut log);
+    let orders = |daemon: &mut Daemon<'_, '_>| {
+        for _ in 0..20 {
+            daemon.now += CALM[0];
+            daemon.tick().unwrap();
+        }
+        work.try_iter().map(|order: Order| order.action).collect::<Vec<Action>>()
+    };
+    assert_eq!(orders(&mut daemon), []);
+    host.ended(77);
+    assert_eq!(orders(&mut daemon), [Action::Hold]);
+}
+
+#[test]
+fn who_shares_with_whom_is_kept_of_the_latest_alone() {
+    let label = |number: u64| format!("program[{number}]");
+    let census = |number: u64| Matrix {
+        parties: vec![label(number), label(number + 1)],
+        shared: vec![vec![Pages(number); 2]; 2],
+    };
+    let mut shared = Shared::default();
+    (0..1000).for_each(|number| shared.add(&census(number)));
+    assert!(shared.pages().len() <= 60 * 4, "{}", shared.pages().len());
+    assert_eq!(shared.pages()[&(label(1000), label(999))], Pages(999));
+    assert!(!shared.pages().contains_key(&(label(1), label(1))));
+    shared.retain(|name| name != label(999));
+    assert!(!shared.pages().contains_key(&(label(1000), label(999))));
 }
 
 #[test]

@@ -15,12 +15,12 @@ use pagefold_census::{Ages, Selection};
 use pagefold_host::act::NOT_MAPPED;
 use pagefold_host::{Host, observe};
 use pagefold_model::census::{Census, SubjectCensus};
-use pagefold_model::daemon::{Action, Censused, Event, Looked, Merged, Planned as Worth, Strikes, Withdrawn};
+use pagefold_model::daemon::{Action, Censused, Event, Extent, Looked, Merged, Planned as Worth, Strikes, Withdrawn};
 use pagefold_model::ksm::{RMAP_ITEM_BYTES, Setting, Settings as Values};
 use pagefold_model::outcome::{Change, End, Outcome};
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::process::Process;
-use pagefold_model::{Absent, Bytes, NetBytes, Pages, ProcessId};
+use pagefold_model::{Absent, AddressRange, Bytes, NetBytes, Pages, ProcessId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -57,6 +57,8 @@ pub(super) struct Worker<'h> {
     trial: Trial<'h>,
     ages: Ages,
     strikes: Strikes,
+    /// What it has enrolled of whom, whether that was taken or not.
+    enrolled: BTreeMap<ProcessId, Vec<AddressRange>>,
     began: Instant,
     prepared: Option<Prepared>,
 }
@@ -86,6 +88,7 @@ impl<'h> Worker<'h> {
             trial,
             ages,
             strikes: Strikes::default(),
+            enrolled: BTreeMap::new(),
             began: Instant::now(),
             prepared: None,
         })
@@ -181,6 +184,7 @@ impl<'h> Worker<'h> {
         self.ages.retain(|process| lives(host, process));
         self.trial.retain(|process| lives(host, process));
         self.strikes.retain(|process| lives(host, process));
+        self.enrolled.retain(|process, _| lives(host, *process));
         let ages = Some((&mut self.ages, Instant::now()));
         let mut prepared = prepare(self.host, &request, &excluded, ages, &progress, &self.halt)?;
         self.leave_alone(&mut prepared.plan, self.began.elapsed());
@@ -217,13 +221,17 @@ impl<'h> Worker<'h> {
         plan.keep_to(|process| chosen.contains(&process), !settings.split_huge_pages, None);
         let page_size = self.host.page_size();
         let predicted = Bytes(plan.predicted.reach.net(page_size).0.max(0).unsigned_abs());
-        let enrolled: Vec<ProcessId> = plan
-            .targets
-            .iter()
-            .filter(|target| !target.to_enrol(false).is_empty() || !target.to_enrol(true).is_empty())
-            .map(|target| target.process.id)
-            .collect();
-        let ranges = plan.targets.iter().map(|target| (target.process.id, target.ranges.len() as u64)).collect();
+        let to_enrol = |target: &Target| [target.to_enrol(false), target.to_enrol(true)].concat();
+        let fresh = plan.targets.iter().map(|target| (target.process.id, to_enrol(target)));
+        let fresh: BTreeMap<_, _> = fresh.filter(|(_, ranges)| !ranges.is_empty()).collect();
+        let enrolled: Vec<ProcessId> = fresh.keys().copied().collect();
+        // Whatever becomes of it: it is withdrawn by what may have been enrolled.
+        for (process, ranges) in fresh {
+            let before = self.enrolled.entry(process).or_default();
+            *before = unmerge::joined([std::mem::take(before), ranges].concat());
+        }
+        let of = |process: &ProcessId| Some((*process, self.enrolled.get(process)?.len() as u64));
+        let ranges = enrolled.iter().filter_map(of).collect();
         let pids: BTreeMap<_, _> =
             plan.targets.iter().map(|target| (target.process.id.pid, target.process.id)).collect();
         let how = merge::Options { share, deadline: None, watch: settings.watch, after: After::Resting };
@@ -292,44 +300,54 @@ impl<'h> Worker<'h> {
         Ok(looked)
     }
 
-    /// Withdraw all of some processes, as far as there is memory for it and it is not waited for meanwhile, by more
-    /// than `pressure` in per cent of time.
-    fn withdraw(&mut self, processes: &[ProcessId], pressure: f64) -> Result<Withdrawn, Error> {
+    /// Withdraw some processes, each to its extent, as far as there is memory for it and it is not waited for meanwhile,
+    /// by more than `pressure` in per cent of time.
+    fn withdraw(&mut self, processes: &BTreeMap<ProcessId, Extent>, pressure: f64) -> Result<Withdrawn, Error> {
         let before = own_cpu();
         let session = self.session.as_mut().ok_or(Error::NotHeld)?;
         let lives = |process: &ProcessId| lives(self.host, *process);
-        let (there, mut gone): (Vec<ProcessId>, Vec<ProcessId>) = processes.iter().copied().partition(lives);
+        let (there, mut gone): (Vec<ProcessId>, Vec<ProcessId>) = processes.keys().copied().partition(lives);
         let limits = unmerge::Limits { staged: true, pressure: Some(pressure), ..unmerge::Limits::default() };
         let mut refused = Vec::new();
         // Each by itself: what there is no memory for in one cgroup says nothing of another.
         for process in there {
             let selection = Selection { pids: [process.pid].into(), ..Selection::default() };
-            let plan = unmerge::plan(self.host, &selection, &|_, _| None)?;
+            let ours = (processes[&process] == Extent::Ours)
+                .then(|| unmerge::Way::Ranges(self.enrolled.get(&process).cloned().unwrap_or_default()));
+            let plan = unmerge::plan(self.host, &selection, &|_, _| ours.clone())?;
             let done = unmerge::carry_out(session, &plan, limits, &self.halt)?;
-            match why_not(&plan, done.targets) {
+            match why_not(&plan, done) {
                 Some(why) => refused.push((process, why)),
                 None => gone.push(process),
             }
         }
         // It is not written that its pages are no longer merged.
-        gone.iter().for_each(|process| self.trial.forget(*process));
+        for process in &gone {
+            self.trial.forget(*process);
+            self.enrolled.remove(process);
+        }
         Ok(Withdrawn { gone, refused, cost: own_cpu().saturating_sub(before) })
     }
 }
 
 /// Why something of the process of a plan is merged still, if it is.
-fn why_not(plan: &unmerge::Plan, done: Vec<unmerge::Withdrawn>) -> Option<String> {
+fn why_not(plan: &unmerge::Plan, done: unmerge::Done) -> Option<String> {
     if let Some(unseen) = plan.unseen.iter().find(|unseen| unseen.why != Absent::Vanished) {
         return Some(unseen.why.to_string());
     }
-    let mut done = done.into_iter().next()?;
+    let interrupted = done.interrupted;
+    let mut done = done.targets.into_iter().next()?;
     // Memory that the program has unmapped needs no withdrawing.
     done.missed.retain(|(_, why)| !why.starts_with(NOT_MAPPED));
     if done.is_whole() {
         return None;
     }
     let missed = done.missed.first().map(|(_, why)| why.clone());
-    let short = if done.withdrawn { "some of it is merged still" } else { "there is not the memory for it" };
+    let short = match done.withdrawn {
+        true => "some of it is merged still",
+        false if interrupted => "there was no time for it",
+        false => "there is not the memory for it",
+    };
     Some(done.error.or(missed).unwrap_or_else(|| short.to_owned()))
 }
 
@@ -347,7 +365,7 @@ pub(super) fn request(processes: &[ProcessId], settings: &Settings) -> Request {
     Request {
         selection: Selection { pids, ..Selection::default() },
         domains: settings.domains.clone(),
-        across_domains: settings.across_domains,
+        across_domains: settings.rules.across_domains,
         settle: settings.settle,
         threads: settings.threads,
         whole: false,

@@ -1,6 +1,6 @@
 //! Choosing what is done next.
 
-use super::{Action, Cause, Leaving, Member, Mode, Reason, State, Stopping, What, Work};
+use super::{Action, Cause, Extent, Leaving, Member, Mode, Reason, State, Stopping, What, Work};
 use crate::domain::Domain;
 use crate::units::{Bytes, ProcessId};
 use std::cmp::Reverse;
@@ -33,7 +33,8 @@ impl State {
         }
         match (self.may_act(), self.held) {
             (false, true) => {
-                let reason = if self.paused { Reason::Operator } else { Reason::OtherWriter };
+                let others = !self.paused && self.yields().is_some();
+                let reason = if others { Reason::OtherWriter } else { Reason::Operator };
                 actions.push(self.say(What::Restore, &[], reason, "KSM's settings come back, and merges stay"));
                 return self.start(Work::Restore, Action::Restore, actions);
             }
@@ -85,7 +86,7 @@ impl State {
                 self.stopping = Some(Stopping::Unmerged);
                 self.leave(&merged, Reason::Stopped);
                 actions.push(self.say(What::Withdraw, &merged, Reason::Stopped, Reason::Stopped.of_leaving()));
-                return self.start(Work::Withdraw(merged.clone()), Action::Withdraw(merged), actions);
+                return self.start_withdrawing(merged, actions);
             }
             // Who has paused it and ends it so wants that to be done all the same.
             if self.may_hold() {
@@ -111,7 +112,7 @@ impl State {
     }
 
     /// The members that fit.
-    fn those(&self, fits: impl Fn(&Member) -> bool) -> Vec<ProcessId> {
+    pub(super) fn those(&self, fits: impl Fn(&Member) -> bool) -> Vec<ProcessId> {
         self.members.iter().filter(|(_, member)| fits(member)).map(|(process, _)| *process).collect()
     }
 
@@ -123,7 +124,13 @@ impl State {
                 actions.push(self.say(What::Withdraw, &[process], reason, reason.of_leaving()));
             }
         }
-        self.start(Work::Withdraw(processes.clone()), Action::Withdraw(processes), actions);
+        self.start_withdrawing(processes, actions);
+    }
+
+    fn start_withdrawing(&mut self, processes: Vec<ProcessId>, actions: &mut Vec<Action>) {
+        let extent = |process| self.members[process].leaving.as_ref().map_or(Extent::Ours, Leaving::extent);
+        let extents = processes.iter().map(|process| (*process, extent(process))).collect();
+        self.start(Work::Withdraw(processes), Action::Withdraw(extents), actions);
     }
 
     /// Say once why nothing is done.

@@ -151,6 +151,15 @@ pub struct Withdrawn {
     pub cost: Duration,
 }
 
+/// What of somebody is withdrawn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Extent {
+    /// What the daemon has enrolled. What the program had, or others, stays.
+    Ours,
+    /// All that is merged, whoever enrolled it.
+    All,
+}
+
 /// Something to be done.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
@@ -170,8 +179,8 @@ pub enum Action {
         /// Whether to withdraw what does not last.
         withdraw: bool,
     },
-    /// Withdraw all of these, as far as there is memory for it.
-    Withdraw(Vec<ProcessId>),
+    /// Withdraw these, each to its extent, as far as there is memory for it.
+    Withdraw(BTreeMap<ProcessId, Extent>),
     /// Put KSM's settings back, with all merges kept, and let others change the host.
     Restore,
     /// End the census or merge under way soon.
@@ -248,6 +257,7 @@ words! {
         Pressure = "pressure",
         SlowDown = "slow_down",
         Excluded = "excluded",
+        Domain = "domain",
         Refused = "refused",
         Operator = "operator",
         OtherWriter = "other_writer",
@@ -263,9 +273,18 @@ impl Reason {
         match self {
             Self::Operator => "an operator withdraws it",
             Self::Excluded => "it must not be merged any more",
+            Self::Domain => "its trust domain has changed, and it may share pages with another",
             Self::Stopped => "the daemon ends",
             Self::Failed => "a merge of it failed half-way",
             _ => "what was enrolled costs more than it gives back",
+        }
+    }
+
+    /// What of somebody is withdrawn for this reason.
+    pub fn extent(self) -> Extent {
+        match self {
+            Self::Operator | Self::Excluded | Self::Domain => Extent::All,
+            _ => Extent::Ours,
         }
     }
 }

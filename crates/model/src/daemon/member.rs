@@ -1,6 +1,6 @@
 //! When somebody's memory is looked at next.
 
-use super::event::Reason;
+use super::event::{Extent, Reason};
 use super::rules::Rules;
 use crate::domain::Domain;
 use crate::memory::Shortage;
@@ -76,6 +76,13 @@ pub struct Leaving {
     pub next: Duration,
     /// The pause before that.
     pause: Duration,
+}
+
+impl Leaving {
+    /// What of it is withdrawn.
+    pub fn extent(&self) -> Extent {
+        self.reason.extent()
+    }
 }
 
 /// Somebody whose memory is looked at.
@@ -319,8 +326,9 @@ impl Member {
 
     /// What is merged of it is to be withdrawn. Until it is, it is in no plan: others would share with what goes away.
     pub fn leave(&mut self, reason: Reason, now: Duration) {
-        // An operator has it tried at once.
-        if self.leaving.is_none() || reason == Reason::Operator {
+        // An operator has it tried at once, as has whoever wants more of it withdrawn.
+        let more = self.leaving.as_ref().is_none_or(|leaving| leaving.extent() < reason.extent());
+        if more || reason == Reason::Operator {
             self.leaving = Some(Leaving { reason, refused: None, next: now, pause: Duration::ZERO });
         }
     }
@@ -343,7 +351,8 @@ impl Member {
     /// It is to be looked at now, and is not withdrawn unless it must be.
     pub fn call(&mut self, now: Duration, rules: &Rules) {
         (self.withdrawn, self.refused) = (false, None);
-        self.leaving = self.leaving.take().filter(|_| self.excluded.is_some());
+        let must = |leaving: &Leaving| self.excluded.is_some() || leaving.reason == Reason::Domain;
+        self.leaving = self.leaving.take().filter(must);
         (self.pause, self.next, self.cause) = (rules.ripens, now, Cause::Arrived);
     }
 }

@@ -46,7 +46,9 @@ mod take;
 mod tests;
 
 pub use budget::Budget;
-pub use event::{Action, Censused, Decision, Event, Looked, Merged, Planned, Readings, Reason, What, Withdrawn};
+pub use event::{
+    Action, Censused, Decision, Event, Extent, Looked, Merged, Planned, Readings, Reason, What, Withdrawn,
+};
 pub use member::{Arrival, Cause, Leaving, Member};
 pub use rules::{Hours, Mode, Rules, TimeOfDay};
 pub use slowdown::{Slowdown, Waits};
@@ -319,6 +321,8 @@ impl State {
         let wanted = match &self.work {
             Some(Work::Census(..)) => self.rules.mode != Mode::Observe && !self.paused && self.stopping.is_none(),
             Some(Work::Merge(_)) => self.may_act() && self.stopping.is_none(),
+            // What must be withdrawn is, whatever it costs, but does not keep the daemon from its end.
+            Some(Work::Withdraw(_)) if self.stopping == Some(Stopping::Kept) => false,
             _ => return,
         };
         if (!wanted || self.budget.left() <= 0.0) && !self.halted {

@@ -78,6 +78,8 @@ pub struct Rules {
     pub quiet: Vec<Hours>,
     /// Whether to act although another program tunes KSM.
     pub force: bool,
+    /// Whether pages of different trust domains may be merged.
+    pub across_domains: bool,
 }
 
 impl Default for Rules {
@@ -95,6 +97,7 @@ impl Default for Rules {
             slowdown: 0.1,
             quiet: Vec::new(),
             force: false,
+            across_domains: false,
         }
     }
 }

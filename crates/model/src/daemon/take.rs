@@ -56,6 +56,10 @@ impl State {
             }
             Event::Configured(rules) => {
                 self.budget.rebound(rules.cpu, rules.burst);
+                if self.rules.across_domains && !rules.across_domains {
+                    let enrolled = self.those(|member| member.enrolled);
+                    self.leave(&enrolled, Reason::Domain);
+                }
                 (self.rules, self.contested, self.told) = (rules, None, None);
             }
             Event::Pause => self.paused = true,
@@ -131,13 +135,17 @@ impl State {
         let before = self.members.get(&process).map(|member| member.excluded.clone());
         match self.members.get_mut(&process) {
             Some(member) => {
-                (member.domain, member.likeness) = (arrival.domain, arrival.likeness);
-                member.excluded = arrival.excluded;
+                (member.likeness, member.excluded) = (arrival.likeness, arrival.excluded);
                 // What it had merged before it must not any more is withdrawn.
                 if member.excluded.is_none() {
                     member.leaving = member.leaving.take().filter(|leaving| leaving.reason != Reason::Excluded);
                 } else if member.enrolled {
                     member.leave(Reason::Excluded, self.now);
+                }
+                // What it shares with those of the domain before may not be shared any more.
+                let domain = std::mem::replace(&mut member.domain, arrival.domain);
+                if member.enrolled && domain != member.domain && !self.rules.across_domains {
+                    member.leave(Reason::Domain, self.now);
                 }
             }
             None => {

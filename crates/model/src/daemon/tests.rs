@@ -192,8 +192,9 @@ impl Host {
                     }),
                 );
             }
-            Action::Withdraw(processes) => {
+            Action::Withdraw(extents) => {
                 assert!(self.holds);
+                let processes: Vec<ProcessId> = extents.into_keys().collect();
                 let squeezed = |process| {
                     self.state.members().get(process).is_some_and(|member| member.is_squeezed(self.state.rules()))
                 };

@@ -5,6 +5,10 @@ use super::request::Request;
 use crate::board::{Board, Sheet};
 use crate::metrics::{self, Format};
 use pagefold_report::wire;
+use std::time::Duration;
+
+/// How old a status may be that is told as the present one: whoever scrapes or probes a daemon that hangs is to know.
+const FRESH: Duration = Duration::from_secs(60);
 
 /// What becomes of a request.
 #[derive(Debug)]
@@ -23,8 +27,17 @@ impl From<Answer> for Reply {
 
 /// Answer a request from what the board shows.
 pub fn reply(request: &Request, board: &Board) -> Reply {
+    reply_of(request, board, FRESH)
+}
+
+fn reply_of(request: &Request, board: &Board, fresh: Duration) -> Reply {
     let latest = |answer: &dyn Fn(Sheet) -> Answer| {
-        board.latest().map_or_else(|| Answer::refusal(503, "the daemon has not looked at the host yet"), answer).into()
+        let answer = match board.latest() {
+            None => Answer::refusal(503, "the daemon has not looked at the host yet"),
+            Some(sheet) if sheet.at.elapsed() > fresh => Answer::refusal(503, "the daemon hangs: it tells nothing new"),
+            Some(sheet) => answer(sheet),
+        };
+        answer.into()
     };
     match (request.path.as_str(), request.query.as_deref()) {
         ("/", _) => Answer::page().into(),
@@ -47,4 +60,23 @@ pub fn reply(request: &Request, board: &Board) -> Reply {
 fn since(query: Option<&str>) -> Option<f64> {
     let Some(query) = query else { return Some(0.0) };
     query.strip_prefix("since=")?.parse().ok().filter(|since: &f64| since.is_finite())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Who has published once and never again hangs, for Kubernetes' probe as for whoever scrapes it.
+    #[test]
+    fn nothing_old_is_told_as_the_present() {
+        let board = Board::default();
+        board.publish(serde_json::from_str(include_str!("../../../../fixtures/status.json")).unwrap());
+        let request = |path: &str| Request { path: path.to_owned(), query: None, openmetrics: false };
+        for (path, old) in [("/metrics", 503), ("/api/status", 503), ("/", 200), ("/api/history", 200)] {
+            for (fresh, expect) in [(Duration::from_secs(3600), 200), (Duration::ZERO, old)] {
+                let Reply::Whole(answer) = reply_of(&request(path), &board, fresh) else { panic!("no stream") };
+                assert_eq!(answer.status, expect, "{path}");
+            }
+        }
+    }
 }

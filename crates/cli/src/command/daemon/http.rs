@@ -33,7 +33,8 @@ pub fn show(desk: Arc<Desk>, options: &Options, global: &Global) -> anyhow::Resu
     let published = Arc::clone(&board);
     std::thread::Builder::new().name("figures".to_owned()).spawn(move || {
         while !published.is_closed() {
-            if let Some(snapshot) = desk.snapshot() {
+            // As systemd is told no more of a daemon whose work hangs, so is whoever probes it.
+            if let Some(snapshot) = desk.snapshot().filter(|snapshot| !snapshot.hung) {
                 published.publish(desk.status(&snapshot));
             }
             published.pause(WATCHED, UNWATCHED);

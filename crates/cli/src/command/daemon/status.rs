@@ -366,13 +366,14 @@ fn empty(name: &str) -> DomainShare {
 /// The matrix of those who share most.
 fn sharing(snapshot: &Snapshot, page: u64) -> Option<Sharing> {
     let mut sums: BTreeMap<&str, u64> = BTreeMap::new();
-    for ((one, _), pages) in &snapshot.shared {
+    for ((one, _), pages) in snapshot.shared.pages() {
         *sums.entry(one).or_default() += pages.0;
     }
     let mut parties: Vec<(u64, &str)> = sums.into_iter().map(|(label, sum)| (sum, label)).collect();
     parties.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(b.1)));
     parties.truncate(PARTIES);
-    let pages = |one: &str, other: &str| snapshot.shared.get(&(one.to_owned(), other.to_owned())).map_or(0, |p| p.0);
+    let pages =
+        |one: &str, other: &str| snapshot.shared.pages().get(&(one.to_owned(), other.to_owned())).map_or(0, |p| p.0);
     let row = |one: &str| parties.iter().map(|(_, other)| pages(one, other) * page).collect();
     let shared = parties.iter().map(|(_, one)| row(one)).collect();
     (!parties.is_empty())

@@ -106,6 +106,73 @@ fn merging(host: &Fake, pages: u64) {
     host.file(&format!("proc/{PID}/ksm_merging_pages"), &format!("{pages}\n"));
 }
 
+/// All of these.
+fn all(processes: &[ProcessId]) -> BTreeMap<ProcessId, Extent> {
+    processes.iter().map(|process| (*process, Extent::All)).collect()
+}
+
+/// Its program, or somebody before, had one half enrolled.
+#[test]
+fn only_what_the_daemon_enrolled_is_withdrawn_where_that_is_all_that_is_its_own() {
+    let host = Fake::new();
+    host.free(5_000_000);
+    let middle = 96 * PAGE;
+    host.start(PID, 64);
+    host.map(PID, (RANGE.start, middle - PAGE), MERGED, true);
+    host.map(PID, (middle, RANGE.end), MERGED, true);
+    merging(&host, 0);
+    let (mut worker, _directory) = worker(&host);
+    let ours = BTreeMap::from([(process(), Extent::Ours)]);
+    let marked = || host.regions(Pid(PID)).unwrap().into_iter().map(|(range, _, marked)| (range.start, marked));
+    assert_eq!(worker.withdraw(&ours, PRESSURE).unwrap().gone, [process()]);
+    assert_eq!(marked().collect::<Vec<_>>(), [(RANGE.start, true), (middle, true)], "it has enrolled nothing");
+    worker.enrolled.insert(process(), vec![AddressRange { start: middle, end: RANGE.end }]);
+    assert_eq!(worker.withdraw(&ours, PRESSURE).unwrap().gone, [process()]);
+    assert_eq!(marked().collect::<Vec<_>>(), [(RANGE.start, true), (middle, false)]);
+    assert!(worker.enrolled.is_empty());
+    assert_eq!(worker.withdraw(&all(&[process()]), PRESSURE).unwrap().gone, [process()]);
+    assert_eq!(marked().collect::<Vec<_>>(), [(RANGE.start, false), (middle, false)]);
+}
+
+/// Since the last session its program's marks are back, and ksmd may have merged it again.
+#[test]
+fn what_is_withdrawn_again_for_now_needs_the_memory_for_it() {
+    let host = Fake::new();
+    let (mut worker, _directory) = worker(&host);
+    host.start(PID, 64);
+    let mut own = plan();
+    own.targets[0].ranges[0].enrolled = true;
+    merge(&mut worker, &host, &own);
+    host.map(PID, (RANGE.start, RANGE.end), "", true);
+    host.ran(PID, 1);
+    worker.trial.look(Whom::All);
+    worker.trial.withdraw(worker.session.as_mut().unwrap(), Moment::Meanwhile).unwrap();
+    assert_eq!(worker.trial.withdrawn()[&process()].own, [RANGE]);
+
+    host.map(PID, (RANGE.start, RANGE.end), MERGED, true);
+    let waited = |percent: &str| {
+        let lines = ["some", "full"].map(|word| format!("{word} avg10={percent} avg60=0.00 avg300=0.00 total=1\n"));
+        host.file("proc/pressure/memory", &lines.concat());
+    };
+    worker.trial.heed_pressure(PRESSURE);
+    let unknown = "it is not known how much memory there is for copies";
+    for (percent, merged, free, why) in [
+        ("10.00", 64, 5_000_000, "memory is short"),
+        ("0.00", -1, 5_000_000, unknown),
+        ("0.00", 64, 0, "there is no memory for copies"),
+    ] {
+        waited(percent);
+        host.file(&format!("proc/{PID}/ksm_merging_pages"), &format!("{merged}\n"));
+        host.free(free);
+        let missed = worker.trial.withdraw_own(worker.session.as_mut().unwrap()).unwrap();
+        assert_eq!(missed.iter().map(|missed| missed.why.as_str()).collect::<Vec<_>>(), [why]);
+        assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, MERGED, true)]);
+    }
+    host.free(5_000_000);
+    assert_eq!(worker.trial.withdraw_own(worker.session.as_mut().unwrap()).unwrap(), []);
+    assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, MERGED, false)]);
+}
+
 #[test]
 fn who_is_not_withdrawn_is_told_with_the_reason() {
     let host = Fake::new();
@@ -118,27 +185,27 @@ fn who_is_not_withdrawn_is_told_with_the_reason() {
         host.file("proc/pressure/memory", &lines.concat());
     };
     waited("10.00");
-    let short = worker.withdraw(&[process()], PRESSURE).unwrap();
+    let short = worker.withdraw(&all(&[process()]), PRESSURE).unwrap();
     assert_eq!(short.refused, [(process(), "memory is short".to_owned())]);
     waited("9.99");
-    let short = worker.withdraw(&[process(), gone], PRESSURE).unwrap();
+    let short = worker.withdraw(&all(&[process(), gone]), PRESSURE).unwrap();
     assert_eq!(short.gone, [gone], "it has ended");
     assert_eq!(short.refused, [(process(), "there is not the memory for it".to_owned())]);
     assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, MERGED, true)]);
 
     host.free(5_000_000);
     host.trouble(Some(Trouble::BusyAfter(0)));
-    let busy = worker.withdraw(&[process()], PRESSURE).unwrap();
+    let busy = worker.withdraw(&all(&[process()]), PRESSURE).unwrap();
     assert!(busy.gone.is_empty() && busy.refused[0].1.contains("it does not stop"), "{busy:?}");
     host.trouble(None);
-    let left = worker.withdraw(&[process()], PRESSURE).unwrap();
+    let left = worker.withdraw(&all(&[process()]), PRESSURE).unwrap();
     assert_eq!(left.refused, [(process(), "some of it is merged still".to_owned())], "by its kernel's count");
     enrolled(&host);
     merging(&host, 0);
-    assert_eq!(worker.withdraw(&[process()], PRESSURE).unwrap().gone, [process()]);
+    assert_eq!(worker.withdraw(&all(&[process()]), PRESSURE).unwrap().gone, [process()]);
     assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, MERGED, false)]);
     worker.session = None;
-    assert!(worker.withdraw(&[process()], PRESSURE).is_err(), "the host is not held");
+    assert!(worker.withdraw(&all(&[process()]), PRESSURE).is_err(), "the host is not held");
 }
 
 /// Pages that are no longer merged because they were withdrawn were not written.
@@ -149,7 +216,7 @@ fn what_an_operator_withdraws_does_not_count_as_written() {
     let (mut worker, _directory) = worker(&host);
     merge(&mut worker, &host, &plan());
     merging(&host, 0);
-    assert_eq!(worker.withdraw(&[process()], PRESSURE).unwrap().gone, [process()]);
+    assert_eq!(worker.withdraw(&all(&[process()]), PRESSURE).unwrap().gone, [process()]);
     host.map(PID, (RANGE.start, RANGE.end), "", false);
     host.ran(PID, 1);
     assert_eq!(worker.look(true, Duration::ZERO).unwrap().withdrawn, Bytes::ZERO);

@@ -4,10 +4,19 @@ use super::*;
 
 fn withdrawals(host: &Host, process: ProcessId) -> Vec<Duration> {
     let tries = host.trace.iter().filter_map(|(at, action)| match action {
-        Action::Withdraw(processes) if processes.contains(&process) => Some(*at),
+        Action::Withdraw(processes) if processes.contains_key(&process) => Some(*at),
         _ => None,
     });
     tries.collect()
+}
+
+/// What was withdrawn of a process, each time.
+fn extents(host: &Host, process: ProcessId) -> Vec<Extent> {
+    let of = |action: &Action| match action {
+        Action::Withdraw(extents) => extents.get(&process).copied(),
+        _ => None,
+    };
+    host.trace.iter().filter_map(|(_, action)| of(action)).collect()
 }
 
 fn censuses_of(host: &Host, process: ProcessId) -> usize {
@@ -121,6 +130,88 @@ fn what_may_be_merged_again_is_not_withdrawn_any_more() {
     host.run(600);
     assert_eq!(withdrawals(&host, id(1)).len(), tries);
     assert!(host.enrolled.contains(&id(1)) && host.state.members()[&id(1)].is_open());
+}
+
+#[test]
+fn what_was_merged_before_the_daemon_stays_unless_it_must_not() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.loses.insert(id(1));
+    host.clings.insert(id(1));
+    host.happen(arrival(1));
+    host.run(12);
+    assert_eq!(extents(&host, id(1)), [Extent::Ours], "it loses by what was enrolled now");
+    let Event::Came(known) = arrival(1) else { unreachable!() };
+    host.happen(Event::Came(Arrival { excluded: Some("it holds keys".into()), ..known }));
+    host.run(2);
+    assert_eq!(extents(&host, id(1)), [Extent::Ours, Extent::All], "that is not put off until the next try");
+
+    let mut host = merged(&[3]);
+    host.happen(Event::Stop { unmerge: true });
+    host.run(2);
+    assert_eq!(extents(&host, id(3)), [Extent::Ours]);
+    let mut host = merged(&[3]);
+    host.happen(Event::Withdraw(id(3)));
+    assert_eq!(extents(&host, id(3)), [Extent::All]);
+}
+
+#[test]
+fn who_comes_into_another_domain_shares_nothing_with_the_one_before() {
+    let Event::Came(known) = arrival(1) else { unreachable!() };
+    let moved = || Event::Came(Arrival { domain: Domain::Group("apart".into()), ..known.clone() });
+    let mut host = merged(&[1, 3]);
+    host.happen(Event::Came(known.clone()));
+    host.run(2);
+    assert!(extents(&host, id(1)).is_empty(), "nothing has changed");
+    host.happen(moved());
+    host.run(1);
+    assert_eq!((extents(&host, id(1)), extents(&host, id(3))), (vec![Extent::All], vec![]));
+    assert_eq!(host.said(What::Withdraw, Reason::Domain), 1);
+    host.happen(Event::Enrol(id(1)));
+    host.run(60);
+    assert!(host.enrolled.contains(&id(1)), "it is merged again, in its own");
+
+    // Where all may be merged with all no domain counts, until they do.
+    let across = |across_domains| Event::Configured(Rules { across_domains, ..rules(Mode::Act) });
+    let mut host = merged(&[1, 3]);
+    host.happen(across(true));
+    host.happen(moved());
+    host.run(2);
+    assert!(extents(&host, id(1)).is_empty());
+    host.happen(across(false));
+    host.run(2);
+    assert_eq!((extents(&host, id(1)), extents(&host, id(3))), (vec![Extent::All], vec![Extent::All]));
+}
+
+#[test]
+fn no_operator_keeps_what_two_domains_share() {
+    let mut host = merged(&[1, 3]);
+    host.clings.insert(id(1));
+    let Event::Came(known) = arrival(1) else { unreachable!() };
+    host.happen(Event::Came(Arrival { domain: Domain::Group("apart".into()), ..known }));
+    host.run(2);
+    host.happen(Event::Enrol(id(1)));
+    assert!(host.state.members()[&id(1)].leaving.is_some());
+}
+
+#[test]
+fn the_end_does_not_wait_for_a_long_withdrawal() {
+    let mut host = merged(&[1]);
+    host.happen(Event::Withdraw(id(1)));
+    host.happen(Event::Stop { unmerge: false });
+    assert_eq!(host.did(|action| *action == Action::Halt), 1);
+    let mut host = merged(&[1]);
+    host.happen(Event::Stop { unmerge: true });
+    assert_eq!(host.did(|action| *action == Action::Halt), 0, "that one is what is waited for");
+}
+
+#[test]
+fn whoever_has_it_no_longer_act_gives_the_host_back() {
+    let mut host = merged(&[1]);
+    host.happen(Event::Configured(rules(Mode::Advise)));
+    assert_eq!(host.said(What::Restore, Reason::Operator), 1);
+    let mut host = merged(&[1]);
+    host.happen(Event::Contested("somebody writes".into()));
+    assert_eq!(host.said(What::Restore, Reason::OtherWriter), 1);
 }
 
 #[test]
