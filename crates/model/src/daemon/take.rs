@@ -132,6 +132,7 @@ impl State {
 
     fn came(&mut self, arrival: Arrival, actions: &mut Vec<Action>) {
         let (process, excluded) = (arrival.process, arrival.excluded.clone());
+        let shares = self.shares_otherwise(&arrival);
         let before = self.members.get(&process).map(|member| member.excluded.clone());
         match self.members.get_mut(&process) {
             Some(member) => {
@@ -142,9 +143,8 @@ impl State {
                 } else if member.enrolled {
                     member.leave(Reason::Excluded, self.now);
                 }
-                // What it shares with those of the domain before may not be shared any more.
-                let domain = std::mem::replace(&mut member.domain, arrival.domain);
-                if member.enrolled && domain != member.domain && !self.rules.across_domains {
+                member.domain = arrival.domain;
+                if member.enrolled && shares {
                     member.leave(Reason::Domain, self.now);
                 }
             }
@@ -155,6 +155,15 @@ impl State {
         if let Some(why) = excluded.filter(|why| before != Some(Some(why.clone()))) {
             actions.push(self.say(What::Leave, &[process], Reason::Excluded, why));
         }
+    }
+
+    /// Whether somebody who is known may share pages with others that it must not any more: those who stay in its domain
+    /// as it comes into another.
+    fn shares_otherwise(&self, arrival: &Arrival) -> bool {
+        let Some(member) = self.members.get(&arrival.process) else { return false };
+        let stays =
+            |(process, other): (&ProcessId, &Member)| *process != arrival.process && other.domain == member.domain;
+        member.domain != arrival.domain && !self.rules.across_domains && self.members.iter().any(stays)
     }
 
     fn censused(&mut self, found: Censused, actions: &mut Vec<Action>) {

@@ -170,6 +170,12 @@ fn who_comes_into_another_domain_shares_nothing_with_the_one_before() {
     host.run(60);
     assert!(host.enrolled.contains(&id(1)), "it is merged again, in its own");
 
+    // The last one of a domain leaves nobody behind, and takes with it what is its own.
+    let Event::Came(other) = arrival(3) else { unreachable!() };
+    host.happen(Event::Came(Arrival { domain: Domain::Group("alone".into()), ..other }));
+    host.run(2);
+    assert!(extents(&host, id(3)).is_empty() && host.enrolled.contains(&id(3)));
+
     // Where all may be merged with all no domain counts, until they do.
     let across = |across_domains| Event::Configured(Rules { across_domains, ..rules(Mode::Act) });
     let mut host = merged(&[1, 3]);
