@@ -230,7 +230,7 @@ impl<'h> Trial<'h> {
     /// Why there may not be the memory to withdraw again what a program had enrolled.
     fn why_not(&self, process: ProcessId, withdrawn: &Withdrawn) -> Option<&'static str> {
         let selection = Selection { pids: [process.pid].into(), ..Selection::default() };
-        let own = |_: &dyn Handle, _: &Process| Some(Way::Ranges(withdrawn.own.clone()));
+        let own = |_: &dyn Handle, _: &Process| Some(Way::Ranges(unmerge::joined(withdrawn.own.clone())));
         let Ok(plan) = unmerge::plan(self.host, &selection, &own) else { return Some(UNKNOWN) };
         if plan.unseen.iter().any(|unseen| unseen.why != Absent::Vanished) {
             return Some(UNKNOWN);

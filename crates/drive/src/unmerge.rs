@@ -548,6 +548,13 @@ fn remains(host: &dyn Host, target: &Target) -> Reading<Remains> {
     };
     let zeros = ksm.zero_pages.map_or(Pages::ZERO, |pages| Pages(u64::try_from(pages).unwrap_or(0)));
     let (Ok(merged), Ok(beside)) = (pages(true), pages(false)) else {
+        // The count of the whole process is not that of some ranges.
+        if matches!(target.way, Way::Ranges(_)) {
+            let marked = regions.iter().filter(|region| is_marked(region)).flat_map(|region| target.way.within(region));
+            let found = marked.map(|range| count(host, &*handle, range)).collect::<Reading<Vec<Found>>>()?;
+            let merged = found.iter().flat_map(|found| &found.pages).filter(|(_, shared)| shared.is_some()).count();
+            return Ok(Remains { merged: Pages(merged as u64), ..Remains::default() });
+        }
         return Ok(Remains { merged: Pages(ksm.merging_pages?), zeros, beside: Pages::ZERO });
     };
     // Which zero pages are whose cannot be seen. While nothing that is reached is marked, they are not there.
@@ -738,7 +745,6 @@ impl Work<'_, '_> {
     }
 }
 
-/// Ascending ranges with those that touch made one.
 /// Ranges in the order of their addresses, those that meet as one.
 pub(crate) fn joined(mut ranges: Vec<AddressRange>) -> Vec<AddressRange> {
     ranges.sort_unstable();

@@ -140,6 +140,13 @@ impl DomainRule {
     }
 }
 
+impl Domain {
+    /// Whether it is that of one process alone.
+    pub fn is_alone(&self) -> bool {
+        matches!(self, Self::Vm(..) | Self::Process(_))
+    }
+}
+
 impl fmt::Display for Domain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -314,7 +314,13 @@ impl<'h, 'a> Daemon<'h, 'a> {
             self.tuner.clone_from(&tuner);
             self.step(Event::Tuner(tuner));
         }
-        polled.events.into_iter().for_each(|event| self.step(event));
+        for event in polled.events {
+            if let Event::Went(process) = &event {
+                self.snapshot.counts.remove(process);
+                self.snapshot.ranges.remove(process);
+            }
+            self.step(event);
+        }
         let own = own_cpu();
         let ksmd = self.ksmd_thread.as_ref().and_then(|ksmd| ksmd.cpu().ok());
         self.own.read(now, own);

@@ -24,7 +24,7 @@ use pagefold_model::{Absent, AddressRange, Bytes, NetBytes, Pages, ProcessId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
@@ -258,8 +258,8 @@ impl<'h> Worker<'h> {
             nets: outcome.nets.clone(),
             cost,
             withdrawn: page_size.of(outcome.watched.withdrawn),
-            refused: refused(&outcome, &pids),
-            stuck: self.trial.stuck(),
+            refused: missed(&outcome, Change::Enrol, &pids),
+            stuck: [self.trial.stuck(), missed(&outcome, Change::Withdraw, &pids)].concat(),
             yielded: match outcome.end {
                 End::Yielded(why) => Some(why),
                 _ => None,
@@ -311,6 +311,10 @@ impl<'h> Worker<'h> {
         let mut refused = Vec::new();
         // Each by itself: what there is no memory for in one cgroup says nothing of another.
         for process in there {
+            if self.halt.load(Ordering::Relaxed) {
+                refused.push((process, NO_TIME.to_owned()));
+                continue;
+            }
             let selection = Selection { pids: [process.pid].into(), ..Selection::default() };
             let ours = (processes[&process] == Extent::Ours)
                 .then(|| unmerge::Way::Ranges(self.enrolled.get(&process).cloned().unwrap_or_default()));
@@ -330,6 +334,9 @@ impl<'h> Worker<'h> {
     }
 }
 
+/// Why somebody is not withdrawn whom the end did not wait for.
+const NO_TIME: &str = "there was no time for it";
+
 /// Why something of the process of a plan is merged still, if it is.
 fn why_not(plan: &unmerge::Plan, done: unmerge::Done) -> Option<String> {
     if let Some(unseen) = plan.unseen.iter().find(|unseen| unseen.why != Absent::Vanished) {
@@ -345,7 +352,7 @@ fn why_not(plan: &unmerge::Plan, done: unmerge::Done) -> Option<String> {
     let missed = done.missed.first().map(|(_, why)| why.clone());
     let short = match done.withdrawn {
         true => "some of it is merged still",
-        false if interrupted => "there was no time for it",
+        false if interrupted => NO_TIME,
         false => "there is not the memory for it",
     };
     Some(done.error.or(missed).unwrap_or_else(|| short.to_owned()))
@@ -398,10 +405,14 @@ pub(super) fn worth(plan: &Plan) -> Vec<Worth> {
     plan.targets.iter().map(of).collect()
 }
 
-/// Who did not take part at all, with the first reason of each.
-fn refused(outcome: &Outcome, pids: &BTreeMap<pagefold_model::Pid, ProcessId>) -> Vec<(ProcessId, String)> {
+/// Whom a change was not made in at all, with the first reason of each.
+fn missed(
+    outcome: &Outcome,
+    change: Change,
+    pids: &BTreeMap<pagefold_model::Pid, ProcessId>,
+) -> Vec<(ProcessId, String)> {
     let mut refused = BTreeMap::new();
-    for missed in outcome.missed.iter().filter(|missed| missed.change == Change::Enrol && missed.range.is_none()) {
+    for missed in outcome.missed.iter().filter(|missed| missed.change == change && missed.range.is_none()) {
         if let Some(&process) = pids.get(&missed.pid) {
             refused.entry(process).or_insert_with(|| missed.why.clone());
         }

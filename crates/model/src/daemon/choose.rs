@@ -129,8 +129,8 @@ impl State {
 
     fn start_withdrawing(&mut self, processes: Vec<ProcessId>, actions: &mut Vec<Action>) {
         let extent = |process| self.members[process].leaving.as_ref().map_or(Extent::Ours, Leaving::extent);
-        let extents = processes.iter().map(|process| (*process, extent(process))).collect();
-        self.start(Work::Withdraw(processes), Action::Withdraw(extents), actions);
+        let extents: BTreeMap<_, _> = processes.iter().map(|process| (*process, extent(process))).collect();
+        self.start(Work::Withdraw(extents.clone()), Action::Withdraw(extents), actions);
     }
 
     /// Say once why nothing is done.

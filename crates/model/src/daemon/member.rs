@@ -106,6 +106,10 @@ pub struct Member {
     pub shortage: Shortage,
     /// Whether the daemon has enrolled any of it.
     pub enrolled: bool,
+    /// Whether any of it may be merged, whoever enrolled it: it was in a merge.
+    pub merged: bool,
+    /// Whether it may share pages with another trust domain, since its own has changed.
+    pub mixed: bool,
     /// When it was looked at last.
     pub looked: Option<Duration>,
     /// The pause after the next look.
@@ -150,6 +154,8 @@ impl Member {
             resident,
             shortage: Shortage::default(),
             enrolled: false,
+            merged: false,
+            mixed: false,
             looked: None,
             pause: rules.ripens,
             next: now + rules.debounce,
@@ -342,17 +348,32 @@ impl Member {
         before != leaving.refused
     }
 
-    /// Nothing is merged of it any more. Tells why it was to be withdrawn, where that was refused before.
-    pub fn left(&mut self) -> Option<Reason> {
+    /// It may share pages with others that it must not any more.
+    pub fn part(&mut self, now: Duration) {
+        if self.merged {
+            self.mixed = true;
+            self.leave(Reason::Domain, now);
+        }
+    }
+
+    /// It was withdrawn. Tells why it was to be, where that was refused before.
+    pub fn left(&mut self, extent: Extent) -> Option<Reason> {
         self.enrolled = false;
+        if extent == Extent::All {
+            (self.merged, self.mixed) = (false, false);
+        }
         self.leaving.take().filter(|leaving| leaving.refused.is_some()).map(|leaving| leaving.reason)
+    }
+
+    /// It is not withdrawn unless it must be.
+    pub fn stay_if_it_may(&mut self) {
+        self.leaving = self.leaving.take().filter(|_| self.excluded.is_some() || self.mixed);
     }
 
     /// It is to be looked at now, and is not withdrawn unless it must be.
     pub fn call(&mut self, now: Duration, rules: &Rules) {
         (self.withdrawn, self.refused) = (false, None);
-        let must = |leaving: &Leaving| self.excluded.is_some() || leaving.reason == Reason::Domain;
-        self.leaving = self.leaving.take().filter(must);
+        self.stay_if_it_may();
         (self.pause, self.next, self.cause) = (rules.ripens, now, Cause::Arrived);
     }
 }

@@ -87,7 +87,7 @@ enum Work {
     Census(Vec<ProcessId>, Vec<ProcessId>),
     Merge(Vec<ProcessId>),
     Look,
-    Withdraw(Vec<ProcessId>),
+    Withdraw(BTreeMap<ProcessId, Extent>),
     Restore,
 }
 
@@ -117,6 +117,8 @@ pub struct State {
     members: BTreeMap<ProcessId, Member>,
     work: Option<Work>,
     halted: bool,
+    /// Whether trust domains have changed since it began, so that it heeds others than there are.
+    outdated: bool,
     held: bool,
     hold_after: Duration,
     busy: Option<String>,
@@ -164,6 +166,7 @@ impl State {
             members: BTreeMap::new(),
             work: None,
             halted: false,
+            outdated: false,
             held: false,
             hold_after: Duration::ZERO,
             busy: None,
@@ -202,7 +205,7 @@ impl State {
 
     /// What it does, and why.
     pub fn standing(&self) -> (Standing, String) {
-        let of = |processes: &[ProcessId]| match processes.len() {
+        let of = |processes: usize| match processes {
             1 => "one process".to_owned(),
             many => format!("{many} processes"),
         };
@@ -211,9 +214,9 @@ impl State {
         }
         match &self.work {
             _ if self.paused => (Standing::Paused, "an operator paused it".to_owned()),
-            Some(Work::Census(_, processes)) => (Standing::Working, format!("a census of {}", of(processes))),
-            Some(Work::Merge(processes)) => (Standing::Working, format!("merging {}", of(processes))),
-            Some(Work::Withdraw(processes)) => (Standing::Working, format!("withdrawing {}", of(processes))),
+            Some(Work::Census(_, processes)) => (Standing::Working, format!("a census of {}", of(processes.len()))),
+            Some(Work::Merge(processes)) => (Standing::Working, format!("merging {}", of(processes.len()))),
+            Some(Work::Withdraw(extents)) => (Standing::Working, format!("withdrawing {}", of(extents.len()))),
             _ if self.rules.mode == Mode::Observe => (Standing::Resting, "it only observes".to_owned()),
             _ if self.looks == 0 => (Standing::Starting, "nobody was looked at yet".to_owned()),
             _ => (Standing::Resting, self.rests().unwrap_or("nobody's turn has come").to_owned()),
@@ -319,6 +322,7 @@ impl State {
     /// End what is under way where it costs too much, or is no longer wanted.
     fn halt(&mut self, actions: &mut Vec<Action>) {
         let wanted = match &self.work {
+            Some(Work::Census(..) | Work::Merge(_)) if self.outdated => false,
             Some(Work::Census(..)) => self.rules.mode != Mode::Observe && !self.paused && self.stopping.is_none(),
             Some(Work::Merge(_)) => self.may_act() && self.stopping.is_none(),
             // What must be withdrawn is, whatever it costs, but does not keep the daemon from its end.
@@ -332,7 +336,7 @@ impl State {
     }
 
     fn start(&mut self, work: Work, action: Action, actions: &mut Vec<Action>) {
-        (self.work, self.halted) = (Some(work), false);
+        (self.work, self.halted, self.outdated) = (Some(work), false, false);
         actions.push(action);
     }
 }

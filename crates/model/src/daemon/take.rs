@@ -1,7 +1,7 @@
 //! Taking note of an event.
 
 use super::price::{self, Worth};
-use super::{Action, Arrival, Withdrawn};
+use super::{Action, Arrival, Extent, Withdrawn};
 use super::{Censused, Decision, Event, Looked, Member, Merged, Planned, Readings, Reason, State, Stopping, Waits};
 use super::{What, Work};
 use crate::memory::Shortage;
@@ -57,8 +57,9 @@ impl State {
             Event::Configured(rules) => {
                 self.budget.rebound(rules.cpu, rules.burst);
                 if self.rules.across_domains && !rules.across_domains {
-                    let enrolled = self.those(|member| member.enrolled);
-                    self.leave(&enrolled, Reason::Domain);
+                    self.outdated = true;
+                    let now = self.now;
+                    self.members.values_mut().for_each(|member| member.part(now));
                 }
                 (self.rules, self.contested, self.told) = (rules, None, None);
             }
@@ -132,20 +133,20 @@ impl State {
 
     fn came(&mut self, arrival: Arrival, actions: &mut Vec<Action>) {
         let (process, excluded) = (arrival.process, arrival.excluded.clone());
-        let shares = self.shares_otherwise(&arrival);
         let before = self.members.get(&process).map(|member| member.excluded.clone());
         match self.members.get_mut(&process) {
             Some(member) => {
                 (member.likeness, member.excluded) = (arrival.likeness, arrival.excluded);
                 // What it had merged before it must not any more is withdrawn.
-                if member.excluded.is_none() {
-                    member.leaving = member.leaving.take().filter(|leaving| leaving.reason != Reason::Excluded);
-                } else if member.enrolled {
+                if member.excluded.is_some() && member.merged {
                     member.leave(Reason::Excluded, self.now);
+                } else if member.leaving.as_ref().is_some_and(|leaving| leaving.reason == Reason::Excluded) {
+                    member.stay_if_it_may();
                 }
-                member.domain = arrival.domain;
-                if member.enrolled && shares {
-                    member.leave(Reason::Domain, self.now);
+                let domain = std::mem::replace(&mut member.domain, arrival.domain);
+                if domain != member.domain && !domain.is_alone() && !self.rules.across_domains {
+                    self.outdated = true;
+                    member.part(self.now);
                 }
             }
             None => {
@@ -155,15 +156,6 @@ impl State {
         if let Some(why) = excluded.filter(|why| before != Some(Some(why.clone()))) {
             actions.push(self.say(What::Leave, &[process], Reason::Excluded, why));
         }
-    }
-
-    /// Whether somebody who is known may share pages with others that it must not any more: those who stay in its domain
-    /// as it comes into another.
-    fn shares_otherwise(&self, arrival: &Arrival) -> bool {
-        let Some(member) = self.members.get(&arrival.process) else { return false };
-        let stays =
-            |(process, other): (&ProcessId, &Member)| *process != arrival.process && other.domain == member.domain;
-        member.domain != arrival.domain && !self.rules.across_domains && self.members.iter().any(stays)
     }
 
     fn censused(&mut self, found: Censused, actions: &mut Vec<Action>) {
@@ -181,7 +173,7 @@ impl State {
                 _ => {}
             }
         }
-        if found.partial {
+        if found.partial || self.outdated {
             // Else it would be begun and halted again and again, and nobody else have a turn.
             for process in turns.iter().filter(|_| overran) {
                 if let Some(member) = self.members.get_mut(process) {
@@ -275,17 +267,15 @@ impl State {
     }
 
     fn merged(&mut self, merged: Merged, actions: &mut Vec<Action>) {
-        self.work = None;
+        if let Some(Work::Merge(processes)) = self.work.take() {
+            self.have_merged(&processes);
+        }
         let mut fresh = BTreeSet::new();
         for process in &merged.enrolled {
-            if let Some(member) = self.members.get_mut(process) {
-                if !std::mem::replace(&mut member.enrolled, true) {
-                    fresh.insert(*process);
-                }
-                // It came to be excluded meanwhile.
-                if member.excluded.is_some() {
-                    member.leave(Reason::Excluded, self.now);
-                }
+            if let Some(member) = self.members.get_mut(process)
+                && !std::mem::replace(&mut member.enrolled, true)
+            {
+                fresh.insert(*process);
             }
         }
         for (process, why) in &merged.refused {
@@ -326,19 +316,41 @@ impl State {
         }
     }
 
+    /// These were in a merge. Who came to be excluded meanwhile, or into another domain, is withdrawn.
+    fn have_merged(&mut self, processes: &[ProcessId]) {
+        for process in processes {
+            if let Some(member) = self.members.get_mut(process) {
+                member.merged = true;
+                if member.excluded.is_some() {
+                    member.leave(Reason::Excluded, self.now);
+                }
+                if self.outdated {
+                    member.part(self.now);
+                }
+            }
+        }
+    }
+
     /// Who could not be withdrawn is tried again, and told of where that is news.
     fn withdrawn(&mut self, withdrawn: Withdrawn, actions: &mut Vec<Action>) {
-        self.work = None;
+        let Some(Work::Withdraw(extents)) = self.work.take() else { return };
+        // Of some more is to be withdrawn by now: that is still to come.
+        let extent = |process: &ProcessId| extents.get(process).copied().unwrap_or(Extent::Ours);
+        let is_all = |member: &Member, extent| member.leaving.as_ref().is_none_or(|leaving| leaving.extent() <= extent);
         for process in withdrawn.gone {
-            let member = self.members.get_mut(&process);
-            if let Some(reason) = member.and_then(Member::left) {
-                let why = "nothing of it is merged any more";
+            let extent = extent(&process);
+            let member = self.members.get_mut(&process).filter(|member| is_all(member, extent));
+            if let Some(reason) = member.and_then(|member| member.left(extent)) {
+                let why = match extent {
+                    Extent::All => "nothing of it is merged any more",
+                    Extent::Ours => "what was enrolled of it is not any more",
+                };
                 actions.push(self.say(What::Withdraw, &[process], reason, why));
             }
         }
         for (process, why) in withdrawn.refused {
-            let told = format!("not withdrawn: {why}");
-            let member = self.members.get_mut(&process);
+            let (told, extent) = (format!("not withdrawn: {why}"), extent(&process));
+            let member = self.members.get_mut(&process).filter(|member| is_all(member, extent));
             if member.is_some_and(|member| member.stay(why, withdrawn.cost, self.now)) {
                 actions.push(self.say(What::Refuse, &[process], Reason::Refused, told));
             }
@@ -363,6 +375,7 @@ impl State {
             Some(Work::Census(processes, _)) => self.back_off(&processes),
             Some(Work::Merge(processes)) => {
                 self.back_off(&processes);
+                self.have_merged(&processes);
                 // Any of them may be enrolled in part.
                 let enrolled = |process: &ProcessId| self.members.get(process).is_some_and(|member| member.enrolled);
                 let fresh: Vec<ProcessId> = processes.into_iter().filter(|process| !enrolled(process)).collect();
@@ -373,8 +386,9 @@ impl State {
                 }
                 self.leave(&fresh, Reason::Failed);
             }
-            Some(Work::Withdraw(processes)) => {
-                let refused = processes.into_iter().map(|process| (process, why.clone())).collect();
+            Some(Work::Withdraw(extents)) => {
+                let refused = extents.keys().map(|process| (*process, why.clone())).collect();
+                self.work = Some(Work::Withdraw(extents));
                 return self.withdrawn(Withdrawn { refused, ..Withdrawn::default() }, actions);
             }
             Some(Work::Look) | None => self.watch = (self.now + WATCH, WATCH),

@@ -8,7 +8,7 @@ use pagefold_report::wire;
 use std::time::Duration;
 
 /// How old a status may be that is told as the present one: whoever scrapes or probes a daemon that hangs is to know.
-const FRESH: Duration = Duration::from_secs(60);
+const FRESH: Duration = Duration::from_secs(120);
 
 /// What becomes of a request.
 #[derive(Debug)]

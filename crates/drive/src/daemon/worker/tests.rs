@@ -148,6 +148,18 @@ fn what_is_withdrawn_again_for_now_needs_the_memory_for_it() {
     worker.trial.look(Whom::All);
     worker.trial.withdraw(worker.session.as_mut().unwrap(), Moment::Meanwhile).unwrap();
     assert_eq!(worker.trial.withdrawn()[&process()].own, [RANGE]);
+    // Of a later round, below that.
+    let below = AddressRange { start: 16 * PAGE, end: 32 * PAGE };
+    let mut own = plan();
+    (own.targets[0].ranges[0].range, own.targets[0].ranges[0].enrolled) = (below, true);
+    host.map(PID, (below.start, below.end), MERGED, true);
+    worker.trial.add(&own);
+    worker.trial.look(Whom::All);
+    host.map(PID, (below.start, below.end), "", true);
+    host.ran(PID, 2);
+    worker.trial.look(Whom::All);
+    worker.trial.withdraw(worker.session.as_mut().unwrap(), Moment::Meanwhile).unwrap();
+    assert_eq!(worker.trial.withdrawn()[&process()].own, [RANGE, below]);
 
     host.map(PID, (RANGE.start, RANGE.end), MERGED, true);
     let waited = |percent: &str| {
@@ -166,11 +178,11 @@ fn what_is_withdrawn_again_for_now_needs_the_memory_for_it() {
         host.free(free);
         let missed = worker.trial.withdraw_own(worker.session.as_mut().unwrap()).unwrap();
         assert_eq!(missed.iter().map(|missed| missed.why.as_str()).collect::<Vec<_>>(), [why]);
-        assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, MERGED, true)]);
+        assert!(host.regions(Pid(PID)).unwrap().contains(&(RANGE, MERGED, true)));
     }
     host.free(5_000_000);
     assert_eq!(worker.trial.withdraw_own(worker.session.as_mut().unwrap()).unwrap(), []);
-    assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, MERGED, false)]);
+    assert!(host.regions(Pid(PID)).unwrap().contains(&(RANGE, MERGED, false)));
 }
 
 #[test]

@@ -170,11 +170,13 @@ fn who_comes_into_another_domain_shares_nothing_with_the_one_before() {
     host.run(60);
     assert!(host.enrolled.contains(&id(1)), "it is merged again, in its own");
 
-    // The last one of a domain leaves nobody behind, and takes with it what is its own.
-    let Event::Came(other) = arrival(3) else { unreachable!() };
-    host.happen(Event::Came(Arrival { domain: Domain::Group("alone".into()), ..other }));
+    // Who was alone leaves nobody behind, and takes with it what is its own.
+    let Event::Came(other) = arrival(5) else { unreachable!() };
+    host.happen(Event::Came(Arrival { domain: Domain::Vm(Some("web".into()), 5), ..other.clone() }));
+    host.run(60);
+    host.happen(Event::Came(Arrival { domain: Domain::Group("web".into()), ..other }));
     host.run(2);
-    assert!(extents(&host, id(3)).is_empty() && host.enrolled.contains(&id(3)));
+    assert!(extents(&host, id(5)).is_empty() && host.enrolled.contains(&id(5)));
 
     // Where all may be merged with all no domain counts, until they do.
     let across = |across_domains| Event::Configured(Rules { across_domains, ..rules(Mode::Act) });
@@ -195,8 +197,75 @@ fn no_operator_keeps_what_two_domains_share() {
     let Event::Came(known) = arrival(1) else { unreachable!() };
     host.happen(Event::Came(Arrival { domain: Domain::Group("apart".into()), ..known }));
     host.run(2);
-    host.happen(Event::Enrol(id(1)));
-    assert!(host.state.members()[&id(1)].leaving.is_some());
+    for event in [Event::Enrol(id(1)), Event::Withdraw(id(1)), Event::Enrol(id(1))] {
+        host.happen(event);
+        assert!(host.state.members()[&id(1)].leaving.is_some());
+    }
+}
+
+#[test]
+fn domains_that_change_during_work_are_heeded_by_it() {
+    let Event::Came(known) = arrival(1) else { unreachable!() };
+    let moved = Event::Came(Arrival { domain: Domain::Group("apart".into()), ..known });
+    let fewer = Event::Configured(rules(Mode::Act));
+    for (event, whom) in [(moved, vec![id(1)]), (fewer, vec![id(1), id(3)])] {
+        for merges in [false, true] {
+            let across_domains = matches!(event, Event::Configured(_));
+            let mut host = Host::new(Rules { across_domains, ..rules(Mode::Act) });
+            [1, 3].into_iter().for_each(|pid| host.happen(arrival(pid)));
+            // Until one is under way whose plan is for both, or carries it out.
+            let works = |host: &Host| match &host.state.work {
+                Some(Work::Census(turns, _)) => !merges && turns.len() == 2,
+                Some(Work::Merge(processes)) => merges && processes.len() == 2,
+                _ => false,
+            };
+            while !works(&host) {
+                host.tick();
+            }
+            let before = host.shares().len();
+            host.happen(event.clone());
+            assert_eq!(host.did(|action| *action == Action::Halt), 1);
+            host.tick();
+            if merges {
+                host.run(1);
+                whom.iter().for_each(|process| assert_eq!(extents(&host, *process), [Extent::All]));
+            } else {
+                assert_eq!(host.shares().len(), before, "that plan is none any more");
+            }
+            host.run(60);
+            assert_eq!(host.enrolled, BTreeSet::from([id(1), id(3)]), "each in its own");
+        }
+    }
+}
+
+#[test]
+fn more_that_is_to_be_withdrawn_meanwhile_is() {
+    for clings in [false, true] {
+        let mut host = Host::new(rules(Mode::Act));
+        host.loses.insert(id(1));
+        if clings {
+            host.clings.insert(id(1));
+        }
+        host.happen(arrival(1));
+        while extents(&host, id(1)).is_empty() {
+            host.tick();
+        }
+        host.happen(Event::Withdraw(id(1)));
+        host.run(1);
+        assert_eq!(extents(&host, id(1)), [Extent::Ours, Extent::All]);
+    }
+}
+
+#[test]
+fn what_a_program_had_marked_itself_is_withdrawn_where_it_must_be() {
+    // It is in a merge in which nothing of it had to be enrolled.
+    let mut host = merged(&[1, 3]);
+    let member = host.state.members.get_mut(&id(1)).unwrap();
+    assert!(std::mem::take(&mut member.enrolled) && member.merged);
+    let Event::Came(known) = arrival(1) else { unreachable!() };
+    host.happen(Event::Came(Arrival { excluded: Some("it holds keys".into()), ..known }));
+    host.run(1);
+    assert_eq!(extents(&host, id(1)), [Extent::All]);
 }
 
 #[test]
