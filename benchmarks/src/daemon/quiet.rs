@@ -102,9 +102,15 @@ impl Quiet {
         }
         let Some(last) = samples.last() else { return findings };
         let share = (last.ksmd + last.driver) / last.seconds;
-        let most = |samples: &[Sample]| samples.iter().map(|sample| sample.resident).fold(0.0, f64::max);
+        let most = samples.iter().map(|sample| sample.resident).fold(0.0, f64::max);
+        // A census under way takes memory and gives it back.
+        let median = |samples: &[Sample]| {
+            let mut resident: Vec<f64> = samples.iter().map(|sample| sample.resident).collect();
+            resident.sort_by(f64::total_cmp);
+            resident.get(resident.len() / 2).copied().unwrap_or(most)
+        };
         let (early, late) = samples.split_at(samples.len() / 2);
-        let (early, late) = (most(early), most(late));
+        let (early, late) = (median(early), median(late));
         let bound = MEMORY + OF_MANAGED * managed;
         let title = format!("{} idle processes of {} MiB, merged, for {:.0} s", self.processes, self.mib, last.seconds);
         let mut table = Table::new(title, &["of", "value"]);
@@ -113,8 +119,9 @@ impl Quiet {
             ("ksmd, CPU s", format!("{:.3}", last.ksmd)),
             ("daemon, CPU s", format!("{:.2}", last.driver)),
             ("both, % of one core", format!("{:.3}", share * 100.0)),
-            ("daemon's memory at most, first half, MiB", format!("{:.1}", early / MIB)),
-            ("daemon's memory at most, second half, MiB", format!("{:.1}", late / MIB)),
+            ("daemon's memory, median of the first half, MiB", format!("{:.1}", early / MIB)),
+            ("daemon's memory, median of the second half, MiB", format!("{:.1}", late / MIB)),
+            ("daemon's memory at most, MiB", format!("{:.1}", most / MIB)),
             ("its peak before, at work, MiB", format!("{:.1}", peak / MIB)),
             ("managed memory, MiB", format!("{:.0}", managed / MIB)),
         ] {
@@ -133,8 +140,8 @@ impl Quiet {
         });
         findings.bars.push(Bar {
             claim: "resident memory of at most 32 MiB and 0.4 % of what is managed, at work too".to_owned(),
-            measured: format!("{:.1} of {:.1} MiB, {:.1} at work", early.max(late) / MIB, bound / MIB, peak / MIB),
-            met: early.max(late).max(peak) <= bound,
+            measured: format!("{:.1} of {:.1} MiB, {:.1} at work", most / MIB, bound / MIB, peak / MIB),
+            met: most.max(peak) <= bound,
         });
         findings
     }

@@ -63,7 +63,7 @@ use std::time::Duration;
 pub const CENSUS_SECONDS: f64 = 0.5 / 1024.0;
 
 /// Pauses between looks in vain, in times of what looking at everybody costs.
-const CALM: f64 = 1000.0;
+const CALM: f64 = 2000.0;
 
 /// What the daemon does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -258,8 +258,8 @@ impl State {
         self.contested.clone().or(tuner).or_else(|| self.busy.clone()).filter(acts)
     }
 
-    /// The longest pause between two looks at somebody: looking at everybody in vain takes a thousandth of one CPU at
-    /// most, however much memory there is.
+    /// The longest pause between two looks at somebody: looking at everybody in vain takes a two-thousandth of one CPU
+    /// at most, however much memory there is.
     fn rarest(&self) -> Duration {
         let open = self.members.values().filter(|member| member.is_open());
         let mib = open.map(|member| member.resident.0).sum::<u64>() as f64 / 1048576.0;
