@@ -111,6 +111,8 @@ impl Made {
                 acted: true,
             });
         }
+        let decided = u64::from(self.decided - self.restarted / EVERY);
+        status.decisions_by_reason = [("arrived".to_owned(), decided)].into();
         status
     }
 }
