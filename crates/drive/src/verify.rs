@@ -52,7 +52,30 @@ pub fn has_merged(host: &dyn Host, target: &Target, range: AddressRange) -> Read
 #[derive(Debug, Default)]
 pub struct Held {
     found: Found,
-    frames: Vec<Pfn>,
+    frames: Vec<Shared>,
+}
+
+/// A KSM frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Shared {
+    frame: Pfn,
+    /// How many pages of the target's ranges are mapped to it.
+    own: u64,
+    /// How many pages of anybody are; 0 where the kernel does not tell.
+    all: u64,
+}
+
+/// Who of some has a part in each frame that would come free without them: one that others map as well is there anyway,
+/// and who joins it takes nothing for it.
+fn taken<'h>(held: impl Iterator<Item = (usize, &'h Held)>) -> Vec<Vec<usize>> {
+    let mut frames: Vec<(Shared, usize)> =
+        held.flat_map(|(position, held)| held.frames.iter().map(move |frame| (*frame, position))).collect();
+    frames.sort_unstable();
+    let sharers = frames.chunk_by(|a, b| a.0.frame == b.0.frame).filter(|sharers| {
+        let own: u64 = sharers.iter().map(|(shared, _)| shared.own).sum();
+        sharers.iter().all(|(shared, _)| shared.all <= own)
+    });
+    sharers.map(|sharers| sharers.iter().map(|(_, position)| *position).collect()).collect()
 }
 
 /// What is merged of each target of a plan; nothing of those that have ended.
@@ -68,20 +91,15 @@ pub fn found(host: &dyn Host, plan: &Plan) -> Reading<Vec<Option<Held>>> {
     plan.targets.iter().map(held).collect()
 }
 
-/// The sum over some targets, in which each frame counts once.
-pub fn sum<'f>(held: impl Iterator<Item = &'f Held>) -> Found {
-    let mut frames = Vec::new();
-    let mut sum = Found::default();
-    for Held { found, frames: own } in held {
-        frames.extend_from_slice(own);
+/// The sum over some targets, in which each frame counts once that nobody else maps.
+pub fn sum<'f>(held: impl Iterator<Item = &'f Held> + Clone) -> Found {
+    let mut sum = Found { frames: Pages(taken(held.clone().enumerate()).len() as u64), ..Found::default() };
+    for Held { found, .. } in held {
         sum.merged += found.merged;
         sum.zero += found.zero;
         sum.present += found.present;
         sum.rmap_items += found.rmap_items;
     }
-    frames.sort_unstable();
-    frames.dedup();
-    sum.frames = Pages(frames.len() as u64);
     sum
 }
 
@@ -108,18 +126,14 @@ pub fn nets(
     there.map(|(position, target)| (target.process.id, net(position))).collect()
 }
 
-/// Pages that each saves: a frame that several map is a part of each.
+/// Pages that each saves: a frame that several map, and nobody else, is a part of each.
 fn saved_by_each(held: &[Option<&Held>]) -> Vec<f64> {
     let pages = |held: &Option<&Held>| held.map_or(0.0, |held| (held.found.merged + held.found.zero).0 as f64);
     let mut saved: Vec<f64> = held.iter().map(pages).collect();
-    let mut frames: Vec<(Pfn, u32)> = Vec::new();
-    for (held, position) in held.iter().zip(0..) {
-        frames.extend(held.iter().flat_map(|held| &held.frames).map(|frame| (*frame, position)));
-    }
-    frames.sort_unstable();
-    for sharers in frames.chunk_by(|a, b| a.0 == b.0) {
-        for (_, position) in sharers {
-            saved[*position as usize] -= 1.0 / sharers.len() as f64;
+    let there = held.iter().enumerate().filter_map(|(position, held)| Some((position, (*held)?)));
+    for sharers in taken(there) {
+        for position in &sharers {
+            saved[*position] -= 1.0 / sharers.len() as f64;
         }
     }
     saved
@@ -127,15 +141,18 @@ fn saved_by_each(held: &[Option<&Held>]) -> Vec<f64> {
 
 fn look(host: &dyn Host, target: &Target) -> Reading<Held> {
     let handle = open(host, target.process.id)?;
-    let mut held = Held::default();
+    let (mut held, mut pages) = (Held::default(), Vec::new());
     for range in &target.ranges {
-        let found = count(host, &*handle, range.range, &mut held.frames)?;
+        let found = count(host, &*handle, range.range, &mut pages)?;
         held.found.merged += found.merged;
         held.found.zero += found.zero;
         held.found.present += found.present;
     }
-    held.frames.sort_unstable();
-    held.frames.dedup();
+    pages.sort_unstable();
+    let own: Vec<(Pfn, u64)> = pages.chunk_by(|a, b| a == b).map(|same| (same[0], same.len() as u64)).collect();
+    let frames: Vec<Pfn> = own.iter().map(|(frame, _)| *frame).collect();
+    let all = host.frame_mappings(&frames).unwrap_or_else(|_| vec![0; frames.len()]);
+    held.frames = own.into_iter().zip(all).map(|((frame, own), all)| Shared { frame, own, all }).collect();
     let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
     held.found.rmap_items.0 += ksm.rmap_items.unwrap_or(0);
     Ok(held)
@@ -223,8 +240,29 @@ mod tests {
 
     /// Somebody with so many merged pages, on these frames.
     fn held(merged: u64, frames: &[u64], rmap_items: u64) -> Held {
+        held_among(merged, frames, rmap_items, 0)
+    }
+
+    /// The same, with each frame mapped so many times by all.
+    fn held_among(merged: u64, frames: &[u64], rmap_items: u64, all: u64) -> Held {
         let found = Found { merged: Pages(merged), rmap_items: Pages(rmap_items), ..Found::default() };
-        Held { found, frames: frames.iter().map(|frame| Pfn(*frame)).collect() }
+        let own = merged / (frames.len() as u64).max(1);
+        Held { found, frames: frames.iter().map(|&frame| Shared { frame: Pfn(frame), own, all }).collect() }
+    }
+
+    /// Who comes after others have merged: the frames are theirs.
+    #[test]
+    fn a_frame_that_others_map_too_costs_who_joins_it_nothing() {
+        let nothing = [Some(held(0, &[], 0)), Some(held(0, &[], 0))];
+        let gain =
+            |after: &[Option<Held>]| (net(&nothing[..after.len()], after)[&0], sum(after.iter().flatten()).frames);
+        // Two pages on two frames, each mapped by one more besides.
+        assert_eq!(gain(&[Some(held_among(2, &[1, 2], 2, 2))]), (2 * 4096 - 128, Pages(0)));
+        assert_eq!(gain(&[Some(held_among(2, &[1, 2], 2, 1))]), (-128, Pages(2)), "its own alone");
+        // Two who are all that map it share it, and a third outside pays for it.
+        let two = |all| [Some(held_among(1, &[1], 1, all)), Some(held_among(1, &[1], 1, all))];
+        assert_eq!(gain(&two(2)), (2048 - 64, Pages(1)));
+        assert_eq!(gain(&two(3)), (4096 - 64, Pages(0)));
     }
 
     fn plan(targets: u32) -> Plan {
