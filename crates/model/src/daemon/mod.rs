@@ -20,9 +20,10 @@
 //! allows is left out, the others are merged, and who took more of ksmd in the end waits for twice as long.
 //!
 //! # What is taken back
-//! Whoever loses by its first merge, was in one that failed, must not be merged any more or is withdrawn by an operator
-//! is withdrawn once there is memory for it. Who had something merged before keeps it: what of that does not last is
-//! seen by the looks. Where it is refused it is tried again, later each time, and until then it is in no plan.
+//! Whoever loses by its first merge, was in one that failed, must not be merged any more, came into another trust
+//! domain or is withdrawn by an operator is withdrawn once there is memory for it. Who had something merged before
+//! keeps it: what of that does not last is seen by the looks. Where it is refused it is tried again, later each time,
+//! and until then it is in no plan.
 //!
 //! # When nothing is done
 //! While programs wait longer for a CPU than they do without it ([`slowdown`]), unless memory is short. Above the goal,
