@@ -161,7 +161,7 @@ fn one<T>(
     let mut comm = None;
     let mut open = || -> Reading<Option<T>> {
         let handle = host.open(pid)?;
-        let process = observe::process(&*handle)?;
+        let process = observe::process(host, &*handle)?;
         if !chooser.fits(&process) || process.kernel_thread {
             return Ok(None);
         }

@@ -94,8 +94,8 @@ impl Config {
             let group = wire.group(&place)?;
             if !group.has_condition() {
                 return Err(format!(
-                    "{line}: the domain {:?} does not say who is in it: give users, cgroups, vms, names, containers \
-                     or jobs",
+                    "{line}: the domain {:?} does not say who is in it: give users, cgroups, vms, names, \
+                     containers, labels or jobs",
                     group.name
                 ));
             }
@@ -191,10 +191,14 @@ struct Members {
     #[serde(default)]
     #[schemars(with = "Vec<schema::Glob>")]
     names: Patterns,
-    /// Containers, such as `docker:4c01db0b339c`. Their labels are known to their runtime alone.
+    /// Containers, such as `docker:4c01db0b339c`.
     #[serde(default)]
     #[schemars(with = "Vec<schema::Glob>")]
     containers: Patterns,
+    /// Labels of Docker's containers and annotations of Podman's, containerd's and CRI-O's, as `KEY=VALUE`.
+    #[serde(default)]
+    #[schemars(with = "Vec<schema::Glob>")]
+    labels: Patterns,
     /// Jobs, such as `slurm:1234`.
     #[serde(default)]
     #[schemars(with = "Vec<schema::Glob>")]
@@ -209,6 +213,7 @@ impl Members {
             vms: place.globs(self.vms)?,
             names: place.globs(self.names)?,
             containers: place.globs(self.containers)?,
+            labels: place.globs(self.labels)?,
             jobs: place.globs(self.jobs)?,
             name: self.name,
         })
@@ -306,9 +311,6 @@ fn settings(text: &str) -> Result<Settings, String> {
     Ok(settings)
 }
 
-/// Why nobody is chosen by labels: the kernel has none, and each runtime keeps its own as it likes.
-const LABELS: &str = "; labels of containers are known to their runtime alone: give containers or cgroups";
-
 /// Deserialize, with an error of one line.
 fn read<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     toml::from_str(text).map_err(|error| {
@@ -318,7 +320,6 @@ fn read<T: DeserializeOwned>(text: &str) -> Result<T, String> {
         let words: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
         let near = |near: &str| format!("; did you mean {near}?");
         let hint = match words.split_first() {
-            Some((&("label" | "labels"), known)) if known.contains(&"containers") => Some(LABELS.to_owned()),
             Some((wrong, known)) if message.starts_with("unknown") => nearest(wrong, known.iter().copied()).map(near),
             _ => None,
         };

@@ -179,7 +179,7 @@ fn balance(helpers: &[Laid], part: impl Fn(&Laid, &region::Region) -> bool) -> (
         .iter()
         .map(|helper| {
             let handle = host.open(Pid(helper.pid())).unwrap();
-            let process = observe::process(&*handle).unwrap();
+            let process = observe::process(&host, &*handle).unwrap();
             let mut regions = observe::regions(&*handle).unwrap();
             regions.retain(|region| part(helper, region));
             let mapped = ledger.enter(&*handle, &regions).unwrap();

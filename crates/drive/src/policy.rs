@@ -37,7 +37,7 @@ fn committed(host: &dyn Host) -> Reading<Bytes> {
     let mut sum = Bytes::ZERO;
     for pid in host.pids()? {
         let Ok(handle) = host.open(pid) else { continue };
-        let Ok(process) = observe::process(&*handle) else { continue };
+        let Ok(process) = observe::process(host, &*handle) else { continue };
         if process.identity.vm.is_none_or(|vm| vm.monitor != Monitor::Qemu) {
             continue;
         }

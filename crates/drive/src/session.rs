@@ -536,7 +536,7 @@ impl<'a> Session<'a> {
             }
             (Err(why), _) => return Err(why),
         };
-        let cgroup = observe::process(&*handle).and_then(|process| process.cgroup).ok();
+        let cgroup = observe::process(self.host, &*handle).and_then(|process| process.cgroup).ok();
         let room = room(self.host, &cgroup.iter().cloned().collect());
         let need = Need::of(cgroup.as_deref(), copies, Pages::ZERO);
         Ok(guard::judge(&need, &room, self.host.page_size()).verdict == Verdict::Fits)

@@ -81,7 +81,7 @@ struct Seen {
 /// A process; `None` if there is none of that number.
 fn see(host: &dyn Host, pid: Pid, trust: &Trust) -> Option<Seen> {
     let look = |handle: &dyn Handle| -> Reading<Seen> {
-        let process = observe::process(handle)?;
+        let process = observe::process(host, handle)?;
         let parent = parse::stat(&handle.read("stat")?)?.ppid;
         // Kernel threads and the dead have no memory of their own: their smaps would be empty.
         let regions =

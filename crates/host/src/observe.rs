@@ -1,7 +1,7 @@
 //! Typed observations of a host, read through the port and parsed.
 
 use crate::{Host, Process, parse};
-use pagefold_model::identity::Identity;
+use pagefold_model::identity::{self, Identity};
 use pagefold_model::ksm::Ksm;
 use pagefold_model::memory::{Memory, Pressure, PressureLine, Shortage};
 use pagefold_model::process::{Process as ProcessFacts, Rollup};
@@ -64,13 +64,15 @@ pub fn huge_page_bytes(host: &dyn Host) -> Reading<u64> {
 }
 
 /// What is known of a process before its memory is looked at.
-pub fn process(handle: &dyn Process) -> Reading<ProcessFacts> {
+pub fn process(host: &dyn Host, handle: &dyn Process) -> Reading<ProcessFacts> {
     let stat = parse::stat(&handle.read("stat")?)?;
     let status = handle.read("status").map(|bytes| parse::status(&bytes));
     let arguments = handle.read("cmdline").map(|bytes| parse::arguments(&bytes));
     let environment = handle.read("environ").map(|bytes| parse::job_environment(&bytes)).unwrap_or_default();
     let cgroup = handle.read("cgroup").and_then(|bytes| parse::cgroup(&bytes));
+    let labels = cgroup.as_deref().map_or_else(|_| Vec::new(), |cgroup| labels(host, cgroup));
     let identity = Identity::of(arguments.as_deref().unwrap_or_default(), &environment, cgroup.as_deref().ok());
+    let identity = Identity { labels, ..identity };
     Ok(ProcessFacts {
         id: handle.id(),
         comm: stat.comm,
@@ -84,6 +86,12 @@ pub fn process(handle: &dyn Process) -> Reading<ProcessFacts> {
         seccomp: status.clone().and_then(|status| status.seccomp),
         pinned: status.and_then(|status| status.pinned),
     })
+}
+
+/// The labels of the container that a cgroup is of; none where nobody keeps them, or they cannot be read.
+fn labels(host: &dyn Host, cgroup: &str) -> Vec<String> {
+    let mut files = identity::label_files(cgroup).into_iter();
+    files.find_map(|file| host.read(&file).ok()).map(|bytes| parse::labels(&bytes)).unwrap_or_default()
 }
 
 /// The CPU time that all threads of a process have used, in nanoseconds (`schedstat`). `NotOnThisKernel` where the
@@ -137,7 +145,7 @@ pub fn rollup(handle: &dyn Process) -> Reading<Rollup> {
 
 /// Every process, kernel threads included; those that could not be opened with the reason.
 pub fn processes(host: &dyn Host) -> Reading<Vec<(Pid, Reading<ProcessFacts>)>> {
-    Ok(host.pids()?.into_iter().map(|pid| (pid, host.open(pid).and_then(|handle| process(&*handle)))).collect())
+    Ok(host.pids()?.into_iter().map(|pid| (pid, host.open(pid).and_then(|handle| process(host, &*handle)))).collect())
 }
 
 /// Which NUMA node a frame belongs to.

@@ -7,6 +7,7 @@
 //! A [`DomainRule`] sorts everybody; a configuration may put some into [`Group`]s before it is asked. Limits: names of
 //! programs, of virtual machines and of containers are what a process, or whoever started it, says of itself. A group
 //! by such a name alone trusts everybody who can choose a name; one that gives users beside it trusts those users.
+//! Labels are what a container's runtime was told: a group by one trusts whoever may start containers with it.
 
 use crate::process::Process;
 use globset::GlobMatcher;
@@ -68,6 +69,8 @@ pub struct Group {
     pub names: Vec<GlobMatcher>,
     /// Containers, as `docker:4c01db0b339c` or `lxc:web`.
     pub containers: Vec<GlobMatcher>,
+    /// Labels of containers, as `com.docker.compose.project=shop`.
+    pub labels: Vec<GlobMatcher>,
     /// Jobs, as `slurm:1234.0`.
     pub jobs: Vec<GlobMatcher>,
 }
@@ -91,13 +94,14 @@ impl Domains {
 impl Group {
     /// Whether it says who belongs to it.
     pub fn has_condition(&self) -> bool {
-        let Self { name: _, users, cgroups, vms, names, containers, jobs } = self;
-        !users.is_empty() || [cgroups, vms, names, containers, jobs].iter().any(|patterns| !patterns.is_empty())
+        let Self { name: _, users, cgroups, vms, names, containers, labels, jobs } = self;
+        let patterns = [cgroups, vms, names, containers, labels, jobs];
+        !users.is_empty() || patterns.iter().any(|patterns| !patterns.is_empty())
     }
 
     /// Whether a process belongs to it. What cannot be read of a process fits nothing.
     pub fn has(&self, process: &Process) -> bool {
-        let Self { name: _, users, cgroups, vms, names, containers, jobs } = self;
+        let Self { name: _, users, cgroups, vms, names, containers, labels, jobs } = self;
         let fits = |patterns: &[GlobMatcher], text: Option<&str>| {
             patterns.is_empty() || text.is_some_and(|text| patterns.iter().any(|pattern| pattern.is_match(text)))
         };
@@ -109,6 +113,7 @@ impl Group {
             && fits(vms, vm)
             && fits(names, Some(&process.comm))
             && fits(containers, identity.container.as_deref())
+            && (labels.is_empty() || identity.labels.iter().any(|label| fits(labels, Some(label))))
             && fits(jobs, identity.job.as_ref().map(|job| job.name.as_str()))
     }
 }
@@ -199,6 +204,7 @@ mod tests {
             Group { cgroups: globs(&["/machine.slice"]), ..group("machines") },
             Group { containers: globs(&["docker:*"]), ..group("containers") },
             Group { jobs: globs(&["slurm:7"]), names: globs(&["rank"]), ..group("job") },
+            Group { labels: globs(&["com.docker.compose.project=shop", "tenant=a*"]), ..group("labelled") },
             group("nobody"),
         ];
         let domains = Domains { rule: DomainRule::User, groups };
@@ -214,6 +220,14 @@ mod tests {
         check(process(1002, "/", &["solver"]), "user 1002");
         check(process(5, "/", &["rank"]), "group job");
         check(process(5, &format!("/docker/{}", "ab".repeat(32)), &["nginx"]), "group containers");
+        let labelled = |labels: &[&str]| {
+            let mut process = process(5, "/", &["nginx"]);
+            process.identity.labels = labels.iter().map(|&label| label.to_owned()).collect();
+            process
+        };
+        check(labelled(&["x=y", "com.docker.compose.project=shop"]), "group labelled");
+        check(labelled(&["tenant=acme"]), "group labelled");
+        check(labelled(&["com.docker.compose.project=shops", "tenant=b"]), "user 5");
         check(Process::absent(ProcessId { pid: Pid(9), start_time: 1 }, &Absent::Denied), "process 9");
     }
 

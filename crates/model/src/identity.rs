@@ -1,7 +1,8 @@
 //! Who a process is beyond its number: a virtual machine, a container's process, a rank of a job.
 //!
 //! Everything is derived from its command line, its environment and its cgroup; nothing is asked of the process. A
-//! process writes all of these itself, or had them written by whoever started it: they tell what it says it is.
+//! process writes all of these itself, or had them written by whoever started it: they tell what it says it is. Labels
+//! are what a container's runtime keeps of it, in files of root's.
 
 mod container;
 mod job;
@@ -80,6 +81,9 @@ pub struct Identity {
     pub container: Option<String>,
     /// The job it belongs to.
     pub job: Option<Job>,
+    /// What its container was labelled with, as `KEY=VALUE`, as far as its runtime keeps that in a file (see
+    /// [`label_files`]).
+    pub labels: Vec<String>,
 }
 
 /// The variables of a process's environment that identify a job. Nothing else of an environment is kept.
@@ -96,10 +100,22 @@ pub const JOB_VARIABLES: &[&str] = &[
 ];
 
 impl Identity {
-    /// From the arguments, the [`JOB_VARIABLES`] and the cgroup path of a process.
+    /// From the arguments, the [`JOB_VARIABLES`] and the cgroup path of a process; without labels.
     pub fn of(arguments: &[String], environment: &BTreeMap<String, String>, cgroup: Option<&str>) -> Self {
-        Self { vm: vm::of(arguments, cgroup), container: cgroup.and_then(container::of), job: job::of(environment) }
+        let container = cgroup.and_then(container::of);
+        Self { vm: vm::of(arguments, cgroup), container, job: job::of(environment), labels: Vec::new() }
     }
+}
+
+/// The files that may hold the labels of the container that a cgroup is of, by paths below the root; the first that is
+/// there does. None where its runtime keeps none.
+pub fn label_files(cgroup: &str) -> Vec<String> {
+    container::label_files(cgroup)
+}
+
+/// Whether a path below the root is that of a file that [`label_files`] names. It holds a container's environment, too.
+pub fn is_label_file(path: &str) -> bool {
+    container::is_label_file(path)
 }
 
 #[cfg(test)]

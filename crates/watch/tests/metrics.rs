@@ -105,6 +105,9 @@ fn what_is_counted_apart_adds_up() {
     let text = text(&status(), Format::Prometheus);
     let sum = |samples: &str| values(&text, samples).iter().sum::<f64>();
     assert_eq!(sum("pagefold_saved_class_bytes{"), sum("pagefold_saved_gross_bytes"));
+    assert_eq!(sum("pagefold_saved_class_net_bytes{"), sum("pagefold_saved_net_bytes"));
+    let metadata: u64 = status().members.iter().filter_map(|member| member.metadata).sum();
+    assert_eq!(sum("pagefold_domain_saved_net_bytes{"), sum("pagefold_domain_saved_bytes{") - metadata as f64);
     assert_eq!(sum("pagefold_domain_merged_bytes{"), sum("pagefold_member_merged_bytes{"));
     for kind in ["vm", "container", "job"] {
         let of = |family: &str| sum(&format!("pagefold_{family}_saved_bytes{{kind=\"{kind}\""));

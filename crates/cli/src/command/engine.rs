@@ -142,6 +142,6 @@ fn comm(host: &dyn Host, member: &Member, owner: u32) -> Reading<String> {
     if handle.id() != member.process {
         return Err(Absent::Vanished);
     }
-    let process = pagefold_host::observe::process(&*handle)?;
+    let process = pagefold_host::observe::process(host, &*handle)?;
     if process.uid? == owner { Ok(process.comm) } else { Err(Absent::Malformed("of another user".to_owned())) }
 }

@@ -182,7 +182,7 @@ fn one_domain(host: &dyn Host, plan: &Plan, domains: &Domains, options: &Options
     let enrolled = verify::enrolled(host).map_err(|why| anyhow!("cannot tell who is enrolled already: {why}"))?;
     for id in enrolled {
         // Who has ended since shares nothing.
-        if let Ok(process) = verify::open(host, id).and_then(|handle| observe::process(&*handle)) {
+        if let Ok(process) = verify::open(host, id).and_then(|handle| observe::process(host, &*handle)) {
             names.insert(domains.domain(&process).to_string());
         }
     }

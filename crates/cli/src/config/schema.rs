@@ -15,7 +15,7 @@ pub fn schema() -> String {
 
 /// The kinds of conditions of which a group needs one.
 pub(super) fn has_condition(schema: &mut Schema) {
-    let kinds = ["users", "cgroups", "vms", "names", "containers", "jobs"];
+    let kinds = ["users", "cgroups", "vms", "names", "containers", "labels", "jobs"];
     schema.insert("anyOf".to_owned(), kinds.map(|kind| serde_json::json!({ "required": [kind] })).into());
 }
 

@@ -264,14 +264,20 @@ impl Known {
         if !due || !managed && resident < settings.min_resident {
             return;
         }
-        let Ok(who) = observe::process(handle) else { return };
+        let Ok(who) = observe::process(host, handle) else { return };
         let foreign = settings.only.as_ref().is_some_and(|only| !only.has(&who));
         if foreign && !managed {
             self.foreign = now + IDENTITY;
             return;
         }
+        // What it must not share any more is found out where its user, its cgroup or what it is called changes.
+        let standing = |who: &Process| {
+            let chosen = settings.only.as_ref().is_none_or(|only| only.has(who));
+            (settings.domains.domain(who), chosen, settings.exclusions.reason(who))
+        };
         let same = |(before, again): &(Process, Duration)| {
-            (&before.comm, &before.arguments) == (&who.comm, &who.arguments) && !again.is_zero()
+            let program = (&before.comm, &before.arguments) == (&who.comm, &who.arguments);
+            program && standing(before) == standing(&who) && !again.is_zero()
         };
         if !self.who.as_ref().is_some_and(same) {
             // Who was managed before, and may be merged, is not forgotten for that.

@@ -4,7 +4,7 @@ use pagefold_host::faulty::{Fault, Faulty};
 use pagefold_model::census::Matrix;
 use pagefold_model::daemon::Censused;
 use pagefold_model::daemon::Mode;
-use pagefold_model::domain::Group;
+use pagefold_model::domain::{DomainRule, Group};
 use pagefold_model::memory::Shortage;
 use pagefold_model::{Pages, Pid};
 use std::sync::atomic::AtomicUsize;
@@ -250,6 +250,28 @@ fn who_is_not_chosen_any_more_is_told_of_and_who_never_was_is_not() {
     roster.forget();
     let again = roster.poll(&fake, now + Duration::from_secs(60), &Settings::default()).unwrap().events;
     assert!(came(&again, FIRST) && came(&again, 3000));
+}
+
+#[test]
+fn who_moves_to_another_domain_is_told_of_within_a_minute() {
+    let (fake, mut now) = (host(), Duration::ZERO);
+    let mut roster = Roster::new(&fake);
+    let settings = Settings { domains: DomainRule::Cgroup.into(), ..Settings::default() };
+    let mut minutes = |count: u64| -> Vec<Event> {
+        let end = now + Duration::from_secs(60 * count);
+        let mut events = Vec::new();
+        while now < end {
+            now += Duration::from_secs(1);
+            events.extend(roster.poll(&fake, now, &settings).unwrap().events);
+        }
+        events
+    };
+    assert!(came(&minutes(1), FIRST));
+    assert_eq!(minutes(3), [], "as long as nobody moves");
+    fake.file(&format!("proc/{FIRST}/cgroup"), "0::/elsewhere\n");
+    let events = minutes(2);
+    let [Event::Came(arrival)] = &events[..] else { panic!("once, and nobody else: {events:?}") };
+    assert_eq!((arrival.process.pid, arrival.domain.to_string().as_str()), (Pid(FIRST), "cgroup /elsewhere"));
 }
 
 #[test]

@@ -8,12 +8,14 @@
 //! - a file whose last line has no end was cut off. The cut line is never taken for a value, since its digits may be
 //!   the beginning of a longer number, and a field that is missing from such a file is malformed, not absent.
 //!
+//! What container runtimes write of a container's labels is read in the same way, and is none where it is malformed.
 //! Names keep their bytes as far as they are UTF-8; the others become U+FFFD. Kernels from 4.18 to 6.18 were looked
 //! at.
 
 mod cgroup;
 mod connector;
 mod ksm;
+mod labels;
 mod memory;
 mod process;
 mod smaps;
@@ -22,6 +24,7 @@ mod text;
 pub use cgroup::{limit as cgroup_limit, reclaimable as cgroup_reclaimable};
 pub use connector::{EXEC, ProcEvent, ProcRequest, proc_event, proc_request};
 pub use ksm::{ksm, process_ksm};
+pub use labels::{labels, only_labels};
 pub use memory::{cache, meminfo, pressure, pressure_some, vmstat};
 pub use process::{PF_EXITING, PF_KTHREAD, Stat, Status, arguments, cgroup, job_environment, stat, status};
 pub use smaps::{maps, rollup, smaps};

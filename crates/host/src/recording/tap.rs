@@ -4,6 +4,7 @@ use super::{SCHEMA, reason_to_text};
 use crate::act::{Action, Effect, Refusal};
 use crate::parse;
 use crate::{FrameFlags, Host, Mapping, PageView, Process, Run, Way};
+use pagefold_model::identity;
 use pagefold_model::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -20,6 +21,8 @@ pub struct Tap<'a> {
     keep_arguments: fn(comm: &str, arguments: &[String]) -> bool,
     shown: Mutex<Option<BTreeSet<Pid>>>,
     absent: Mutex<BTreeMap<String, Absent>>,
+    /// What may be kept of the files that runtimes have about containers; which of these, is known in the end.
+    labels: Mutex<BTreeMap<String, Vec<u8>>>,
     failure: Mutex<Option<io::Error>>,
     finished: bool,
 }
@@ -64,6 +67,7 @@ impl<'a> Tap<'a> {
             keep_arguments,
             shown: Mutex::default(),
             absent: Mutex::default(),
+            labels: Mutex::default(),
             failure: Mutex::default(),
             finished: false,
         })
@@ -85,11 +89,14 @@ impl<'a> Tap<'a> {
     /// # Panics
     /// If a thread panicked while it recorded.
     pub fn finish(mut self, about: &str) -> io::Result<()> {
-        if let Some(error) = self.failure.get_mut().expect("no thread panicked").take() {
-            return Err(error);
-        }
         if let Some(shown) = self.shown.get_mut().expect("no thread panicked").take() {
             self.forget_others(&shown)?;
+        }
+        for (path, bytes) in std::mem::take(self.labels.get_mut().expect("no thread panicked")) {
+            self.keep(&path, Ok(&bytes));
+        }
+        if let Some(error) = self.failure.get_mut().expect("no thread panicked").take() {
+            return Err(error);
         }
         let mut absent = String::new();
         for (path, why) in self.absent.get_mut().expect("no thread panicked") {
@@ -114,8 +121,13 @@ impl<'a> Tap<'a> {
                 fs::remove_dir_all(entry.path())?;
             }
         }
+        let cgroup = |pid: &Pid| fs::read(self.root.join(format!("files/proc/{pid}/cgroup"))).ok();
+        let cgroups = shown.iter().filter_map(|pid| parse::cgroup(&cgroup(pid)?).ok());
+        let theirs: BTreeSet<String> = cgroups.flat_map(|cgroup| identity::label_files(&cgroup)).collect();
+        let is_others = |path: &str| identity::is_label_file(path) && !theirs.contains(path);
+        self.labels.get_mut().expect("no thread panicked").retain(|path, _| !is_others(path));
         let absent = self.absent.get_mut().expect("no thread panicked");
-        absent.retain(|path, _| !path.split('/').nth(1).is_some_and(is_other));
+        absent.retain(|path, _| !path.split('/').nth(1).is_some_and(is_other) && !is_others(path));
         Ok(())
     }
 
@@ -156,7 +168,12 @@ impl Host for Tap<'_> {
 
     fn read(&self, path: &str) -> Reading<Vec<u8>> {
         let answer = self.host.read(path);
-        self.keep(path, answer.as_deref().map_err(Absent::clone));
+        match (&answer, self.labels.lock()) {
+            (Ok(bytes), Ok(mut labels)) if identity::is_label_file(path) => {
+                labels.insert(path.to_owned(), parse::only_labels(bytes));
+            }
+            (answer, _) => self.keep(path, answer.as_deref().map_err(Absent::clone)),
+        }
         answer
     }
 

@@ -4,9 +4,18 @@
 //! (`/docker/ID`). There is no standard; these are the forms of Docker, containerd and nerdctl, CRI-O and Kubernetes,
 //! Podman, LXC and Proxmox, and what registers with systemd-machined: systemd-nspawn and libvirt
 //! (<https://libvirt.org/cgroups.html>).
+//!
+//! What a container was labelled with is in a file that its runtime keeps below a folder of root's, under the whole id:
+//! Docker's own description of it, and the annotations of the configuration by which containerd, CRI-O and Podman have
+//! it run (<https://github.com/opencontainers/runtime-spec/blob/main/config.md#annotations>).
+
+use std::borrow::Cow;
 
 /// How many digits of a container's id are shown, as the runtimes themselves do.
 const SHOWN: usize = 12;
+
+/// How many digits a whole id has.
+const ID: usize = 64;
 
 /// The prefix of a scope, and the runtime that uses it. `-conmon-` scopes hold a runtime's monitor, not a container.
 const SCOPES: [(&str, &str); 6] = [
@@ -18,8 +27,59 @@ const SCOPES: [(&str, &str); 6] = [
     ("libpod-", "podman"),
 ];
 
-/// The innermost container of a cgroup path.
+/// The root of the host: one's own, or that of its first process for who is in a container and sees the host's.
+const ROOTS: [&str; 2] = ["", "proc/1/root/"];
+
+/// The files in which a runtime keeps labels: what goes before and after a container's whole id, and the runtimes.
+const FILES: [(&str, &str, &[&str]); 6] = [
+    ("var/lib/docker/containers/", "/config.v2.json", &["docker"]),
+    ("run/containerd/io.containerd.runtime.v2.task/k8s.io/", "/config.json", &["containerd", "cri"]),
+    ("run/k3s/containerd/io.containerd.runtime.v2.task/k8s.io/", "/config.json", &["containerd", "cri"]),
+    ("run/containerd/io.containerd.runtime.v2.task/default/", "/config.json", &["containerd"]),
+    ("var/lib/containers/storage/overlay-containers/", "/userdata/config.json", &["crio", "podman", "cri"]),
+    ("run/containers/storage/overlay-containers/", "/userdata/config.json", &["crio", "cri"]),
+];
+
+/// A container as its cgroup names it.
+struct Container<'a> {
+    runtime: &'static str,
+    name: Cow<'a, str>,
+}
+
+impl Container<'_> {
+    /// By its whole name.
+    fn named<'a>(runtime: &'static str, name: impl Into<Cow<'a, str>>) -> Option<Container<'a>> {
+        let name = name.into();
+        (!name.is_empty()).then_some(Container { runtime, name })
+    }
+
+    fn has_id(&self) -> bool {
+        self.name.len() == ID && is_hexadecimal(&self.name)
+    }
+}
+
+/// The innermost container of a cgroup path, as it is shown.
 pub(super) fn of(cgroup: &str) -> Option<String> {
+    let Container { runtime, name } = innermost(cgroup)?;
+    let by_id = SCOPES.iter().any(|&(_, known)| known == runtime) || runtime == "cri";
+    Some(format!("{runtime}:{}", if by_id { &name[..SHOWN] } else { &name }))
+}
+
+/// Where the labels of the innermost container of a cgroup path may be, by paths below the root.
+pub(super) fn label_files(cgroup: &str) -> Vec<String> {
+    let Some(container) = innermost(cgroup).filter(Container::has_id) else { return Vec::new() };
+    let files = FILES.iter().filter(|(_, _, runtimes)| runtimes.contains(&container.runtime));
+    let file = |root: &str, (before, after, _): &(&str, &str, _)| format!("{root}{before}{}{after}", container.name);
+    ROOTS.iter().flat_map(|root| files.clone().map(|parts| file(root, parts))).collect()
+}
+
+/// Whether a path is of a file that [`label_files`] names.
+pub(super) fn is_label_file(path: &str) -> bool {
+    let path = path.strip_prefix(ROOTS[1]).unwrap_or(path);
+    FILES.iter().any(|(before, after, _)| path.starts_with(before) && path.ends_with(after))
+}
+
+fn innermost(cgroup: &str) -> Option<Container<'_>> {
     let path: Vec<&str> = cgroup.strip_suffix(" (deleted)").unwrap_or(cgroup).split('/').collect();
     (0..path.len()).rev().find_map(|depth| container(&path[..depth], path[depth]))
 }
@@ -29,18 +89,18 @@ pub(super) fn libvirt_guest(cgroup: &str) -> Option<String> {
     cgroup.split('/').find_map(|part| libvirt_name(&machine(part)?, "qemu-"))
 }
 
-fn container(ancestors: &[&str], part: &str) -> Option<String> {
+fn container<'a>(ancestors: &[&str], part: &'a str) -> Option<Container<'a>> {
     let unit = part.strip_suffix(".scope").unwrap_or(part);
-    let scope = |&(prefix, runtime): &(&str, &str)| {
+    let scope = |&(prefix, runtime): &(&str, &'static str)| {
         let id = unit.strip_prefix(prefix).filter(|id| id.len() >= SHOWN && is_hexadecimal(id))?;
-        Some(format!("{runtime}:{}", &id[..SHOWN]))
+        Container::named(runtime, id)
     };
     if let Some(container) = SCOPES.iter().find_map(scope) {
         return Some(container);
     }
     // A runtime that was told of systemd's form while the cgroup file system was in use: SLICE:PREFIX:ID.
     let (prefix, id) = part.rsplit_once(':').unwrap_or(("", part));
-    if id.len() == 64 && is_hexadecimal(id) {
+    if id.len() == ID && is_hexadecimal(id) {
         let runtime = match prefix.rsplit(':').next() {
             Some("docker") => "docker",
             Some("cri-containerd") => "containerd",
@@ -50,23 +110,22 @@ fn container(ancestors: &[&str], part: &str) -> Option<String> {
             _ if ancestors.contains(&"docker") => "docker",
             _ => return None,
         };
-        return Some(format!("{runtime}:{}", &id[..SHOWN]));
+        return Container::named(runtime, id);
     }
-    let named = |runtime: &str, name: &str| (!name.is_empty()).then(|| format!("{runtime}:{name}"));
     if let Some(name) = part.strip_prefix("lxc.payload.") {
-        return named("lxc", name);
+        return Container::named("lxc", name);
     }
     if ancestors.last() == Some(&"lxc") {
-        return named("lxc", part);
+        return Container::named("lxc", part);
     }
     if let Some(name) = part.strip_prefix("systemd-nspawn@").and_then(|unit| unit.strip_suffix(".service")) {
-        return named("nspawn", &unescape(name));
+        return Container::named("nspawn", unescape(name));
     }
     let machine = machine(part)?;
     match libvirt_name(&machine, "lxc-") {
-        Some(name) => named("lxc", &name),
+        Some(name) => Container::named("lxc", name),
         None if libvirt_name(&machine, "qemu-").is_some() => None,
-        None => named("machine", &machine),
+        None => Container::named("machine", machine),
     }
 }
 
@@ -114,12 +173,12 @@ fn unescape(name: &str) -> String {
 mod tests {
     use super::*;
 
-    const ID: &str = "4c01db0b339cb2be3c0a8d3bcd7f9f9f2b6a4dfb5b1a0bba1b6f4d2a7d1f8e55";
+    const WHOLE: &str = "4c01db0b339cb2be3c0a8d3bcd7f9f9f2b6a4dfb5b1a0bba1b6f4d2a7d1f8e55";
 
     #[test]
     fn runtimes() {
         let check = |path: &str, expected: Option<&str>| {
-            assert_eq!(of(&path.replace("ID", ID)).as_deref(), expected, "{path}");
+            assert_eq!(of(&path.replace("ID", WHOLE)).as_deref(), expected, "{path}");
         };
         let docker = Some("docker:4c01db0b339c");
         check("/docker/ID", docker);
@@ -158,6 +217,33 @@ mod tests {
         check("/user.slice/user-1000.slice/session-3.scope", None);
         check("/", None);
         check("", None);
+    }
+
+    #[test]
+    fn labels_are_looked_for_where_the_runtime_keeps_them() {
+        let check = |path: &str, expected: &[&str]| {
+            let expected = ["", "proc/1/root/"]
+                .map(|root| {
+                    expected.iter().map(|path| format!("{root}{}", path.replace("ID", WHOLE))).collect::<Vec<_>>()
+                })
+                .concat();
+            assert_eq!(label_files(&path.replace("ID", WHOLE)), expected, "{path}");
+            assert!(expected.iter().all(|path| is_label_file(path)));
+        };
+        check("/system.slice/docker-ID.scope", &["var/lib/docker/containers/ID/config.v2.json"]);
+        let [storage, running] = ["var/lib", "run"]
+            .map(|folder| format!("{folder}/containers/storage/overlay-containers/ID/userdata/config.json"));
+        check("/machine.slice/libpod-ID.scope", &[&storage]);
+        let [task, k3s] = ["run/containerd", "run/k3s/containerd"]
+            .map(|folder| format!("{folder}/io.containerd.runtime.v2.task/k8s.io/ID/config.json"));
+        check("/kubepods/besteffort/pod5ba42b59-07d1/ID", &[&task, &k3s, &storage, &running]);
+        let default = "run/containerd/io.containerd.runtime.v2.task/default/ID/config.json";
+        check("/system.slice/nerdctl-ID.scope", &[&task, &k3s, default]);
+        // A name or the beginning of an id would not do as a part of a path, nor would what only looks like one.
+        check("/system.slice/docker-4c01db0b339c.scope", &[]);
+        check("/lxc/..", &[]);
+        check("/lxc/ID", &[]);
+        assert!(!is_label_file("proc/7/status"));
     }
 
     #[test]

@@ -235,7 +235,8 @@ pub struct Ksm {
     pub cow_ksm: Option<u64>,
 }
 
-/// What merging saves. `net = gross - metadata` and `gross = duplicate + zero`.
+/// What merging saves. `net = gross - metadata` and `gross = duplicate + zero`. What `net` is less than `duplicate_net`
+/// and `zero_net` together is the metadata of pages that were not merged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Saved {
     /// Frames that came back.
@@ -248,6 +249,12 @@ pub struct Saved {
     /// Of them, those of pages that KSM mapped to the kernel's page of zeros (`ksm_zero_pages`); absent before 6.6.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub zero: Option<u64>,
+    /// `duplicate` less the metadata of the pages that were merged, the kept copies among them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub duplicate_net: Option<i64>,
+    /// `zero` less the metadata of its pages.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub zero_net: Option<i64>,
     /// The kernel's metadata.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata: Option<u64>,
@@ -339,6 +346,9 @@ pub struct DomainShare {
     /// An estimate of what merging saves for its members, by their shares.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved: Option<u64>,
+    /// The metadata of their pages, merged or not: what is saved net is so much less.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub metadata: Option<u64>,
 }
 
 /// What a member is.
@@ -411,6 +421,9 @@ pub struct Member {
     /// `pages_sharing / (pages_shared + pages_sharing)`, and pages of zeros in full.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved: Option<u64>,
+    /// The metadata of its pages, merged or not (`ksm_rmap_items`): what is saved net is so much less.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub metadata: Option<u64>,
     /// Ranges that the daemon has enrolled in it.
     pub ranges: u64,
     /// What is done with it.

@@ -76,6 +76,7 @@ mod tests {
             merged,
             footprint_estimate,
             saved,
+            metadata: None,
             ranges: 0,
             state: MemberState::Followed,
             why: String::new(),

@@ -5,6 +5,7 @@ use pagefold_report::daemon::{
     Census, Cgroup, CpuUse, DomainShare, Kind as MemberKind, Ksm, Member, MemberState, Mode, State, Status, Workload,
 };
 use pagefold_report::doctor::VerdictName;
+use std::ops::Add;
 
 pub fn write(status: &Status, to: &mut Exposition) {
     daemon(status, to);
@@ -123,6 +124,12 @@ fn worth(status: &Status, to: &mut Exposition) {
     let samples = series(by_class.into_iter().map(|(class, bytes)| (vec![("class", class)], bytes)));
     let help = "What merging saves by class: merged with equal pages, or mapped to the kernel's page of zeros.";
     to.family(&Family { kind: Kind::Gauge, name: "pagefold_saved_class_bytes", help, samples });
+    let unmerged = || Some(status.saved.net? - status.saved.duplicate_net? - status.saved.zero_net.unwrap_or(0));
+    let by_class =
+        [("duplicate", status.saved.duplicate_net), ("zero", status.saved.zero_net), ("unmerged", unmerged())];
+    let samples = series(by_class.into_iter().map(|(class, bytes)| (vec![("class", class)], bytes)));
+    let help = "What is left of it by class after the metadata of its pages; what is not merged has metadata, too.";
+    to.family(&Family { kind: Kind::Gauge, name: "pagefold_saved_class_net_bytes", help, samples });
     to.gauge("pagefold_saved_metadata_bytes", "Metadata that the kernel keeps for it.", status.saved.metadata);
     to.gauge("pagefold_saved_net_bytes", "What is left of it, negative where merging costs more.", status.saved.net);
     let passes = &status.passes;
@@ -194,6 +201,10 @@ fn domains(status: &Status, to: &mut Exposition) {
         ("pagefold_domain_members", "Members of a trust domain.", |domain| Some(domain.members)),
     ];
     write_each(to, &figures, &status.domains, |domain| vec![("domain", named(&domain.name))]);
+    let net = |domain: &DomainShare| Some(domain.saved?.cast_signed() - domain.metadata?.cast_signed());
+    let samples = series(status.domains.iter().map(|domain| (vec![("domain", named(&domain.name))], net(domain))));
+    let help = "What is left of what merging saves in a trust domain after the metadata of its pages.";
+    to.family(&Family { kind: Kind::Gauge, name: "pagefold_domain_saved_net_bytes", help, samples });
 }
 
 fn members(status: &Status, to: &mut Exposition) {
@@ -308,14 +319,21 @@ fn write_each<'a, T: 'a>(
 
 /// Samples for the first [`NAMED`] different labels, the rest summed up as `others`. Who is named does not depend on
 /// which values are absent.
-fn series<'a>(rows: impl Iterator<Item = (Labels<'a>, Option<u64>)>) -> Vec<Sample<'a>> {
-    let mut sums: Vec<(Labels, Option<u64>)> = Vec::new();
+fn series<'a, N: Number + Add<Output = N> + Copy>(
+    rows: impl Iterator<Item = (Labels<'a>, Option<N>)>,
+) -> Vec<Sample<'a>> {
+    let mut sums: Vec<(Labels, Option<N>)> = Vec::new();
     for (mut labels, value) in rows {
         if sums.len() >= NAMED && sums[..NAMED].iter().all(|(known, _)| *known != labels) {
             labels.iter_mut().for_each(|(_, value)| *value = "others");
         }
         match sums.iter_mut().find(|(known, _)| *known == labels) {
-            Some((_, sum)) => *sum = sum.map_or(value, |sum| Some(sum + value.unwrap_or(0))),
+            Some((_, sum)) => {
+                *sum = match (*sum, value) {
+                    (Some(sum), Some(value)) => Some(sum + value),
+                    (sum, value) => sum.or(value),
+                }
+            }
             None => sums.push((labels, value)),
         }
     }

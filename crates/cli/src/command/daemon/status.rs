@@ -3,7 +3,7 @@
 use pagefold_drive::daemon::{Said, Settings, Snapshot, Used};
 use pagefold_host::{Host, examine, observe, parse};
 use pagefold_model::daemon::{Leaving, Member as Known, Mode as Told, Standing};
-use pagefold_model::ksm::Ksm as Counters;
+use pagefold_model::ksm::{Ksm as Counters, RMAP_ITEM_BYTES};
 use pagefold_model::process::Process;
 use pagefold_model::{Absent, Counts, Pages, ProcessId};
 use pagefold_report::daemon::*;
@@ -170,8 +170,12 @@ fn saved(counters: &Counters, page: u64) -> Saved {
     let zero = counters.ksm_zero_pages.as_ref().ok().map(|pages| (*pages).max(0).unsigned_abs() * page);
     let gross = duplicate.map(|duplicate| duplicate + zero.unwrap_or(0));
     let net = counters.general_profit.as_ref().ok().copied();
+    let left = |bytes: u64, pages: u64| bytes.cast_signed() - (pages * RMAP_ITEM_BYTES).cast_signed();
+    let merged = counters.pages_shared.as_ref().ok().zip(counters.pages_sharing.as_ref().ok());
+    let duplicate_net = merged.map(|(shared, sharing)| left(sharing * page, shared + sharing));
+    let zero_net = zero.map(|zero| left(zero, zero / page));
     let metadata = gross.zip(net).map(|(gross, net)| (gross.cast_signed() - net).max(0).unsigned_abs());
-    Saved { gross, duplicate, zero, metadata, net }
+    Saved { gross, duplicate, zero, duplicate_net, zero_net, metadata, net }
 }
 
 /// What merging saves on a host, gross, where it can be read.
@@ -257,6 +261,7 @@ fn member(host: &dyn Host, snapshot: &Snapshot, who: &Process, shares: &Shares<'
         // Pages of zeros that KSM placed are not resident.
         footprint_estimate: by_share.map(|saved| resident.saturating_sub(saved)),
         saved: by_share.map(|saved| saved + zeros.unwrap_or(0) * shares.page),
+        metadata: ksm.and_then(|ksm| Some(ksm.rmap_items.ok()? * RMAP_ITEM_BYTES)),
         ranges: snapshot.ranges.get(&who.id).copied().unwrap_or(0),
         state,
         why,
@@ -343,6 +348,7 @@ fn domains(members: &[Member]) -> Vec<DomainShare> {
         share.resident = add(share.resident, member.resident);
         share.merged = add(share.merged, member.merged);
         share.saved = add(share.saved, member.saved);
+        share.metadata = add(share.metadata, member.metadata);
     }
     let mut shares: Vec<DomainShare> = shares.into_values().collect();
     shares.sort_by_key(|share| Reverse(share.saved));
@@ -353,6 +359,7 @@ fn domains(members: &[Member]) -> Vec<DomainShare> {
             resident: add(sum.resident, share.resident),
             merged: add(sum.merged, share.merged),
             saved: add(sum.saved, share.saved),
+            metadata: add(sum.metadata, share.metadata),
             ..sum
         }));
     }
@@ -360,7 +367,7 @@ fn domains(members: &[Member]) -> Vec<DomainShare> {
 }
 
 fn empty(name: &str) -> DomainShare {
-    DomainShare { name: name.to_owned(), members: 0, resident: None, merged: None, saved: None }
+    DomainShare { name: name.to_owned(), members: 0, resident: None, merged: None, saved: None, metadata: None }
 }
 
 /// The matrix of those who share most.
@@ -411,7 +418,9 @@ mod tests {
     fn what_is_saved_is_told_by_class() {
         let counters = |zeros: &[u8]| {
             parse::ksm(|name| match name {
+                "pages_shared" => Ok(b"2".to_vec()),
                 "pages_sharing" => Ok(b"10".to_vec()),
+                "general_profit" => Ok(b"51968".to_vec()),
                 "ksm_zero_pages" if !zeros.is_empty() => Ok(zeros.to_vec()),
                 _ => Err(Absent::NotOnThisKernel),
             })
@@ -420,6 +429,10 @@ mod tests {
         let of = |saved: Saved| (saved.gross, saved.duplicate, saved.zero);
         assert_eq!(of(saved(b"3")), (Some(13 * 4096), Some(10 * 4096), Some(3 * 4096)));
         assert_eq!(of(saved(b"")), (Some(10 * 4096), Some(10 * 4096), None), "absent is not zero");
+        // By hand: 64 bytes for each of 2 + 10 pages, of 3, and of 5 more that are not merged.
+        let found = saved(b"3");
+        assert_eq!((found.duplicate_net, found.zero_net), (Some(10 * 4096 - 12 * 64), Some(3 * 4096 - 3 * 64)));
+        assert_eq!((found.metadata, found.net), (Some(20 * 64), Some(13 * 4096 - 20 * 64)));
     }
 
     #[test]

@@ -122,7 +122,7 @@ fn enrol_unless(
         Ok(false) | Err(Absent::NotOnThisKernel) => {}
         Err(why) => return Err(why.clone().into()),
     }
-    if let Some(why) = excluded(&observe::process(&*handle)?) {
+    if let Some(why) = excluded(&observe::process(host, &*handle)?) {
         return Ok(Some(why));
     }
     enrol(host, process)?;

@@ -1,0 +1,74 @@
+//! What container runtimes write down of a container's labels, as JSON.
+
+use serde_json::{Map, Value};
+
+/// How many bytes a label may have with its key. Runtimes keep lists and whole specifications as annotations, too,
+/// which nobody is grouped by.
+const LONGEST: usize = 256;
+
+/// The labels in a runtime's file about a container, as `KEY=VALUE` of at most 256 bytes: `Config.Labels` of Docker's
+/// `config.v2.json`, or the `annotations` of the `config.json` of an OCI runtime. None where it is neither.
+pub fn labels(bytes: &[u8]) -> Vec<String> {
+    let document = serde_json::from_slice(bytes).unwrap_or_default();
+    kept(&document).map(|(key, value)| format!("{key}={value}")).collect()
+}
+
+/// What may be kept of such a file, which [`labels`] reads as the same: the rest has a container's environment in it.
+pub fn only_labels(bytes: &[u8]) -> Vec<u8> {
+    let document = serde_json::from_slice(bytes).unwrap_or_default();
+    let kept: Map<String, Value> = kept(&document).map(|(key, value)| (key.to_owned(), value.into())).collect();
+    serde_json::json!({ "annotations": kept }).to_string().into_bytes()
+}
+
+fn kept(document: &Value) -> impl Iterator<Item = (&str, &str)> {
+    let labels = document.pointer("/Config/Labels").or_else(|| document.get("annotations"));
+    let labels = labels.and_then(Value::as_object).into_iter().flatten();
+    let labels = labels.filter_map(|(key, value)| Some((key.as_str(), value.as_str()?)));
+    labels.filter(|(key, value)| key.len() + 1 + value.len() <= LONGEST)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn labels_of_runtimes() {
+        // As dockerd 20.10 and Podman 4.3 wrote them, shortened.
+        let docker = include_bytes!("samples/docker-config.v2.json");
+        assert_eq!(labels(docker), ["com.docker.compose.project=shop", "tenant=acme"]);
+        let podman = include_bytes!("samples/podman-config.json");
+        let found = labels(podman);
+        assert!(found.contains(&"tenant=acme".to_owned()), "{found:?}");
+        assert!(found.iter().all(|label| !label.contains("secret")), "{found:?}");
+    }
+
+    #[test]
+    fn nothing_but_labels_is_kept() {
+        for file in [&include_bytes!("samples/docker-config.v2.json")[..], include_bytes!("samples/podman-config.json")]
+        {
+            assert!(String::from_utf8_lossy(file).contains("PASSWORD=secret"));
+            let kept = only_labels(file);
+            assert!(!String::from_utf8_lossy(&kept).contains("secret"));
+            assert_eq!(labels(&kept), labels(file));
+        }
+    }
+
+    #[test]
+    fn what_is_no_label_is_left_out() {
+        let long = "x".repeat(LONGEST - 2);
+        let text = format!(r#"{{"annotations": {{"a": "{long}", "bb": "{long}", "c": 7, "d": null, "e": ""}}}}"#);
+        assert_eq!(labels(text.as_bytes()), [format!("a={long}"), "e=".to_owned()]);
+        for text in ["", "{", "[]", "null", "{}", r#"{"Config": {"Labels": null}}"#, r#"{"annotations": ["a"]}"#] {
+            assert_eq!(labels(text.as_bytes()), [""; 0], "{text}");
+            assert_eq!(only_labels(text.as_bytes()), br#"{"annotations":{}}"#);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_panics(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
+            prop_assert_eq!(labels(&only_labels(&bytes)), labels(&bytes));
+        }
+    }
+}
