@@ -84,27 +84,12 @@ impl Config {
     fn parse(text: &str) -> Result<Self, String> {
         let mut document: Document = read(text)?;
         let place = Place(text);
-        let mut groups: Vec<Group> = Vec::new();
-        for spanned in document.domain {
-            let line = place.line(spanned.span().start);
-            let wire = spanned.into_inner();
-            if wire.name.is_empty() || groups.iter().any(|group| group.name == wire.name) {
-                return Err(format!("{line}: each domain needs a name of its own, and {:?} is none", wire.name));
-            }
-            let group = wire.group(&place)?;
-            if !group.has_condition() {
-                return Err(format!(
-                    "{line}: the domain {:?} does not say who is in it: give users, cgroups, vms, names, \
-                     containers, labels or jobs",
-                    group.name
-                ));
-            }
-            groups.push(group);
-        }
-        let Exclude { names, extend, vms, confidential } = document.exclude;
+        let groups = place.groups("domain", document.domain)?;
+        let Exclude { names, extend, vms, confidential, group } = document.exclude;
         let known = if names.is_some() { Exclusions::none() } else { Exclusions::default() };
         let names = place.globs(names.into_iter().flatten().chain(extend).collect())?;
         let exclusions = known.programs(names).vms(place.globs(vms)?).confidential(confidential);
+        let exclusions = exclusions.groups(place.groups("excluded group", group)?);
         let http = document.daemon.http(&place)?;
         let history = document.daemon.history(&place)?;
         let daemon = document.daemon.settings(&place)?;
@@ -254,11 +239,15 @@ struct Exclude {
     /// Virtual machines with encrypted memory, which cannot merge.
     #[serde(default = "yes")]
     confidential: bool,
+    /// Whoever else, with the conditions of a domain.
+    #[serde(default)]
+    #[schemars(with = "Vec<Members>", transform = schema::has_names)]
+    group: Vec<Spanned<Members>>,
 }
 
 impl Default for Exclude {
     fn default() -> Self {
-        Self { names: None, extend: Vec::new(), vms: Vec::new(), confidential: yes() }
+        Self { names: None, extend: Vec::new(), vms: Vec::new(), confidential: yes(), group: Vec::new() }
     }
 }
 
@@ -339,6 +328,28 @@ pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Opti
 struct Place<'a>(&'a str);
 
 impl Place<'_> {
+    /// Groups of a kind, each with a name of its own and somebody in it.
+    fn groups(&self, kind: &str, members: Vec<Spanned<Members>>) -> Result<Vec<Group>, String> {
+        let mut groups: Vec<Group> = Vec::new();
+        for spanned in members {
+            let line = self.line(spanned.span().start);
+            let wire = spanned.into_inner();
+            if wire.name.is_empty() || groups.iter().any(|group| group.name == wire.name) {
+                return Err(format!("{line}: each {kind} needs a name of its own, and {:?} is none", wire.name));
+            }
+            let group = wire.group(self)?;
+            if !group.has_condition() {
+                return Err(format!(
+                    "{line}: the {kind} {:?} does not say who is in it: give users, cgroups, vms, names, \
+                     containers, labels or jobs",
+                    group.name
+                ));
+            }
+            groups.push(group);
+        }
+        Ok(groups)
+    }
+
     /// The number of the line of a position, from 1.
     fn line(&self, position: usize) -> usize {
         let before = &self.0.as_bytes()[..position.min(self.0.len())];

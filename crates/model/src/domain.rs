@@ -7,7 +7,8 @@
 //! A [`DomainRule`] sorts everybody; a configuration may put some into [`Group`]s before it is asked. Limits: names of
 //! programs, of virtual machines and of containers are what a process, or whoever started it, says of itself. A group
 //! by such a name alone trusts everybody who can choose a name; one that gives users beside it trusts those users.
-//! Labels are what a container's runtime was told: a group by one trusts whoever may start containers with it.
+//! Labels are what a container's runtime was told: a group by one trusts whoever may start containers with it, or
+//! provides images that bring it.
 
 use crate::process::Process;
 use globset::GlobMatcher;

@@ -9,6 +9,7 @@
 //! browsers, databases. Such are for the configuration.
 
 use crate::doctor::program;
+use crate::domain::Group;
 use crate::identity::confidential_guest;
 use crate::process::Process;
 use globset::{Glob, GlobMatcher};
@@ -57,6 +58,8 @@ pub struct Exclusions {
     names: Vec<Name>,
     /// Virtual machines, by name.
     vms: Vec<GlobMatcher>,
+    /// Whoever else, by user, cgroup, label and the like.
+    groups: Vec<Group>,
     /// Whether confidential virtual machines are.
     confidential: bool,
 }
@@ -74,14 +77,14 @@ impl Default for Exclusions {
             pattern: Glob::new(name).expect("the patterns above are well-formed").compile_matcher(),
             why: format!("it holds {what}"),
         });
-        Self { names: known.collect(), vms: Vec::new(), confidential: true }
+        Self { names: known.collect(), confidential: true, ..Self::none() }
     }
 }
 
 impl Exclusions {
     /// Nobody.
     pub fn none() -> Self {
-        Self { names: Vec::new(), vms: Vec::new(), confidential: false }
+        Self { names: Vec::new(), vms: Vec::new(), groups: Vec::new(), confidential: false }
     }
 
     /// Whether confidential virtual machines are left alone, too.
@@ -105,11 +108,21 @@ impl Exclusions {
         self
     }
 
+    /// Leave alone whoever is in one of the groups, too.
+    #[must_use]
+    pub fn groups(mut self, groups: impl IntoIterator<Item = Group>) -> Self {
+        self.groups.extend(groups);
+        self
+    }
+
     /// Why a process is left alone, in one phrase.
     pub fn reason(&self, process: &Process) -> Option<String> {
         let arguments = process.arguments.as_deref().unwrap_or_default();
         if let Some(name) = self.names.iter().find(|name| name.fits(&process.comm, program(arguments))) {
             return Some(name.why.clone());
+        }
+        if let Some(group) = self.groups.iter().find(|group| group.has(process)) {
+            return Some(format!("the configuration excludes the group {}", group.name));
         }
         let vm = process.identity.vm.as_ref()?;
         if vm.name.as_ref().is_some_and(|name| self.vms.iter().any(|pattern| pattern.is_match(name))) {
@@ -200,6 +213,10 @@ mod tests {
         assert_eq!(replaced.reason(&key), None);
         assert_eq!(replaced.reason(&own).unwrap(), "the configuration excludes its program");
         assert_eq!(replaced.reason(&vm).unwrap(), "the configuration excludes this virtual machine");
+        let group = Group { name: "keys".to_owned(), vms: vec![glob("db-*")], ..Group::default() };
+        let grouped = Exclusions::default().groups([group, Group::default()]);
+        assert_eq!(grouped.reason(&vm).unwrap(), "the configuration excludes the group keys");
+        assert_eq!(grouped.reason(&own), None, "nobody is in a group without a condition");
         let extended = Exclusions::default().programs([glob("tls-proxy-of-ours")]);
         assert!(extended.reason(&key).is_some() && extended.reason(&own).is_some());
     }

@@ -81,7 +81,7 @@ pub struct Identity {
     pub container: Option<String>,
     /// The job it belongs to.
     pub job: Option<Job>,
-    /// What its container was labelled with, as `KEY=VALUE`, as far as its runtime keeps that in a file (see
+    /// What the outermost container that it is in was labelled with, as `KEY=VALUE`, as far as its runtime keeps that in a file (see
     /// [`label_files`]).
     pub labels: Vec<String>,
 }

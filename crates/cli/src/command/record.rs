@@ -37,8 +37,9 @@ Examples:
   pagefold --host recording:/var/tmp/day daemon
 
 Page contents are replaced by fingerprints under a key that is thrown away. Of environments only the \
-variables that name a job are kept, of what is known of containers their labels, of command lines the \
-first word, except for virtual machines and programs that tune KSM. Only you may enter the folder; look it through before you give it away.";
+variables that name a job are kept, of what is known of containers their labels, which may be telling, \
+of command lines the first word, except for virtual machines and programs that tune KSM. Only you may \
+enter the folder; look it through before you give it away.";
 
 /// Contents whose kinds are kept.
 const KINDS: usize = 256;

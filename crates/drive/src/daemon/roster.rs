@@ -264,13 +264,23 @@ impl Known {
         if !due || !managed && resident < settings.min_resident {
             return;
         }
-        let Ok(who) = observe::process(host, handle) else { return };
+        let Ok(mut who) = observe::process(host, handle) else { return };
+        if let Some((before, _)) = &self.who {
+            // Where nothing can be read for once it has not moved.
+            if before.uid.is_ok() && who.uid.is_err() || before.cgroup.is_ok() && who.cgroup.is_err() {
+                return;
+            }
+            // A container keeps its labels, also when it ends and its runtime has thrown them away.
+            if before.cgroup == who.cgroup && !before.identity.labels.is_empty() {
+                who.identity.labels.clone_from(&before.identity.labels);
+            }
+        }
         let foreign = settings.only.as_ref().is_some_and(|only| !only.has(&who));
         if foreign && !managed {
             self.foreign = now + IDENTITY;
             return;
         }
-        // What it must not share any more is found out where its user, its cgroup or what it is called changes.
+        // What decides with whom it may share: where that changes it is told of again.
         let standing = |who: &Process| {
             let chosen = settings.only.as_ref().is_none_or(|only| only.has(who));
             (settings.domains.domain(who), chosen, settings.exclusions.reason(who))

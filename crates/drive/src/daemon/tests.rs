@@ -253,7 +253,7 @@ fn who_is_not_chosen_any_more_is_told_of_and_who_never_was_is_not() {
 }
 
 #[test]
-fn who_moves_to_another_domain_is_told_of_within_a_minute() {
+fn who_moves_to_another_domain_is_told_of_soon() {
     let (fake, mut now) = (host(), Duration::ZERO);
     let mut roster = Roster::new(&fake);
     let settings = Settings { domains: DomainRule::Cgroup.into(), ..Settings::default() };

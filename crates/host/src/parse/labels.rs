@@ -67,6 +67,18 @@ mod tests {
 
     proptest! {
         #[test]
+        fn what_is_kept_has_the_same_labels(labelled in prop::collection::btree_map(".{0,200}", ".{0,100}", 0..4)) {
+            let annotations = serde_json::json!({ "annotations": labelled, "process": { "env": ["A=b"] } }).to_string();
+            let docker = serde_json::json!({ "Config": { "Labels": labelled, "Env": ["A=b"] } }).to_string();
+            let short = labelled.iter().filter(|(key, value)| key.len() + value.len() < LONGEST);
+            let expected: Vec<String> = short.map(|(key, value)| format!("{key}={value}")).collect();
+            for text in [annotations, docker] {
+                prop_assert_eq!(&labels(text.as_bytes()), &expected);
+                prop_assert_eq!(&labels(&only_labels(text.as_bytes())), &expected);
+            }
+        }
+
+        #[test]
         fn nothing_panics(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
             prop_assert_eq!(labels(&only_labels(&bytes)), labels(&bytes));
         }

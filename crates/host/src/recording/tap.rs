@@ -168,11 +168,13 @@ impl Host for Tap<'_> {
 
     fn read(&self, path: &str) -> Reading<Vec<u8>> {
         let answer = self.host.read(path);
-        match (&answer, self.labels.lock()) {
-            (Ok(bytes), Ok(mut labels)) if identity::is_label_file(path) => {
-                labels.insert(path.to_owned(), parse::only_labels(bytes));
+        match &answer {
+            Ok(bytes) if identity::is_label_file(path) => {
+                if let Ok(mut labels) = self.labels.lock() {
+                    labels.insert(path.to_owned(), parse::only_labels(bytes));
+                }
             }
-            (answer, _) => self.keep(path, answer.as_deref().map_err(Absent::clone)),
+            answer => self.keep(path, answer.as_deref().map_err(Absent::clone)),
         }
         answer
     }
@@ -293,5 +295,67 @@ impl Process for TappedProcess<'_> {
 
     fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
         self.process.contents(way, runs, sink)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::observe;
+    use crate::recording::Recording;
+
+    /// Two processes in containers of Docker's, with what Docker keeps of these; of the second as one in a container of
+    /// its own sees it.
+    fn source(root: &Path) -> Recording {
+        let file = |path: &str, text: &str| {
+            let file = root.join("files").join(path);
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            fs::write(file, text).unwrap();
+        };
+        file("proc/.names", "7\n8\n");
+        for (pid, id, host) in [(7, "ab".repeat(32), ""), (8, "cd".repeat(32), "proc/1/root/")] {
+            let stat = format!("{pid} (web) S 1 1 1 0 -1 4194304{} 30965760 4249\n", " 1".repeat(13));
+            file(&format!("proc/{pid}/stat"), &stat);
+            file(&format!("proc/{pid}/cgroup"), &format!("0::/system.slice/docker-{id}.scope\n"));
+            let config =
+                include_str!("../parse/samples/docker-config.v2.json").replace("acme", &format!("tenant{pid}"));
+            file(&format!("{host}var/lib/docker/containers/{id}/config.v2.json"), &config);
+        }
+        fs::write(root.join("recording.toml"), format!("schema = \"{SCHEMA}\"\npage_size = 4096\n")).unwrap();
+        Recording::open(root).unwrap()
+    }
+
+    fn labels(host: &dyn Host, pid: u32) -> Vec<String> {
+        let handle = host.open(Pid(pid)).unwrap();
+        observe::process(host, &*handle).unwrap().identity.labels
+    }
+
+    /// All that is below a folder: paths and contents.
+    fn everything(folder: &Path) -> String {
+        let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        let one = |path: PathBuf| {
+            let inside = if path.is_dir() { everything(&path) } else { fs::read_to_string(&path).unwrap() };
+            format!("{}\n{inside}\n", path.display())
+        };
+        entries.map(one).collect()
+    }
+
+    #[test]
+    fn of_containers_the_labels_are_kept_of_those_who_are_chosen() {
+        let folder = tempfile::tempdir().unwrap();
+        let live = source(&folder.path().join("live"));
+        let kept = folder.path().join("kept");
+        let tap = Tap::new(&live, &kept, |_, _| true).unwrap();
+        for pid in [7, 8] {
+            assert_eq!(labels(&tap, pid), ["com.docker.compose.project=shop", &format!("tenant=tenant{pid}")]);
+        }
+        tap.show_only(BTreeSet::from([Pid(8)]));
+        assert_eq!(tap.pids().unwrap(), [Pid(8)]);
+        tap.finish("").unwrap();
+        let everything = everything(&kept);
+        assert!(!everything.contains("PASSWORD") && !everything.contains("tenant7"), "{everything}");
+        assert!(!everything.contains(&"ab".repeat(32)), "{everything}");
+        let replayed = Recording::open(&kept).unwrap();
+        assert_eq!(labels(&replayed, 8), ["com.docker.compose.project=shop", "tenant=tenant8"]);
     }
 }

@@ -26,6 +26,9 @@ const IDLE: f64 = 0.01;
 /// written all the time is never old.
 const UNRIPE: u32 = 2;
 
+/// For how long who has come into another trust domain stays there: an hour.
+const SETTLED: Duration = Duration::from_secs(3600);
+
 /// Doublings of what a look is taken to cost, at most.
 const OVERRUNS: u32 = 10;
 
@@ -110,6 +113,8 @@ pub struct Member {
     pub merged: bool,
     /// Whether it may share pages with another trust domain, since its own has changed.
     pub mixed: bool,
+    /// When it came into another trust domain last.
+    moved_at: Option<Duration>,
     /// When it was looked at last.
     pub looked: Option<Duration>,
     /// The pause after the next look.
@@ -156,6 +161,7 @@ impl Member {
             enrolled: false,
             merged: false,
             mixed: false,
+            moved_at: None,
             looked: None,
             pause: rules.ripens,
             next: now + rules.debounce,
@@ -353,6 +359,13 @@ impl Member {
         if self.merged {
             self.mixed = true;
             self.leave(Reason::Domain, now);
+        }
+    }
+
+    /// It came into another trust domain. Who does so again and again would be merged and withdrawn each time.
+    pub fn moved(&mut self, now: Duration, rules: &Rules) {
+        if self.moved_at.replace(now).is_some_and(|before| now < before + SETTLED) {
+            self.refuse(now, rules);
         }
     }
 

@@ -92,6 +92,16 @@ enum Work {
     Restore,
 }
 
+impl Work {
+    /// Whether it may have somebody share pages with others.
+    fn is_about(&self, process: ProcessId) -> bool {
+        match self {
+            Self::Census(_, processes) | Self::Merge(processes) => processes.contains(&process),
+            Self::Hold | Self::Look | Self::Withdraw(_) | Self::Restore => false,
+        }
+    }
+}
+
 /// How far it has come to its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stopping {

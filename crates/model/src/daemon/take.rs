@@ -145,8 +145,11 @@ impl State {
                 }
                 let domain = std::mem::replace(&mut member.domain, arrival.domain);
                 if domain != member.domain && !domain.is_alone() && !self.rules.across_domains {
-                    self.outdated = true;
+                    self.outdated |= self.work.as_ref().is_some_and(|work| work.is_about(process));
                     member.part(self.now);
+                }
+                if domain != member.domain {
+                    member.moved(self.now, &self.rules);
                 }
             }
             None => {

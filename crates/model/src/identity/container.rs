@@ -65,9 +65,14 @@ pub(super) fn of(cgroup: &str) -> Option<String> {
     Some(format!("{runtime}:{}", if by_id { &name[..SHOWN] } else { &name }))
 }
 
-/// Where the labels of the innermost container of a cgroup path may be, by paths below the root.
+/// Where the labels of the outermost container of a cgroup path may be, by paths below the root; nowhere unless root
+/// alone makes cgroups where it is. Whoever has cgroups of its own to make, in its session or in a container, may name
+/// them after any container.
 pub(super) fn label_files(cgroup: &str) -> Vec<String> {
-    let Some(container) = innermost(cgroup).filter(Container::has_id) else { return Vec::new() };
+    let path: Vec<&str> = cgroup.strip_suffix(" (deleted)").unwrap_or(cgroup).split('/').collect();
+    let outermost = (0..path.len()).find_map(|depth| Some((depth, container(&path[..depth], path[depth])?)));
+    let is_told = |(depth, container): &(usize, Container<'_>)| container.has_id() && is_of_root(&path[..*depth]);
+    let Some((_, container)) = outermost.filter(is_told) else { return Vec::new() };
     let files = FILES.iter().filter(|(_, _, runtimes)| runtimes.contains(&container.runtime));
     let file = |root: &str, (before, after, _): &(&str, &str, _)| format!("{root}{before}{}{after}", container.name);
     ROOTS.iter().flat_map(|root| files.clone().map(|parts| file(root, parts))).collect()
@@ -77,6 +82,14 @@ pub(super) fn label_files(cgroup: &str) -> Vec<String> {
 pub(super) fn is_label_file(path: &str) -> bool {
     let path = path.strip_prefix(ROOTS[1]).unwrap_or(path);
     FILES.iter().any(|(before, after, _)| path.starts_with(before) && path.ends_with(after))
+}
+
+/// Whether nobody but root makes cgroups below a path: below slices of systemd, and where a runtime that does without
+/// it has its own. Of a cgroup namespace's path the beginning is missing (cgroup_namespaces(7)).
+fn is_of_root(path: &[&str]) -> bool {
+    let mut parts = path.iter().filter(|part| !matches!(**part, "" | ".."));
+    let runtimes = ["docker", "kubepods", "libpod_parent"];
+    parts.clone().next().is_some_and(|first| runtimes.contains(first)) || parts.all(|part| part.ends_with(".slice"))
 }
 
 fn innermost(cgroup: &str) -> Option<Container<'_>> {
@@ -239,6 +252,19 @@ mod tests {
         check("/kubepods/besteffort/pod5ba42b59-07d1/ID", &[&task, &k3s, &storage, &running]);
         let default = "run/containerd/io.containerd.runtime.v2.task/default/ID/config.json";
         check("/system.slice/nerdctl-ID.scope", &[&task, &k3s, default]);
+        check("/docker/ID/init.scope", &["var/lib/docker/containers/ID/config.v2.json"]);
+        check("/../../system.slice/docker-ID.scope", &["var/lib/docker/containers/ID/config.v2.json"]);
+        // Of a container in a container those of the outer one, which cannot choose them.
+        let other = "ab".repeat(32);
+        check(&format!("/machine.slice/libpod-ID.scope/libpod-{other}.scope"), &[&storage]);
+        // A user's own.
+        for own in
+            ["user@1000.service/app.slice/docker-ID.scope", "session-3.scope/docker/ID", "user@1000.service/docker/ID"]
+        {
+            check(&format!("/user.slice/user-1000.slice/{own}"), &[]);
+        }
+        check("/system.slice/delegated.service/docker-ID.scope", &[]);
+        check("/lxc.payload.web/docker/ID", &[]);
         // A name or the beginning of an id would not do as a part of a path, nor would what only looks like one.
         check("/system.slice/docker-4c01db0b339c.scope", &[]);
         check("/lxc/..", &[]);

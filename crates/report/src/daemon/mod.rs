@@ -236,7 +236,8 @@ pub struct Ksm {
 }
 
 /// What merging saves. `net = gross - metadata` and `gross = duplicate + zero`. What `net` is less than `duplicate_net`
-/// and `zero_net` together is the metadata of pages that were not merged.
+/// and `zero` together is the metadata of pages that were not merged. For pages of zeros ksmd keeps none beyond the
+/// pass after.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Saved {
     /// Frames that came back.
@@ -252,9 +253,6 @@ pub struct Saved {
     /// `duplicate` less the metadata of the pages that were merged, the kept copies among them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub duplicate_net: Option<i64>,
-    /// `zero` less the metadata of its pages.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub zero_net: Option<i64>,
     /// The kernel's metadata.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata: Option<u64>,

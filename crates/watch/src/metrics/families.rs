@@ -124,11 +124,11 @@ fn worth(status: &Status, to: &mut Exposition) {
     let samples = series(by_class.into_iter().map(|(class, bytes)| (vec![("class", class)], bytes)));
     let help = "What merging saves by class: merged with equal pages, or mapped to the kernel's page of zeros.";
     to.family(&Family { kind: Kind::Gauge, name: "pagefold_saved_class_bytes", help, samples });
-    let unmerged = || Some(status.saved.net? - status.saved.duplicate_net? - status.saved.zero_net.unwrap_or(0));
-    let by_class =
-        [("duplicate", status.saved.duplicate_net), ("zero", status.saved.zero_net), ("unmerged", unmerged())];
+    let zero = status.saved.zero.map(u64::cast_signed);
+    let unmerged = || Some(status.saved.net? - status.saved.duplicate_net? - zero.unwrap_or(0));
+    let by_class = [("duplicate", status.saved.duplicate_net), ("zero", zero), ("unmerged", unmerged())];
     let samples = series(by_class.into_iter().map(|(class, bytes)| (vec![("class", class)], bytes)));
-    let help = "What is left of it by class after the metadata of its pages; what is not merged has metadata, too.";
+    let help = "What merging saves by class less metadata, of which pages that are not merged have some, too.";
     to.family(&Family { kind: Kind::Gauge, name: "pagefold_saved_class_net_bytes", help, samples });
     to.gauge("pagefold_saved_metadata_bytes", "Metadata that the kernel keeps for it.", status.saved.metadata);
     to.gauge("pagefold_saved_net_bytes", "What is left of it, negative where merging costs more.", status.saved.net);
@@ -203,7 +203,7 @@ fn domains(status: &Status, to: &mut Exposition) {
     write_each(to, &figures, &status.domains, |domain| vec![("domain", named(&domain.name))]);
     let net = |domain: &DomainShare| Some(domain.saved?.cast_signed() - domain.metadata?.cast_signed());
     let samples = series(status.domains.iter().map(|domain| (vec![("domain", named(&domain.name))], net(domain))));
-    let help = "What is left of what merging saves in a trust domain after the metadata of its pages.";
+    let help = "What merging saves for the members in a trust domain less the metadata of their pages, an estimate.";
     to.family(&Family { kind: Kind::Gauge, name: "pagefold_domain_saved_net_bytes", help, samples });
 }
 

@@ -191,6 +191,43 @@ fn who_comes_into_another_domain_shares_nothing_with_the_one_before() {
 }
 
 #[test]
+fn work_on_others_goes_on_while_somebody_moves() {
+    for merges in [false, true] {
+        let mut host = merged(&[2]);
+        [1, 3].into_iter().for_each(|pid| host.happen(arrival(pid)));
+        let works = |host: &Host| match &host.state.work {
+            Some(Work::Census(_, processes)) => !merges && processes.len() == 2,
+            Some(Work::Merge(processes)) => merges && processes.len() == 2,
+            _ => false,
+        };
+        while !works(&host) {
+            host.tick();
+        }
+        let Event::Came(other) = arrival(2) else { unreachable!() };
+        host.happen(Event::Came(Arrival { domain: Domain::Group("apart".into()), ..other }));
+        host.run(30);
+        assert_eq!(host.did(|action| *action == Action::Halt), 0);
+        assert_eq!((extents(&host, id(1)), extents(&host, id(3))), (vec![], vec![]), "they are not parted");
+        assert_eq!(extents(&host, id(2)), [Extent::All]);
+    }
+}
+
+#[test]
+fn who_moves_to_and_fro_is_merged_less_and_less_often() {
+    let Event::Came(known) = arrival(1) else { unreachable!() };
+    let mut host = merged(&[1, 3]);
+    let minutes = 240;
+    for minute in 0..minutes {
+        let domain = if minute % 2 == 0 { Domain::Group("apart".into()) } else { known.domain.clone() };
+        host.happen(Event::Came(Arrival { domain, ..known.clone() }));
+        host.run(60);
+    }
+    let withdrawn = extents(&host, id(1)).len();
+    assert!((1..minutes / 20).contains(&withdrawn), "{withdrawn} times in {minutes} minutes");
+    assert!(extents(&host, id(3)).is_empty(), "who stays where it is loses nothing by it");
+}
+
+#[test]
 fn no_operator_keeps_what_two_domains_share() {
     let mut host = merged(&[1, 3]);
     host.clings.insert(id(1));
