@@ -28,7 +28,7 @@ use crate::verify;
 use extent::Extents;
 use pagefold_host::act::{self, Action, Advice, Effect, Refusal};
 use pagefold_host::room::room;
-use pagefold_host::{Host, observe, parse};
+use pagefold_host::{Host, parse};
 use pagefold_model::guard::{self, Need, Verdict};
 use pagefold_model::ksm::{Setting, Settings};
 use pagefold_model::policy::DEFAULT_PAGES_TO_SCAN;
@@ -536,7 +536,7 @@ impl<'a> Session<'a> {
             }
             (Err(why), _) => return Err(why),
         };
-        let cgroup = observe::process(self.host, &*handle).and_then(|process| process.cgroup).ok();
+        let cgroup = handle.read("cgroup").and_then(|bytes| parse::cgroup(&bytes)).ok();
         let room = room(self.host, &cgroup.iter().cloned().collect());
         let need = Need::of(cgroup.as_deref(), copies, Pages::ZERO);
         Ok(guard::judge(&need, &room, self.host.page_size()).verdict == Verdict::Fits)

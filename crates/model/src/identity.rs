@@ -81,8 +81,8 @@ pub struct Identity {
     pub container: Option<String>,
     /// The job it belongs to.
     pub job: Option<Job>,
-    /// What the outermost container that it is in was labelled with, as `KEY=VALUE`, as far as its runtime keeps that in a file (see
-    /// [`label_files`]).
+    /// What the outermost container that it is in was labelled with, as `KEY=VALUE`, as far as its runtime keeps that
+    /// in a file (see [`label_files`]).
     pub labels: Vec<String>,
 }
 

@@ -6,18 +6,27 @@ use serde_json::{Map, Value};
 /// which nobody is grouped by.
 const LONGEST: usize = 256;
 
+/// How many bytes such a file may have: who starts a container may have much written there, and it is read often.
+const LARGEST: usize = 1 << 20;
+
 /// The labels in a runtime's file about a container, as `KEY=VALUE` of at most 256 bytes: `Config.Labels` of Docker's
-/// `config.v2.json`, or the `annotations` of the `config.json` of an OCI runtime. None where it is neither.
+/// `config.v2.json`, or the `annotations` of the `config.json` of an OCI runtime. None where it is neither, or has more
+/// than a MiB.
 pub fn labels(bytes: &[u8]) -> Vec<String> {
-    let document = serde_json::from_slice(bytes).unwrap_or_default();
+    let document = document(bytes);
     kept(&document).map(|(key, value)| format!("{key}={value}")).collect()
 }
 
 /// What may be kept of such a file, which [`labels`] reads as the same: the rest has a container's environment in it.
 pub fn only_labels(bytes: &[u8]) -> Vec<u8> {
-    let document = serde_json::from_slice(bytes).unwrap_or_default();
+    let document = document(bytes);
     let kept: Map<String, Value> = kept(&document).map(|(key, value)| (key.to_owned(), value.into())).collect();
     serde_json::json!({ "annotations": kept }).to_string().into_bytes()
+}
+
+fn document(bytes: &[u8]) -> Value {
+    let bytes = Some(bytes).filter(|bytes| bytes.len() <= LARGEST);
+    bytes.and_then(|bytes| serde_json::from_slice(bytes).ok()).unwrap_or_default()
 }
 
 fn kept(document: &Value) -> impl Iterator<Item = (&str, &str)> {
@@ -63,6 +72,9 @@ mod tests {
             assert_eq!(labels(text.as_bytes()), [""; 0], "{text}");
             assert_eq!(only_labels(text.as_bytes()), br#"{"annotations":{}}"#);
         }
+        let text = r#"{"annotations": {"a": "b"}}"#;
+        let padded = |bytes: usize| [text.as_bytes(), &vec![b' '; bytes - text.len()]].concat();
+        assert_eq!((labels(&padded(LARGEST)).len(), labels(&padded(LARGEST + 1)).len()), (1, 0));
     }
 
     proptest! {
