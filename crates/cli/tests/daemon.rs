@@ -152,11 +152,15 @@ impl Program {
         self.0.id().to_string()
     }
 
+    /// A sum over its page tables now, in KiB.
+    fn kib(&self, name: &str) -> Option<u64> {
+        let rollup = fs::read_to_string(format!("/proc/{}/smaps_rollup", self.0.id())).unwrap();
+        rollup.lines().find_map(|line| line.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse().ok())
+    }
+
     /// Pages that are merged of it now, by its page tables.
     fn merged(&self) -> u64 {
-        let rollup = fs::read_to_string(format!("/proc/{}/smaps_rollup", self.0.id())).unwrap();
-        let kib = rollup.lines().find_map(|line| line.strip_prefix("KSM:")?.trim().strip_suffix(" kB")?.parse().ok());
-        kib.unwrap_or(0) / 4
+        self.kib("KSM:").unwrap_or(0) / 4
     }
 
     fn is_enrolled(&self) -> bool {
@@ -193,6 +197,19 @@ fn who_comes_is_merged_and_whoever_has_a_say_is_heeded() {
     assert_eq!(members.len(), 2, "nobody else is managed: {members:#?}");
     assert!(members.iter().all(|member| member["state"] == "merged" && member["ranges"].as_u64() > Some(0)));
     assert!(status["passes"]["reached"].as_i64() > Some(8 << 20), "{}", status["passes"]);
+    // What is merged is divided by those who map it, and so are files: half of what both have of the first.
+    let fair = |status: &Value| {
+        let members = status["members"].as_array().unwrap().iter();
+        members.filter(|member| member["footprint_age_seconds"].is_u64()).count() == 2
+    };
+    until("fair shares", || fair(&daemon.status()));
+    for program in &programs {
+        let status = daemon.status();
+        let mut members = status["members"].as_array().unwrap().iter();
+        let member = members.find(|member| member["pid"].as_u64() == Some(program.0.id().into())).unwrap();
+        let (told, pss) = (member["footprint"].as_u64().unwrap() >> 10, program.kib("Pss:").unwrap());
+        assert!(told.abs_diff(pss) < 512 && pss < 28 << 10, "{told} KiB told, Pss {pss} KiB: {member}");
+    }
     let text = place.run(&["status"]);
     assert!(String::from_utf8_lossy(&text.stdout).contains("Latest decisions"), "{text:?}");
 

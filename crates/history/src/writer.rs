@@ -158,7 +158,7 @@ impl Writer {
     /// Note what the largest members take at a time (seconds since 1970).
     pub fn note_members(&mut self, time: f64, members: &[Member]) {
         let mut members = members.to_vec();
-        members.sort_by_key(|member| std::cmp::Reverse(member.footprint_estimate.or(member.resident)));
+        members.sort_by_key(|member| std::cmp::Reverse(member.footprint.or(member.resident)));
         members.truncate(MEMBERS);
         if self.members.len() < THIN as usize {
             self.members.push((time, members));
@@ -391,7 +391,7 @@ fn insert_members(transaction: &Transaction<'_>, time_ms: i64, members: &[Member
             cut(&member.domain),
             member.pid,
             signed(member.resident),
-            signed(member.footprint_estimate),
+            signed(member.footprint),
             signed(member.saved),
         ])?;
     }

@@ -34,7 +34,7 @@ fn crowded() -> Status {
             label: format!("vm-{n}"),
             workload: format!("vm-{n}"),
             cgroup: Some(format!("/machine/{n}")),
-            footprint_estimate: Some(1000 - n),
+            footprint: Some(1000 - n),
             ..member.clone()
         })
         .collect();
@@ -85,9 +85,9 @@ fn the_number_of_series_is_bounded_and_nothing_is_lost() {
     let status = crowded();
     let text = text(&status, Format::Prometheus);
     for (family, sum) in [
-        ("pagefold_member_footprint_estimate_bytes{", 500_500.0),
-        ("pagefold_workload_footprint_estimate_bytes{", 500_500.0),
-        ("pagefold_cgroup_footprint_estimate_bytes{", 500_500.0),
+        ("pagefold_member_footprint_bytes{", 500_500.0),
+        ("pagefold_workload_footprint_bytes{", 500_500.0),
+        ("pagefold_cgroup_footprint_bytes{", 500_500.0),
         ("pagefold_decisions_total{", 500.0),
     ] {
         let values = values(&text, family);
@@ -95,7 +95,7 @@ fn the_number_of_series_is_bounded_and_nothing_is_lost() {
         assert!((values.iter().sum::<f64>() - sum).abs() < 0.5, "{family}");
     }
     for of in ["member", "workload"] {
-        let others = format!("pagefold_{of}_footprint_estimate_bytes{{kind=\"others\",{of}=\"others\"");
+        let others = format!("pagefold_{of}_footprint_bytes{{kind=\"others\",{of}=\"others\"");
         assert_eq!(values(&text, &others).len(), 1, "{of}");
     }
 }
@@ -117,8 +117,7 @@ fn what_is_counted_apart_adds_up() {
     assert!(values(&text, "pagefold_workload_saved_bytes{kind=\"process\"").is_empty(), "numbers make no series");
     // Files are counted once in a job.
     assert!(
-        sum("pagefold_workload_footprint_estimate_bytes{kind=\"job\"")
-            < sum("pagefold_member_footprint_estimate_bytes{kind=\"job\"")
+        sum("pagefold_workload_footprint_bytes{kind=\"job\"") < sum("pagefold_member_footprint_bytes{kind=\"job\"")
     );
     // What is in order is counted, and 0 is said.
     assert_eq!(values(&text, "pagefold_findings{verdict=\"ok\"}"), [24.0]);

@@ -100,12 +100,12 @@ fn any_room_will_do() {
 #[test]
 fn members_are_sorted() {
     let mut app = app(false);
-    assert_eq!(names(&mut app), sorted(|member| member.footprint_estimate));
+    assert_eq!(names(&mut app), sorted(|member| member.footprint));
     press(&mut app, "r");
     let mut upwards = names(&mut app);
     upwards.reverse();
     // Of equals the order stays.
-    assert_eq!(upwards.first(), sorted(|member| member.footprint_estimate).first());
+    assert_eq!(upwards.first(), sorted(|member| member.footprint).first());
     press(&mut app, "s");
     assert_eq!(names(&mut app), sorted(|member| member.saved));
     press(&mut app, "s");
@@ -178,7 +178,7 @@ fn absent_is_not_zero_and_names_do_not_steer() {
     status.memory.available = None;
     status.ksm = None;
     status.members[0].label = "evil\u{1b}[2J\u{202e}".to_owned();
-    status.members[0].footprint_estimate = None;
+    status.members[0].footprint = None;
     let mut app = App::new(false);
     app.take(Ok(status));
     let frame = text(&mut app);

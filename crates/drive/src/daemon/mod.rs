@@ -5,10 +5,11 @@
 //! or found out by polling ([`roster`]). While it may act, the daemon has the host's one [`Session`](crate::Session)
 //! all the time and ksmd rests between merges; paused, or where somebody else drives KSM, it has not, and the settings
 //! are what they were. What programs wait for is read at each tick while it works and now and then while it rests
-//! ([`probe`]).
+//! ([`probe`]); what they take by fair share is found out by a third thread, seldom ([`fair`]).
 
 mod cgroups;
 mod clock;
+mod fair;
 mod probe;
 pub mod replay;
 mod roster;
@@ -17,6 +18,7 @@ mod snapshot;
 mod worker;
 
 pub use clock::utc_offset;
+pub use fair::Fair;
 pub use pagefold_sys::allocator::give_back_big_blocks;
 pub use settings::Settings;
 pub use snapshot::{Pass, Said, Shared, Snapshot, Told, Used};
@@ -101,6 +103,9 @@ pub struct Daemon<'h, 'a> {
     cgroups: Cgroups,
     tuner: Option<String>,
     orders: Sender<Order>,
+    /// Whose page tables are to be walked.
+    walks: Sender<ProcessId>,
+    turns: fair::Turns,
     /// Ends the work under way soon.
     halt: Arc<AtomicBool>,
     pulse: Pulse,
@@ -112,6 +117,14 @@ pub struct Daemon<'h, 'a> {
     ended: Option<bool>,
     /// Gets each decision as it falls, and what could not be done.
     log: &'a mut dyn FnMut(&str),
+}
+
+/// What goes to the other threads, and what is seen of them.
+struct Threads {
+    orders: Sender<Order>,
+    walks: Sender<ProcessId>,
+    /// What the host has answered to whoever does the work.
+    answers: Arc<AtomicU64>,
 }
 
 /// Whether the work under way gets on.
@@ -148,11 +161,13 @@ pub fn run(
 ) -> Result<bool, Error> {
     let answers = Arc::default();
     let counted = Counted::new(host, Arc::clone(&answers));
-    let worker = Worker::new(&counted, directory.to_owned(), sender)?;
+    let worker = Worker::new(&counted, directory.to_owned(), sender.clone())?;
     std::thread::scope(|scope| {
         let (orders, work) = mpsc::channel();
         let working = scope.spawn(move || worker.run(&work));
-        let mut daemon = Daemon::new(host, settings, seed, (orders, answers), log);
+        let (walks, walked) = mpsc::channel();
+        scope.spawn(move || fair::walk(host, &walked, &sender));
+        let mut daemon = Daemon::new(host, settings, seed, Threads { orders, walks, answers }, log);
         let done = daemon.run(&messages, alive, || working.is_finished());
         drop(daemon);
         done
@@ -164,7 +179,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
         host: &'h dyn Host,
         settings: Settings,
         seed: u64,
-        (orders, answers): (Sender<Order>, Arc<AtomicU64>),
+        Threads { orders, walks, answers }: Threads,
         log: &'a mut dyn FnMut(&str),
     ) -> Self {
         let began = Instant::now();
@@ -183,6 +198,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             counts: BTreeMap::new(),
             census: None,
             shared: Shared::default(),
+            fair: BTreeMap::new(),
             ranges: BTreeMap::new(),
             passes: (0, 0),
             reached: (Bytes::ZERO, NetBytes(0)),
@@ -205,6 +221,8 @@ impl<'h, 'a> Daemon<'h, 'a> {
             cgroups: Cgroups::default(),
             tuner: None,
             orders,
+            walks,
+            turns: fair::Turns::default(),
             halt: Arc::default(),
             pulse: Pulse { answers, last: (0, Duration::ZERO), hung: false },
             ksmd_thread: ksmd,
@@ -318,6 +336,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             if let Event::Went(process) = &event {
                 self.snapshot.counts.remove(process);
                 self.snapshot.ranges.remove(process);
+                self.snapshot.fair.remove(process);
             }
             self.step(event);
         }
@@ -343,6 +362,9 @@ impl<'h, 'a> Daemon<'h, 'a> {
             resident: polled.resident,
             ran: polled.ran,
         }));
+        if let Some(process) = self.turns.next(now, self.roster.members().map(|member| member.id)) {
+            let _ = self.walks.send(process);
+        }
         Ok(())
     }
 
@@ -402,6 +424,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 snapshot.passes.1 += 1;
                 snapshot.reached.0 += predicted;
                 snapshot.reached.1.0 += net.0;
+                ranges.keys().for_each(|process| self.turns.changed(self.now, *process));
                 snapshot.ranges.extend(ranges);
                 if let Some(last) = &mut snapshot.last {
                     last.at = SystemTime::now();
@@ -409,6 +432,10 @@ impl<'h, 'a> Daemon<'h, 'a> {
                     last.cost += cost;
                     (last.predicted, last.net) = (predicted, Some(net));
                 }
+            }
+            Told::Walked { process, fair, cost } => {
+                self.turns.walked(self.now, process, cost);
+                snapshot.fair.extend(fair.ok().map(|fair| (process, fair)));
             }
             Told::PutBack(was) => (self.log)(&format!("a pagefold was killed before; put back: {was}")),
             Told::Remains(what) => {
@@ -428,6 +455,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
         let lives: BTreeSet<ProcessId> = who.iter().map(|who| who.id).collect();
         self.snapshot.counts.retain(|process, _| lives.contains(process));
         self.snapshot.ranges.retain(|process, _| lives.contains(process));
+        self.snapshot.fair.retain(|process, _| lives.contains(process));
         Snapshot {
             state: self.state().clone(),
             settings: Arc::clone(&self.settings),

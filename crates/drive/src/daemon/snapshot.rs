@@ -1,6 +1,6 @@
 //! How the daemon stands, for whoever asks.
 
-use super::Settings;
+use super::{Fair, Settings};
 use pagefold_model::census::Matrix;
 use pagefold_model::daemon::{Decision, Reason, State};
 use pagefold_model::process::Process;
@@ -45,6 +45,15 @@ pub enum Told {
         /// Wall time.
         seconds: Duration,
         /// CPU time of ksmd and pagefold.
+        cost: Duration,
+    },
+    /// The page tables of a process were walked.
+    Walked {
+        /// Whose.
+        process: ProcessId,
+        /// What it takes by fair share, or why that cannot be read.
+        fair: Reading<Fair>,
+        /// CPU time at most: wall time.
         cost: Duration,
     },
     /// Something that a killed run had left was put back.
@@ -146,6 +155,8 @@ pub struct Snapshot {
     pub census: Option<(SystemTime, u64)>,
     /// Who shares with whom.
     pub shared: Shared,
+    /// What each takes by fair share, of those whose page tables were walked.
+    pub fair: BTreeMap<ProcessId, Fair>,
     /// Ranges that are enrolled of each, neighbours as one.
     pub ranges: BTreeMap<ProcessId, u64>,
     /// Passes so far, and those that merged.

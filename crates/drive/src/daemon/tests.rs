@@ -28,6 +28,11 @@ fn host() -> Fake {
     host
 }
 
+/// The other threads, of which one does the work.
+fn threads(orders: Sender<Order>) -> Threads {
+    Threads { orders, walks: mpsc::channel().0, answers: Arc::default() }
+}
+
 /// Put a process into a cgroup with a limit, half of which is left, and have memory waited for there.
 fn confine(host: &Fake, pid: u32, cgroup: &str, percent: &str) {
     host.file(&format!("proc/{pid}/cgroup"), &format!("0::{cgroup}\n"));
@@ -66,7 +71,7 @@ fn a_quiet_host_that_is_merged_is_hardly_asked_anything() {
     let host = Faulty::new(&fake, count);
     let (orders, work) = mpsc::channel();
     let mut log = |_: &str| {};
-    let mut daemon = Daemon::new(&host, Settings::default(), 0, (orders, Arc::default()), &mut log);
+    let mut daemon = Daemon::new(&host, Settings::default(), 0, threads(orders), &mut log);
     let mut ticks = |count: usize| {
         for _ in 0..count {
             daemon.now += CALM[0];
@@ -169,7 +174,7 @@ fn the_host_of_another_tuner_is_not_taken_first() {
     let (orders, work) = mpsc::channel();
     let (mut log, mut settings) = (|_: &str| {}, Settings::default());
     settings.rules.mode = Mode::Act;
-    let mut daemon = Daemon::new(&host, settings, 0, (orders, Arc::default()), &mut log);
+    let mut daemon = Daemon::new(&host, settings, 0, threads(orders), &mut log);
     let orders = |daemon: &mut Daemon<'_, '_>| {
         for _ in 0..20 {
             daemon.now += CALM[0];
@@ -281,7 +286,7 @@ fn who_is_squeezed_is_looked_at_before_others_and_above_the_goal() {
     let (orders, work) = mpsc::channel();
     let (mut log, mut settings) = (|_: &str| {}, Settings::default());
     settings.rules.keep_available = Some(Bytes(1 << 30));
-    let mut daemon = Daemon::new(&host, settings, 0, (orders, Arc::default()), &mut log);
+    let mut daemon = Daemon::new(&host, settings, 0, threads(orders), &mut log);
     let first = (0..60).find_map(|_| {
         daemon.now += CALM[0];
         daemon.tick().unwrap();
@@ -297,7 +302,13 @@ fn work_that_does_not_get_on_is_no_sign_of_life() {
     let (orders, work) = mpsc::channel();
     let (said, told) = mpsc::channel();
     let mut log = |line: &str| said.send(line.to_owned()).unwrap();
-    let mut daemon = Daemon::new(&host, Settings::default(), 0, (orders, Arc::clone(&answers)), &mut log);
+    let mut daemon = Daemon::new(
+        &host,
+        Settings::default(),
+        0,
+        Threads { answers: Arc::clone(&answers), ..threads(orders) },
+        &mut log,
+    );
     let ticks = |daemon: &mut Daemon<'_, '_>, advances: bool| {
         let all = (0..2 * HUNG.as_secs()).map(|_| {
             daemon.now += Duration::from_secs(1);

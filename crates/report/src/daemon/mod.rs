@@ -411,10 +411,14 @@ pub struct Member {
     /// Merged memory, kept copies and pages of zeros included.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub merged: Option<u64>,
-    /// An estimate of what it takes: `resident` less what merging saves of it. What is shared otherwise, by fork or as
-    /// files, counts in full; `pagefold account` divides each page by those who map it.
+    /// What it takes: its fair share, each page divided by those who map it (`Pss` of `smaps_rollup`), with what its
+    /// resident and merged memory has changed since that was read. Before that an estimate: `resident` less what merging
+    /// saves of it, where what is shared otherwise, by fork or as files, counts in full.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub footprint_estimate: Option<u64>,
+    pub footprint: Option<u64>,
+    /// Seconds since its fair share was read. Absent where `footprint` is an estimate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub footprint_age_seconds: Option<u64>,
     /// An estimate of what merging saves for it: of its merged pages the part that is saved of all on this host,
     /// `pages_sharing / (pages_shared + pages_sharing)`, and pages of zeros in full.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -462,10 +466,13 @@ pub struct Sum {
     /// Their merged memory, kept copies and pages of zeros included.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub merged: Option<u64>,
-    /// An estimate of what they take, as of one, but files and shared memory only once: as much as the one of them that
-    /// maps the most.
+    /// What they take, as of one. Of estimates among them files and shared memory are in it only once: as much as the
+    /// one of them that maps the most.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub footprint_estimate: Option<u64>,
+    pub footprint: Option<u64>,
+    /// Seconds since the fair share of each was read, at most. Absent where any of it is an estimate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub footprint_age_seconds: Option<u64>,
     /// An estimate of what merging saves for them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved: Option<u64>,

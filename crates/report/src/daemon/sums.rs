@@ -1,8 +1,9 @@
 //! What members take that belong together: those of a virtual machine, a container or a job, and those of a cgroup.
 //!
-//! Files and shared memory are resident in each process that maps them, and processes that belong together map the same
-//! ones: the buffers of a database server, the window that ranks share. Added up they would count once for each. So of
-//! them a sum has what the one with the most of them maps, which is too little where the processes map different ones.
+//! Fair shares add up. Not so estimates: files and shared memory are resident in each process that maps them, and
+//! processes that belong together map the same ones: the buffers of a database server, the window that ranks share.
+//! Added up they would count once for each. So of them a sum of estimates has what the one with the most of them maps,
+//! which is too little where the processes map different ones.
 
 use super::{Cgroup, Kind, Member, Sum, Workload};
 use std::cmp::Reverse;
@@ -21,7 +22,7 @@ pub fn workloads(members: &[Member]) -> Vec<Workload> {
         sum: sum(&members),
     };
     let mut workloads: Vec<Workload> = parts.into_iter().map(workload).collect();
-    workloads.sort_by_key(|workload| Reverse(workload.sum.footprint_estimate));
+    workloads.sort_by_key(|workload| Reverse(workload.sum.footprint));
     workloads
 }
 
@@ -35,24 +36,29 @@ pub fn cgroups(members: &[Member]) -> Vec<Cgroup> {
     }
     let cgroup = |(path, members): (&str, Vec<&Member>)| Cgroup { path: path.to_owned(), sum: sum(&members) };
     let mut cgroups: Vec<Cgroup> = parts.into_iter().map(cgroup).collect();
-    cgroups.sort_by_key(|cgroup| Reverse(cgroup.sum.footprint_estimate));
+    cgroups.sort_by_key(|cgroup| Reverse(cgroup.sum.footprint));
     cgroups
 }
 
 fn sum(members: &[&Member]) -> Sum {
     let all = |figure: fn(&Member) -> Option<u64>| -> Option<u64> { members.iter().map(|member| figure(member)).sum() };
+    let ages: Option<Vec<u64>> = members.iter().map(|member| member.footprint_age_seconds).collect();
     let once = members.iter().filter_map(|member| shared(member)).max().unwrap_or(0);
     Sum {
         processes: members.len() as u64,
         merged: all(|member| member.merged),
-        footprint_estimate: all(|member| Some(member.footprint_estimate? - shared(member)?)).map(|own| own + once),
+        footprint: all(|member| Some(member.footprint? - shared(member)?)).map(|own| own + once),
+        footprint_age_seconds: ages.and_then(|ages| ages.into_iter().max()),
         saved: all(|member| member.saved),
     }
 }
 
-/// What of a member's footprint others may map too.
+/// What of an estimate of a member's footprint others may map too.
 fn shared(member: &Member) -> Option<u64> {
-    Some(member.shared.unwrap_or(0).min(member.footprint_estimate?))
+    match member.footprint_age_seconds {
+        Some(_) => Some(0),
+        None => Some(member.shared.unwrap_or(0).min(member.footprint?)),
+    }
 }
 
 #[cfg(test)]
@@ -61,7 +67,7 @@ mod tests {
     use crate::daemon::MemberState;
 
     fn member(pid: u32, kind: Kind, workload: &str, figures: [Option<u64>; 4]) -> Member {
-        let [shared, merged, footprint_estimate, saved] = figures;
+        let [shared, merged, footprint, saved] = figures;
         Member {
             pid,
             start_time: 1,
@@ -74,7 +80,8 @@ mod tests {
             resident: None,
             shared,
             merged,
-            footprint_estimate,
+            footprint,
+            footprint_age_seconds: None,
             saved,
             metadata: None,
             ranges: 0,
@@ -99,7 +106,10 @@ mod tests {
         let of = |name: &str, kind: Kind| {
             found.iter().find(|workload| workload.name == name && workload.kind == kind).expect("it is there").sum
         };
-        let sum = |processes, merged, footprint_estimate, saved| Sum { processes, merged, footprint_estimate, saved };
+        let sum = |processes, merged, footprint, saved| {
+            let footprint_age_seconds = None;
+            Sum { processes, merged, footprint, footprint_age_seconds, saved }
+        };
         assert_eq!(of("slurm:7", Kind::Job), sum(3, Some(16), Some(20 + 40 + 10 + 30), Some(8)));
         assert_eq!(of("web", Kind::Vm), sum(1, Some(0), Some(7), Some(0)));
         assert_eq!(of("web", Kind::Container), sum(1, None, None, Some(5)));
@@ -114,11 +124,26 @@ mod tests {
     }
 
     #[test]
+    fn fair_shares_are_added_up_as_they_are() {
+        let read = |pid, footprint, age| Member {
+            footprint_age_seconds: age,
+            ..member(pid, Kind::Job, "slurm:7", [Some(30), Some(0), Some(footprint), Some(0)])
+        };
+        let of = |members: &[Member]| {
+            let sum = workloads(members)[0].sum;
+            (sum.footprint, sum.footprint_age_seconds)
+        };
+        assert_eq!(of(&[read(1, 40, Some(5)), read(2, 50, Some(70))]), (Some(90), Some(70)));
+        // By hand: 40, and of the estimates 20 + 10 of their own and 30 once.
+        assert_eq!(of(&[read(1, 40, Some(5)), read(2, 50, None), read(3, 40, None)]), (Some(40 + 30 + 30), None));
+    }
+
+    #[test]
     fn a_sum_of_one_is_the_one() {
         for shared in [None, Some(0), Some(3), Some(7), Some(100)] {
             let member = member(1, Kind::Vm, "web", [shared, Some(5), Some(7), Some(2)]);
             let sum = workloads(std::slice::from_ref(&member))[0].sum;
-            assert_eq!((sum.footprint_estimate, sum.merged, sum.saved), (Some(7), Some(5), Some(2)), "{shared:?}");
+            assert_eq!((sum.footprint, sum.merged, sum.saved), (Some(7), Some(5), Some(2)), "{shared:?}");
         }
     }
 }

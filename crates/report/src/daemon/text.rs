@@ -71,7 +71,7 @@ pub fn render(status: &Status, top: usize, style: Style) -> String {
         if left > 0 {
             text.push_str(&format!("and {left} more\n"));
         }
-        text.push_str(&style.paragraph(ESTIMATE, 2));
+        text.push_str(&style.paragraph(FOOTPRINTS, 2));
     }
     if !status.decisions.is_empty() {
         text.push_str(&style.heading("Latest decisions"));
@@ -90,8 +90,9 @@ pub fn render(status: &Status, top: usize, style: Style) -> String {
 }
 
 /// What is to be known of footprints.
-const ESTIMATE: &str = "~ marks estimates: resident memory less what merging saves, by the host's mean for each merged \
-                        page. `pagefold account` divides each page by those who map it.";
+const FOOTPRINTS: &str = "Footprints are fair shares: each page divided by those who map it. ~ marks those that were \
+                          not read yet and are estimates: resident memory less what merging saves, by the host's mean \
+                          for each merged page.";
 
 fn row(member: &Member) -> [String; 8] {
     let known = |value: Option<u64>| value.map_or_else(|| "?".to_owned(), bytes);
@@ -101,10 +102,16 @@ fn row(member: &Member) -> [String; 8] {
         cut(&member.domain, 24),
         known(member.resident),
         known(member.merged),
-        member.footprint_estimate.map_or_else(|| "?".to_owned(), |value| format!("~{}", bytes(value))),
+        member.footprint.map_or_else(|| "?".to_owned(), |value| footprint(value, member.footprint_age_seconds)),
         state(member.state).to_owned(),
         printable(&member.why).into_owned(),
     ]
+}
+
+/// What something takes, marked where it is an estimate.
+pub fn footprint(value: u64, age_seconds: Option<u64>) -> String {
+    let mark = if age_seconds.is_none() { "~" } else { "" };
+    format!("{mark}{}", bytes(value))
 }
 
 /// The word on the wire.

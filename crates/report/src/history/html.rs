@@ -190,7 +190,7 @@ fn details(side: &Side, several: bool) -> String {
         format!("{what}-{:x}", side.name.bytes().fold(7_u32, |sum, byte| sum.wrapping_mul(31) ^ u32::from(byte)))
     };
     let mut text = section(&id("passes"), &format!("Passes, predicted against reached{of}"), &passes(side));
-    text.push_str(&section(&id("members"), &format!("Largest members by footprint, estimated{of}"), &members(side)));
+    text.push_str(&section(&id("members"), &format!("Largest members by footprint{of}"), &members(side)));
     text.push_str(&section(&id("decisions"), &format!("Decisions{of}"), &decisions(side)));
     text
 }

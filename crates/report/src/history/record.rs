@@ -104,7 +104,7 @@ pub struct Footprint {
     pub pid: u32,
     /// Resident memory, blind to merging.
     pub resident: Option<u64>,
-    /// An estimate of what it took.
+    /// What it took: its fair share, or an estimate while that was not read.
     pub footprint: Option<u64>,
     /// An estimate of what merging saved for it, by its share.
     pub saved: Option<u64>,

@@ -125,7 +125,7 @@ pub struct MemberLine {
     pub processes: u64,
     /// When it was kept last, in seconds since 1970.
     pub last: f64,
-    /// An estimate of what it took, on average.
+    /// What it took, on average: its fair share, or an estimate while that was not read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub footprint_mean: Option<f64>,
     /// The most of it.

@@ -23,7 +23,7 @@ pub fn render(report: &HistoryReport, top: usize, style: Style) -> String {
     }
     for side in report.sides.iter().filter(|side| !side.members.is_empty()) {
         let of = if report.sides.len() > 1 { format!(": {}", printable(&side.name)) } else { String::new() };
-        text.push_str(&style.heading(&format!("Largest members by footprint, estimated{of}")));
+        text.push_str(&style.heading(&format!("Largest members by footprint{of}")));
         text.push_str(&members(side, top, style));
     }
     text

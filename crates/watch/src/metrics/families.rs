@@ -220,14 +220,20 @@ fn members(status: &Status, to: &mut Exposition) {
     let samples = states.map(|(name, state)| (vec![("state", name)], count(state).value())).into();
     let help = "Members that the status names, by what is done with them.";
     to.family(&Family { kind: Kind::Gauge, name: "pagefold_members", help, samples });
+    let ages = || status.members.iter().map(|member| member.footprint_age_seconds);
+    let help = "Members that the status names whose footprint is an estimate: their fair share was not read yet.";
+    let estimated = ages().filter(Option::is_none).count() as u64;
+    to.gauge("pagefold_members_footprint_estimated", help, Some(estimated));
+    let help = "How long ago the fair share of a member was read, at most.";
+    to.gauge("pagefold_members_footprint_age_max_seconds", help, ages().flatten().max());
     let help = "Members that the status does not name: they are in no other series of members.";
     to.gauge("pagefold_members_left_out", help, Some(status.members_left_out));
 
     let figures: [Figure<Member>; 4] = [
         (
-            "pagefold_member_footprint_estimate_bytes",
-            "What a member takes, an estimate: resident memory less what merging saves.",
-            |m| m.footprint_estimate,
+            "pagefold_member_footprint_bytes",
+            "What a member takes: its fair share of each page, or an estimate until that is read.",
+            |m| m.footprint,
         ),
         ("pagefold_member_resident_bytes", "Resident memory of a member, blind to merging.", |m| m.resident),
         ("pagefold_member_merged_bytes", "Merged memory of a member, kept copies included.", |m| m.merged),
@@ -253,9 +259,9 @@ fn kind(kind: MemberKind) -> &'static str {
 fn together(status: &Status, to: &mut Exposition) {
     let figures: [Figure<Workload>; 3] = [
         (
-            "pagefold_workload_footprint_estimate_bytes",
-            "What a virtual machine, container or job takes with all its processes, an estimate.",
-            |workload| workload.sum.footprint_estimate,
+            "pagefold_workload_footprint_bytes",
+            "What a virtual machine, container or job takes with all its processes: their fair shares.",
+            |workload| workload.sum.footprint,
         ),
         (
             "pagefold_workload_saved_bytes",
@@ -275,8 +281,8 @@ fn together(status: &Status, to: &mut Exposition) {
     to.gauge("pagefold_workloads_left_out", help, Some(status.workloads_left_out));
 
     let figures: [Figure<Cgroup>; 2] = [
-        ("pagefold_cgroup_footprint_estimate_bytes", "What the members in a cgroup take, an estimate.", |cgroup| {
-            cgroup.sum.footprint_estimate
+        ("pagefold_cgroup_footprint_bytes", "What the members in a cgroup take: their fair shares.", |cgroup| {
+            cgroup.sum.footprint
         }),
         (
             "pagefold_cgroup_saved_bytes",

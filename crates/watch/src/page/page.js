@@ -243,9 +243,9 @@ function drawPast() {
 }
 
 // Workloads and members: the title, how it is ordered (numbers the largest first), how it is shown.
-const about = (value) => told(value, (estimate) => `~${bytes(estimate)}`);
-const FOOTPRINT = ["Footprint", (m) => m.footprint_estimate,
-  (m) => h("td", { class: "n" }, about(m.footprint_estimate)), true];
+const about = (m) => (known(m.footprint_age_seconds) ? "" : "~") + bytes(m.footprint);
+const FOOTPRINT = ["Footprint", (m) => m.footprint,
+  (m) => h("td", { class: "n" }, told(m.footprint, () => about(m))), true];
 const SAVED = ["Saved", (m) => m.saved, (m) => h("td", { class: "n" }, bytes(m.saved)), true];
 const BAR = ["", null, (m, most) => h("td", { "aria-hidden": "true" }, meter(m, most))];
 const KIND = ["Kind", (m) => m.kind, (m) => h("td", {}, m.kind)];
@@ -272,9 +272,9 @@ let order = { column: 1, down: true };
 let everybody = { workloads: [], workloadsLeftOut: 0, members: [], membersLeftOut: 0 };
 
 function meter(m, most) {
-  if (!known(m.footprint_estimate)) return "";
+  if (!known(m.footprint)) return "";
   const bar = h("div", { class: "meter" }, h("i"), h("i"));
-  bar.firstChild.style.width = `${100 * m.footprint_estimate / most}%`;
+  bar.firstChild.style.width = `${100 * m.footprint / most}%`;
   bar.lastChild.style.width = `${100 * (m.saved ?? 0) / most}%`;
   return bar;
 }
@@ -291,15 +291,17 @@ function drawMembers() {
     return order.down ? -up : up;
   };
   const rows = all.filter(fits).sort(compare);
-  const most = Math.max(1, ...all.map((m) => (m.footprint_estimate ?? 0) + (m.saved ?? 0)));
+  const most = Math.max(1, ...all.map((m) => (m.footprint ?? 0) + (m.saved ?? 0)));
   const row = (m) => h("tr", { title: m.pid && `pid ${m.pid}${m.cgroup ? ", " + m.cgroup : ""}` },
     ...columns.map(([, , show]) => show(m, most)));
   $("member-table").tBodies[0].replaceChildren(...rows.map(row));
   const rest = leftOut ? `; ${count(leftOut)} smaller ones are not named` : "";
-  const files = rowsOf === "workloads" ? "files count once in each" : "files count in full";
-  $("member-note").textContent = `${rows.length} of ${all.length}${rest}. Footprints are estimates: resident memory ` +
-    `less what merging saves, by the host's mean for each merged page; ${files}. pagefold account divides each page ` +
-    "by those who map it. The bar: footprint, and pale behind it what merging saves.";
+  const oldest = Math.max(...all.map((m) => m.footprint_age_seconds ?? -1));
+  const read = oldest < 0 ? "" : `, read ${duration(oldest)} ago at most`;
+  $("member-note").textContent = `${rows.length} of ${all.length}${rest}. Footprints are fair shares, each page ` +
+    `divided by those who map it${read}; ~ marks estimates where that was not read yet, by resident memory less what ` +
+    "merging saves. Saved is an estimate by the host's mean for each merged page. The bar: footprint, and pale " +
+    "behind it what merging saves.";
 }
 function headMembers() {
   const columns = COLUMNS[rowsOf];

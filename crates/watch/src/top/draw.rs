@@ -22,11 +22,11 @@ const KEYS: &[(&str, &str)] = &[
     ("q", "quit; nothing of the daemon changes"),
 ];
 
-const ESTIMATES: [&str; 4] = [
-    " Footprint, an estimate (~): resident memory less what is saved. What else is",
-    " shared, by fork or as files, counts in full, but files once in a VM or job.",
-    " `pagefold account` divides each page by those who map it.",
-    " Saved, an estimate too: by the host's mean for each merged page.",
+const FIGURES: [&str; 4] = [
+    " Footprint: the fair share, each page divided by those who map it, with what",
+    " has changed since that was read. Before that, marked ~, an estimate: resident",
+    " memory less what merging saves. Saved, an estimate: by the host's mean for",
+    " each merged page.",
 ];
 
 impl App {
@@ -232,7 +232,7 @@ impl App {
             lines.push(Line::raw(format!("     {what}")));
         }
         lines.push(Line::raw(""));
-        lines.extend(ESTIMATES.map(Line::raw));
+        lines.extend(FIGURES.map(Line::raw));
         let height = lines.len() as u16 + 2;
         let area = room.centered(Constraint::Max(80), Constraint::Max(height));
         frame.render_widget(Clear, area);

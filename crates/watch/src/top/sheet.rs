@@ -1,6 +1,7 @@
 //! The tables of `pagefold top`: cells, and what is told of the row that is selected.
 
 use pagefold_model::Bytes;
+use pagefold_report::daemon::text::footprint;
 use pagefold_report::daemon::{Kind, Member, MemberState, Status};
 use pagefold_report::doctor::VerdictName;
 use pagefold_report::text::{bar, bytes, number, printable};
@@ -128,7 +129,7 @@ impl Order {
             "Member" => word(a.label.cmp(&b.label)),
             "Kind" => word(a.kind.cmp(&b.kind)),
             "Domain" => word(a.domain.cmp(&b.domain)),
-            "Footprint" => figure(|member| member.footprint_estimate),
+            "Footprint" => figure(|member| member.footprint),
             "Saved" => figure(|member| member.saved),
             _ => figure(|member| member.resident),
         }
@@ -159,16 +160,16 @@ pub fn members(status: &Status, order: Order) -> Sheet {
     );
     let mut members: Vec<&Member> = status.members.iter().collect();
     members.sort_by(|a, b| order.compare(a, b));
-    let most = members.iter().filter_map(|member| member.footprint_estimate).max();
+    let most = members.iter().filter_map(|member| member.footprint).max();
     for member in members {
         let (state, mark) = state(member.state);
         let cells = [
             printable(&member.label).into(),
-            told(member.footprint_estimate, about).into(),
+            told(member.footprint, |value| footprint(value, member.footprint_age_seconds)).into(),
             told(member.saved, bytes).into(),
             state.into(),
             told(member.resident, bytes).into(),
-            part(member.footprint_estimate, most).into(),
+            part(member.footprint, most).into(),
             kind(member.kind).into(),
             printable(&member.domain).into(),
             number(member.ranges).into(),
@@ -200,15 +201,15 @@ pub fn workloads(status: &Status) -> Sheet {
         ("Domain", 20, false),
     ];
     let mut sheet = Sheet::new(&columns, "nobody is known yet");
-    let most = status.workloads.iter().filter_map(|workload| workload.sum.footprint_estimate).max();
+    let most = status.workloads.iter().filter_map(|workload| workload.sum.footprint).max();
     for workload in &status.workloads {
         let sum = &workload.sum;
         let cells = [
             printable(&workload.name).into(),
-            told(sum.footprint_estimate, about).into(),
+            told(sum.footprint, |value| footprint(value, sum.footprint_age_seconds)).into(),
             told(sum.saved, bytes).into(),
             number(sum.processes).into(),
-            part(sum.footprint_estimate, most).into(),
+            part(sum.footprint, most).into(),
             kind(workload.kind).into(),
             printable(&workload.domain).into(),
         ];
@@ -229,10 +230,6 @@ fn kind(kind: Kind) -> &'static str {
 }
 
 /// An estimate.
-fn about(value: u64) -> String {
-    format!("~{}", bytes(value))
-}
-
 fn amount(value: Option<u64>) -> String {
     value.map_or_else(|| "an unknown amount".to_owned(), |value| Bytes(value).to_string())
 }

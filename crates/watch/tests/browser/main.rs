@@ -205,16 +205,16 @@ fn what_belongs_together_is_shown_together() {
     // Four ranks, whose shared memory counts once.
     assert_eq!(row("slurm:1234.0").as_array().expect("cells")[1..5], ["~2.15 GiB", "560 MiB", "", "4"]);
     let mut workloads = status().workloads;
-    workloads.sort_by_key(|workload| std::cmp::Reverse(workload.sum.footprint_estimate));
+    workloads.sort_by_key(|workload| std::cmp::Reverse(workload.sum.footprint));
     let names: Vec<&str> = workloads.iter().map(|workload| workload.name.as_str()).collect();
     assert_eq!(rows.iter().map(|row| row[0].as_str().expect("a name")).collect::<Vec<_>>(), names);
     let note = "document.querySelector('#member-note').textContent";
     assert!(
-        browser.value(note).as_str().is_some_and(|note| note.contains("188 smaller") && note.contains("estimates"))
+        browser.value(note).as_str().is_some_and(|note| note.contains("188 smaller") && note.contains("fair shares"))
     );
     browser.value(EACH_PROCESS);
     assert!(
-        browser.value(note).as_str().is_some_and(|note| note.contains("212 smaller") && note.contains("estimates"))
+        browser.value(note).as_str().is_some_and(|note| note.contains("212 smaller") && note.contains("fair shares"))
     );
     let pressed = "document.querySelector('[data-rows][aria-pressed=true]').dataset.rows";
     assert_eq!(browser.value(pressed), "members");
@@ -227,7 +227,7 @@ fn members_are_sorted_and_filtered() {
     browser.value(EACH_PROCESS);
     let first = "document.querySelector('#member-table tbody th').textContent";
     let mut members = status().members;
-    members.sort_by_key(|member| std::cmp::Reverse(member.footprint_estimate));
+    members.sort_by_key(|member| std::cmp::Reverse(member.footprint));
     assert_eq!(browser.value(first), members[0].label);
     browser.value(
         "[...document.querySelectorAll('#member-table thead button')].find(b => b.textContent === 'Saved').click()",
@@ -278,7 +278,7 @@ fn it_is_of_use_without_a_mouse_and_without_eyes() {
     }
     for heading in [
         "Over time",
-        "VMs, containers and jobs by footprint, estimated",
+        "VMs, containers and jobs by footprint",
         "Who shares with whom",
         "Decisions",
         "What the doctor finds",

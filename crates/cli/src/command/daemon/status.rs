@@ -1,6 +1,6 @@
 //! From what the daemon remembers and what the host says now to the document that is shown.
 
-use pagefold_drive::daemon::{Said, Settings, Snapshot, Used};
+use pagefold_drive::daemon::{Fair, Said, Settings, Snapshot, Used};
 use pagefold_host::{Host, examine, observe, parse};
 use pagefold_model::daemon::{Leaving, Member as Known, Mode as Told, Standing};
 use pagefold_model::ksm::{Ksm as Counters, RMAP_ITEM_BYTES};
@@ -215,7 +215,8 @@ fn census(snapshot: &Snapshot, host: &dyn Host) -> Option<Census> {
 }
 
 /// What a merged page of a process saves on average: frames are shared by all who map them. How many map its own is in
-/// its page tables alone, and to walk those of everybody (`smaps_rollup`) would cost more than what is looked at here.
+/// its page tables alone, and to walk those of everybody whenever somebody asks would cost more than what is looked at
+/// here.
 struct Shares<'a> {
     page: u64,
     counters: Option<&'a Counters>,
@@ -228,6 +229,20 @@ impl Shares<'_> {
         let (shared, sharing) = (*counters.pages_shared.as_ref().ok()?, *counters.pages_sharing.as_ref().ok()?);
         let all = (shared + sharing).max(1);
         Some((u128::from(merging * self.page) * u128::from(sharing) / u128::from(all)) as u64)
+    }
+
+    /// What somebody takes by now of whom the page tables were walked: what is resident since then counts in full, and
+    /// what was merged since then saves by the mean.
+    fn since(&self, fair: &Fair, resident: u64, merging: Option<u64>) -> u64 {
+        let saved = |merging: Option<u64>| merging.and_then(|merging| self.saved(merging));
+        let then = fair.merging.map(|pages| pages.0);
+        // Where one of the two is not known there is no difference to tell.
+        let more = match (saved(merging), saved(then)) {
+            (Some(now), Some(then)) => now.cast_signed() - then.cast_signed(),
+            _ => 0,
+        };
+        let grown = resident.cast_signed() - fair.resident.0.cast_signed();
+        (fair.pss.0.cast_signed() + grown - more).clamp(0, resident.cast_signed()).unsigned_abs()
     }
 }
 
@@ -242,6 +257,9 @@ fn member(host: &dyn Host, snapshot: &Snapshot, who: &Process, shares: &Shares<'
     let pages = merging.map(|merging| merging + zeros.unwrap_or(0));
     let by_share = merging.and_then(|merging| shares.saved(merging));
     let resident = known.resident.0;
+    let fair = snapshot.fair.get(&who.id);
+    // Pages of zeros that KSM placed are not resident.
+    let estimate = || by_share.map(|saved| resident.saturating_sub(saved));
     let kind = kind(who);
     let wire = Who::of(who, Some(&known.domain));
     let (state, why) = standing(snapshot, who.id, known, pages.unwrap_or(0) * shares.page);
@@ -257,8 +275,8 @@ fn member(host: &dyn Host, snapshot: &Snapshot, who: &Process, shares: &Shares<'
         resident: Some(resident),
         shared: shared.map(|shared| shared.min(resident)),
         merged: pages.map(|pages| pages * shares.page),
-        // Pages of zeros that KSM placed are not resident.
-        footprint_estimate: by_share.map(|saved| resident.saturating_sub(saved)),
+        footprint: fair.map(|fair| shares.since(fair, resident, merging)).or_else(estimate),
+        footprint_age_seconds: fair.map(|fair| fair.at.elapsed().unwrap_or_default().as_secs()),
         saved: by_share.map(|saved| saved + zeros.unwrap_or(0) * shares.page),
         metadata: ksm.and_then(|ksm| Some(ksm.rmap_items.ok()? * RMAP_ITEM_BYTES)),
         ranges: snapshot.ranges.get(&who.id).copied().unwrap_or(0),
@@ -432,6 +450,27 @@ mod tests {
         let found = saved(b"3");
         assert_eq!(found.duplicate_net, Some(10 * 4096 - 12 * 64));
         assert_eq!((found.metadata, found.net), (Some(20 * 64), Some(13 * 4096 - 20 * 64)));
+    }
+
+    #[test]
+    fn a_fair_share_moves_with_what_is_resident_and_merged_since() {
+        let counters = parse::ksm(|name| match name {
+            "pages_shared" => Ok(b"1".to_vec()),
+            "pages_sharing" => Ok(b"3".to_vec()),
+            _ => Err(Absent::NotOnThisKernel),
+        });
+        let shares = Shares { page: 4096, counters: Some(&counters) };
+        let (pss, resident) = (Bytes(600 * 4096), Bytes(1000 * 4096));
+        let fair = Fair { at: SystemTime::now(), pss, resident, merging: Some(Pages(100)) };
+        let since = |fair: &Fair, resident: u64, merging| shares.since(fair, resident * 4096, merging) / 4096;
+        assert_eq!(since(&fair, 1000, Some(100)), 600, "nothing has changed");
+        assert_eq!(since(&fair, 1050, Some(100)), 650, "50 pages more");
+        assert_eq!(since(&fair, 1000, Some(140)), 570, "three in four of 40 are saved");
+        assert_eq!(since(&fair, 1000, Some(60)), 630, "and were");
+        assert_eq!(since(&fair, 1000, None), 600);
+        assert_eq!(since(&Fair { merging: None, ..fair }, 1000, Some(60)), 600);
+        assert_eq!(since(&fair, 100, Some(100)), 0, "no less than nothing");
+        assert_eq!(since(&Fair { merging: Some(Pages(4000)), ..fair }, 900, Some(0)), 900, "no more than all");
     }
 
     #[test]
