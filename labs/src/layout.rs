@@ -8,8 +8,7 @@ use std::fs;
 use std::hint::black_box;
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -254,20 +253,19 @@ fn become_user(uid: u32) -> io::Result<()> {
 /// A thread that rewrites pages, each time with content that was never there before, or with what is there.
 #[derive(Debug)]
 struct Rewriter {
-    stop: Arc<AtomicBool>,
+    /// The thread ends once there is none.
+    goes_on: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Rewriter {
     fn start(mut mappings: Vec<(Kind, Origin, Mapping)>, interval: Duration) -> Self {
-        let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
+        let (goes_on, ended) = mpsc::channel();
         let thread = std::thread::spawn(move || {
             let page = mapping::page_size();
             // Each mapping counts on from its first filling.
             let mut written: Vec<u64> = mappings.iter().map(|(.., mapping)| (mapping.len() / page) as u64).collect();
-            while !stopped.load(Ordering::Relaxed) {
-                std::thread::sleep(interval);
+            while ended.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
                 for ((kind, origin, mapping), written) in mappings.iter_mut().zip(&mut written) {
                     for page in mapping.as_mut_slice().chunks_mut(page) {
                         match kind {
@@ -280,13 +278,13 @@ impl Rewriter {
                 }
             }
         });
-        Self { stop, thread: Some(thread) }
+        Self { goes_on: Some(goes_on), thread: Some(thread) }
     }
 }
 
 impl Drop for Rewriter {
     fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
+        drop(self.goes_on.take());
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }

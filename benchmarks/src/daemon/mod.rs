@@ -204,8 +204,10 @@ fn measure(section: Section, arguments: &Arguments, program: &Path, folder: &Pat
             quiet.measure(&folder.join("daemon.log"))
         }
         Section::Hostile => {
-            let regions = if arguments.quick { 20_000 } else { 60_000 };
-            let hostile = Hostile { length: arguments.hostile, regions, pagefold: program.to_owned() };
+            let (regions, burst, tide) = if arguments.quick { (20_000, 2, 8) } else { (60_000, 10, 20) };
+            let [burst, tide] = [burst, tide].map(Duration::from_secs);
+            let (length, pagefold) = (arguments.hostile, program.to_owned());
+            let hostile = Hostile { length, regions, burst, tide, pagefold };
             hostile.measure(&folder.join("daemon.log"))
         }
         Section::Oom => {

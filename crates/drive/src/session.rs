@@ -16,7 +16,8 @@
 //! never enrolled. Limits: something of the same kind and place cannot be told from what was there.
 //!
 //! What a session enrols is to stay, once it is done. If it ends before, by an error, a panic or `kill -9`, that is
-//! withdrawn again, as far as there is memory for copies of what has merged; where there is not, it stays written down.
+//! withdrawn again, as far as there is memory for copies of what has merged and nobody waits for memory; where there is
+//! not, it stays written down.
 //!
 //! Settings that a policy leaves behind on purpose ([`Session::keep`]) are written down apart, until
 //! [`Session::restore_policy`].
@@ -27,10 +28,10 @@ use crate::journal::{self, Directory, Entry, Journal, POLICY, SESSION, resting};
 use crate::verify;
 use extent::Extents;
 use pagefold_host::act::{self, Action, Advice, Effect, Refusal};
-use pagefold_host::room::room;
-use pagefold_host::{Host, parse};
+use pagefold_host::{Host, parse, room};
 use pagefold_model::guard::{self, Need, Verdict};
 use pagefold_model::ksm::{Setting, Settings};
+use pagefold_model::memory::PRESSURE;
 use pagefold_model::policy::DEFAULT_PAGES_TO_SCAN;
 use pagefold_model::{Absent, AddressRange, Pages, ProcessId};
 use rustix::fs::OFlags;
@@ -494,8 +495,10 @@ impl<'a> Session<'a> {
     }
 
     fn put_back_one(&mut self, entry: &Entry) -> Back {
-        if entry.until_done && !self.has_room_for(&entry.undo).unwrap_or(false) {
-            return Back::not(entry, "there is no memory for copies of what has merged", true);
+        if entry.until_done
+            && let Err(why) = self.may_copy(&entry.undo)
+        {
+            return Back::not(entry, why, true);
         }
         match &entry.undo {
             Action::Set { setting, value } => match self.changed(entry, *setting, value) {
@@ -514,16 +517,30 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Whether there is memory for pages of their own for all that is merged of a process that is to be withdrawn.
-    fn has_room_for(&self, undo: &Action) -> Result<bool, Absent> {
+    /// Whether there is memory for pages of their own for all that is merged of a process that is to be withdrawn, and
+    /// none is waited for; or why not.
+    fn may_copy(&self, undo: &Action) -> Result<(), &'static str> {
+        match self.room_for(undo) {
+            Ok(None) => Ok(()),
+            Ok(Some((false, _))) | Err(_) => Err("there is no memory for copies of what has merged"),
+            Ok(Some((true, cgroup))) if room::is_short(self.host, cgroup.as_deref(), PRESSURE) => {
+                Err("memory is short, and copies of what has merged take more")
+            }
+            Ok(Some((true, _))) => Ok(()),
+        }
+    }
+
+    /// Whether there is room for copies of all that is merged of a process that is to be withdrawn, and its cgroup;
+    /// nothing where nothing is to be copied.
+    fn room_for(&self, undo: &Action) -> Result<Option<(bool, Option<String>)>, Absent> {
         let process = match undo {
             Action::Advise { process, advice: Advice::Unmergeable, .. }
             | Action::MergeAny { process, on: false }
             | Action::GuestMerge { process, on: false, .. } => *process,
-            _ => return Ok(true),
+            _ => return Ok(None),
         };
         let handle = match verify::open(self.host, process) {
-            Err(Absent::Vanished) => return Ok(true),
+            Err(Absent::Vanished) => return Ok(None),
             handle => handle?,
         };
         let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
@@ -537,9 +554,13 @@ impl<'a> Session<'a> {
             (Err(why), _) => return Err(why),
         };
         let cgroup = handle.read("cgroup").and_then(|bytes| parse::cgroup(&bytes)).ok();
-        let room = room(self.host, &cgroup.iter().cloned().collect());
+        if copies == Pages::ZERO {
+            return Ok(None);
+        }
+        let room = room::room(self.host, &cgroup.iter().cloned().collect());
         let need = Need::of(cgroup.as_deref(), copies, Pages::ZERO);
-        Ok(guard::judge(&need, &room, self.host.page_size()).verdict == Verdict::Fits)
+        let fits = guard::judge(&need, &room, self.host.page_size()).verdict == Verdict::Fits;
+        Ok(Some((fits, cgroup)))
     }
 
     /// Whether a setting is to be put back. If it is but must not be: why, and whether to try again later.

@@ -51,6 +51,9 @@ pub struct Pressure {
     pub full: PressureLine,
 }
 
+/// Percent of the time in which some task waits for memory from which on it counts as short, unless said otherwise.
+pub const PRESSURE: f64 = 10.0;
+
 /// How short memory is, on a host or in a cgroup.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Shortage {

@@ -141,7 +141,7 @@ mod tests {
         let mut turns = Turns::default();
         // What is cheap is walked once a minute.
         let found = walks(&mut turns, 0, 200, 2, Duration::from_micros(10));
-        assert_eq!(found, [(60, 1), (61, 2), (120, 1), (121, 2), (180, 1), (181, 2)]);
+        assert_eq!(found, [(61, 1), (62, 2), (121, 1), (122, 2), (181, 1), (182, 2)]);
         // A day with 200 members of some 30 GiB each.
         let (mut turns, cost) = (Turns::default(), Duration::from_millis(400));
         let found = walks(&mut turns, 0, 86_400, 200, cost);
@@ -151,7 +151,7 @@ mod tests {
         // One whose walk takes longer than all that is saved up is walked all the same, and paid for.
         let mut turns = Turns::default();
         let found = walks(&mut turns, 0, 86_400, 1, Duration::from_secs(10));
-        assert_eq!(found.iter().map(|(at, _)| *at).collect::<Vec<u64>>(), [60, 30_060, 63_394], "9 s, then 10 s");
+        assert_eq!(found.iter().map(|(at, _)| *at).collect::<Vec<u64>>(), [61, 30_061, 63_395], "9 s, then 10 s");
     }
 
     #[test]

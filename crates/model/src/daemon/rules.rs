@@ -1,5 +1,6 @@
 //! What a daemon is told to do and to keep to.
 
+use crate::memory::PRESSURE;
 use crate::units::Bytes;
 use std::time::Duration;
 
@@ -93,7 +94,7 @@ impl Default for Rules {
             debounce: Duration::from_secs(1),
             ripens: Duration::from_millis(5200),
             rarest: Duration::from_secs(1800),
-            pressure: 10.0,
+            pressure: PRESSURE,
             slowdown: 0.1,
             quiet: Vec::new(),
             force: false,

@@ -126,6 +126,29 @@ fn what_has_merged_is_not_withdrawn_where_there_is_no_memory_for_it() {
     assert_eq!(enrolled(&host), before);
 }
 
+#[test]
+fn what_has_merged_is_not_withdrawn_while_memory_is_waited_for() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    let before = enrolled(&host);
+    let mut session = begin(&host, directory.path());
+    session.apply(&advise(Advice::Mergeable, &[(0x21000, 0x23000)]), Stays::OnceDone).unwrap();
+    host.free(5_000_000);
+    let waits = |percent: &str| {
+        let line = |word: &str| format!("{word} avg10={percent} avg60=0.00 avg300=0.00 total=1\n");
+        host.file("proc/pressure/memory", &(line("some") + &line("full")));
+    };
+    waits("10.00");
+    host.file("proc/7/ksm_merging_pages", "2\n");
+    kill_now(session, directory.path());
+    let (session, _, remains) = Session::begin(&host, directory.path()).unwrap();
+    assert!(matches!(&remains[..], [one] if one.kept && one.why.contains("memory is short")), "{remains:?}");
+    assert_ne!(enrolled(&host), before);
+    drop(session);
+    waits("9.90");
+    assert_eq!(Session::begin(&host, directory.path()).unwrap().1.len(), 1, "the next one tries again");
+    assert_eq!(enrolled(&host), before);
+}
+
 /// Before 6.14 `ksm_stat` does not tell who is enrolled whole.
 #[test]
 fn who_was_enrolled_whole_before_stays_so_on_any_kernel() {
