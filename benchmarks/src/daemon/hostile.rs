@@ -1,10 +1,10 @@
-//! Programs that make it hard: one writes all its memory anew all the time, one leaves it alone for just so long that it
-//! is merged, two have huge pages of which it pays to split some, one forks all the time, one has 60,000 regions of
-//! which nothing pays and two a thousand of which all does. Beside them are two that are merged as they should be.
+//! Programs that make it hard: one writes all its memory anew all the time, one leaves it alone for just so long that
+//! it is merged, three have huge pages, of which two pay, one forks all the time, one has 60,000 regions that do not
+//! pay and two a thousand that do. Beside them are two that are merged as they should be.
 //!
-//! That they are intact they tell themselves, where they answer with a checksum or check what they compute; of the one
-//! with all the regions the contents are counted from outside. What is broken after it was merged is seen page by page
-//! in their page tables: the kernel's `cow_ksm` counts what children of a fork write, too, whose parent keeps its merge.
+//! That they are intact they tell themselves, where they answer with a checksum or check what they compute; of the
+//! others the contents are counted from outside. What is broken after it was merged is seen page by page in their page
+//! tables: the kernel's `cow_ksm` counts what children of a fork write, too, whose parent keeps its merge.
 
 use super::driver::Driver;
 use super::guest;
@@ -83,9 +83,11 @@ impl Place {
         Ok(holder)
     }
 
-    /// The configuration of a daemon that manages these, with more lines of its section.
-    pub fn config(&self, section: &str) -> String {
-        format!("[daemon]\n{section}\n[daemon.only]\nnames = [\"{}*\"]\n", self.name)
+    /// The configuration of a daemon that manages these and programs of other names, with more lines of its section.
+    pub fn config(&self, section: &str, others: &[&str]) -> String {
+        let own = format!("{}*", self.name);
+        let names: Vec<&str> = others.iter().copied().chain([own.as_str()]).collect();
+        format!("[daemon]\n{section}\n[daemon.only]\nnames = {names:?}\n")
     }
 }
 
@@ -199,18 +201,24 @@ impl Mix {
         self.0.iter_mut().try_for_each(|program| program.check().context(program.name))
     }
 
-    /// Pages that are merged in each.
-    fn merged(&self) -> Result<Vec<(&'static str, u64)>> {
-        self.0.iter().map(|program| Ok((program.name, merged(program.holder.pid())?))).collect()
+    /// Pages that are merged in each: those of zeros by the kernel's count, others by page tables where these were
+    /// looked at, since what has broken is counted as merged until ksmd comes by again.
+    fn merged(&self, breaks: &Breaks) -> Result<Vec<(&'static str, u64)>> {
+        let of = |(number, program): (usize, &Program)| {
+            let (counted, zeros) = merged(program.holder.pid())?;
+            let seen = (program.name != MANY).then(|| breaks.merged[number].len() as u64);
+            Ok((program.name, seen.unwrap_or(counted) + zeros))
+        };
+        self.0.iter().enumerate().map(of).collect()
     }
 }
 
 /// `ksm_merging_pages` and `ksm_zero_pages` of a process.
-fn merged(pid: u32) -> Result<u64> {
+fn merged(pid: u32) -> Result<(u64, u64)> {
     let number = |text: &str| text.trim().parse::<u64>().unwrap_or(0);
     let stat = fs::read_to_string(format!("/proc/{pid}/ksm_stat"))?;
     let zeros = stat.lines().find_map(|line| line.strip_prefix("ksm_zero_pages ")).map_or(0, number);
-    Ok(number(&fs::read_to_string(format!("/proc/{pid}/ksm_merging_pages"))?) + zeros)
+    Ok((number(&fs::read_to_string(format!("/proc/{pid}/ksm_merging_pages"))?), zeros))
 }
 
 /// Writes to merged pages so far (`cow_ksm` of `/proc/vmstat`).
@@ -274,19 +282,15 @@ impl Hostile {
         let mut mix = Mix::start(&place, self.regions, self.tide)?;
         let burst = self.burst.as_secs();
         let section = format!("cpu = \"{}%\"\nburst = \"{burst}s\"", CPU * 100.0);
-        let driver = Driver::daemon(&self.pagefold, &place.config(&section), log, &ksm)?;
+        let driver = Driver::daemon(&self.pagefold, &place.config(&section, &[]), log, &ksm)?;
         let (host, mut breaks) = (LiveHost::new(), Breaks::default());
         let (began, before) = (Instant::now(), broken()?);
         let mut samples: Vec<Sample> = Vec::new();
         while began.elapsed() < self.length {
             pause_for(Duration::from_millis(500))?;
-            samples.push(Sample {
-                seconds: began.elapsed().as_secs_f64(),
-                cpu: driver.cpu()?.all(),
-                broken: broken()? - before,
-                merged: mix.merged()?,
-            });
+            let (seconds, cpu) = (began.elapsed().as_secs_f64(), driver.cpu()?.all());
             breaks.look(&host, &mix)?;
+            samples.push(Sample { seconds, cpu, broken: broken()? - before, merged: mix.merged(&breaks)? });
         }
         let status = driver.as_daemon().context("a daemon")?.status()?;
         driver.end()?;
@@ -311,10 +315,7 @@ impl Hostile {
         let worst = most_in_any_time(samples.iter().map(|sample| (sample.seconds, sample.cpu))) - burst;
         let mut bar = |claim: String, measured: String, met: bool| findings.bars.push(Bar { claim, measured, met });
         bar(
-            format!(
-                "in no time more CPU than {:.0} % of it and {burst} s saved up, but for {BEYOND} s",
-                CPU * 100.0
-            ),
+            format!("in no time more CPU than {:.0} % of it and {burst} s saved up, but for {BEYOND} s", CPU * 100.0),
             format!("{worst:+.2} s at worst, {:.2} s in {:.0} s", last.cpu, last.seconds),
             worst <= BEYOND,
         );

@@ -200,11 +200,12 @@ fn measure(section: Section, arguments: &Arguments, program: &Path, folder: &Pat
         Section::Quiet => {
             let (length, calm) = (arguments.quiet, Duration::from_secs(if arguments.quick { 5 } else { 60 }));
             let mib = if arguments.quick { 32 } else { arguments.quiet_memory };
-            let quiet = Quiet { length, calm, processes: 4, mib, pagefold: program.to_owned() };
+            let (guests, guest_mib) = if arguments.quick { (1, 128) } else { (4, 512) };
+            let quiet = Quiet { length, calm, processes: 4, mib, guests, guest_mib, pagefold: program.to_owned() };
             quiet.measure(&folder.join("daemon.log"))
         }
         Section::Hostile => {
-            let (regions, burst, tide) = if arguments.quick { (20_000, 2, 8) } else { (60_000, 10, 20) };
+            let (regions, burst, tide) = if arguments.quick { (20_000, 5, 10) } else { (60_000, 10, 20) };
             let [burst, tide] = [burst, tide].map(Duration::from_secs);
             let (length, pagefold) = (arguments.hostile, program.to_owned());
             let hostile = Hostile { length, regions, burst, tide, pagefold };

@@ -1,6 +1,8 @@
-//! A host on which nothing happens any more: what the daemon costs there, in CPU time and in memory.
+//! A host on which nothing happens any more: what the daemon costs there, in CPU time and in memory. Beside processes
+//! that sleep there are virtual machines that are idle: they run now and then, and are looked at again for that.
 
 use super::driver::{Daemon, Driver};
+use super::guest::{Guest, NAMES};
 use super::hostile::Place;
 use crate::merge::holder::Holder;
 use crate::merge::trial::pause_for;
@@ -36,6 +38,10 @@ pub struct Quiet {
     pub processes: u32,
     /// and how big, in MiB.
     pub mib: u64,
+    /// How many virtual machines,
+    pub guests: usize,
+    /// and with how much memory each, in MiB.
+    pub guest_mib: u32,
     /// The binary.
     pub pagefold: PathBuf,
 }
@@ -56,11 +62,16 @@ impl Quiet {
         let holders: Vec<Holder> = (0..self.processes)
             .map(|_| place.lab('q', &["mixture", "--duplicate", "33%", "--mib", &mib]))
             .collect::<Result<_>>()?;
-        let driver = Driver::daemon(&self.pagefold, &place.config(""), log, &ksm)?;
+        let guests = self.start()?;
+        let domain = format!("[[domain]]\nname = \"quiet\"\nvms = [\"{NAMES}-*\"]\n");
+        let config = place.config("", &["qemu-system-*"]) + &domain;
+        let driver = Driver::daemon(&self.pagefold, &config, log, &ksm)?;
         let daemon = driver.as_daemon().context("a daemon")?;
         let reached = self.wait(daemon)?;
         let peak = memory(daemon.pid(), "VmHWM:")?;
-        let managed: f64 = holders.iter().map(|holder| resident(holder.pid())).sum::<Result<f64>>()?;
+        let pids = holders.iter().map(Holder::pid).chain(guests.iter().map(|(_, pid)| *pid));
+        let managed: f64 = pids.map(resident).sum::<Result<f64>>()?;
+        let looks = passes(daemon)?;
         let (began, before) = (Instant::now(), driver.cpu()?);
         let mut samples = Vec::new();
         while began.elapsed() < self.length {
@@ -73,8 +84,23 @@ impl Quiet {
                 resident: resident(daemon.pid())?,
             });
         }
+        let looks = passes(daemon)? - looks;
         driver.end()?;
-        Ok(self.findings(&samples, managed, reached, peak))
+        Ok(self.findings(&samples, managed, (reached, peak, looks)))
+    }
+
+    /// Start the virtual machines, and wait until each is ready.
+    fn start(&self) -> Result<Vec<(Guest, u32)>> {
+        let ready = |number| {
+            let mut guest = Guest::start(number, self.guest_mib)?;
+            loop {
+                if let Some((pid, _)) = guest.becomes_ready()? {
+                    return Ok((guest, pid));
+                }
+                pause_for(Duration::from_millis(100))?;
+            }
+        };
+        (0..self.guests).map(ready).collect()
     }
 
     /// Wait until it has merged and nothing more came for a while. Tells the bytes that were merged.
@@ -95,7 +121,7 @@ impl Quiet {
         }
     }
 
-    fn findings(&self, samples: &[Sample], managed: f64, reached: f64, peak: f64) -> Findings {
+    fn findings(&self, samples: &[Sample], managed: f64, (reached, peak, looks): (f64, f64, i64)) -> Findings {
         let mut findings = Findings::new("seconds,ksmd_seconds,daemon_seconds,resident_bytes");
         for Sample { seconds, ksmd, driver, resident } in samples {
             findings.samples.push(format!("{seconds:.1},{ksmd:.4},{driver:.4},{resident:.0}"));
@@ -112,10 +138,14 @@ impl Quiet {
         let (early, late) = samples.split_at(samples.len() / 2);
         let (early, late) = (median(early), median(late));
         let bound = MEMORY + OF_MANAGED * managed;
-        let title = format!("{} idle processes of {} MiB, merged, for {:.0} s", self.processes, self.mib, last.seconds);
+        let title = format!(
+            "{} idle processes of {} MiB and {} idle virtual machines, merged, for {:.0} s",
+            self.processes, self.mib, self.guests, last.seconds
+        );
         let mut table = Table::new(title, &["of", "value"]);
         for (of, value) in [
             ("merged before, MiB", format!("{:.0}", reached / MIB)),
+            ("censuses meanwhile", looks.to_string()),
             ("ksmd, CPU s", format!("{:.3}", last.ksmd)),
             ("daemon, CPU s", format!("{:.2}", last.driver)),
             ("both, % of one core", format!("{:.3}", share * 100.0)),
@@ -145,6 +175,11 @@ impl Quiet {
         });
         findings
     }
+}
+
+/// Passes of a daemon so far.
+fn passes(daemon: &Daemon) -> Result<i64> {
+    daemon.status()?["passes"]["passes"].as_i64().context("passes")
 }
 
 /// Resident memory of a process in bytes.

@@ -287,8 +287,21 @@ fn killed_or_contested_it_leaves_the_host_as_it_was() {
     assert!(recovered.status.success(), "{recovered:?}");
     assert_eq!(ksm.counter("run"), 1);
 
-    // Killed again, the next start finds it, and takes the socket that is left.
+    // Killed again, the next start finds it, and takes the socket that is left, and what an operator has said.
     let daemon = place.daemon(&[]);
+    until("the host", || ksm.counter("run") == 0);
+    let program = place.program();
+    let is_withdrawn = |status: Value| status["members"][0]["state"] == "withdrawn";
+    until("the program", || !daemon.status()["members"].as_array().unwrap().is_empty());
+    daemon.tell(&["withdraw", &program.pid()]);
+    daemon.tell(&["pause"]);
+    until("a pause", || daemon.status()["state"] == "paused" && is_withdrawn(daemon.status()));
+    daemon.signal(nix::sys::signal::Signal::SIGKILL);
+    daemon.ended();
+    let daemon = place.daemon(&[]);
+    until("the program again", || daemon.status()["state"] == "paused" && is_withdrawn(daemon.status()));
+    assert_eq!(ksm.counter("run"), 1, "nothing is done in a pause");
+    daemon.tell(&["resume"]);
     until("the host", || ksm.counter("run") == 0);
     daemon.signal(nix::sys::signal::Signal::SIGKILL);
     daemon.ended();
@@ -300,10 +313,12 @@ fn killed_or_contested_it_leaves_the_host_as_it_was() {
     assert_eq!(ksm.counter("run"), 1, "what somebody wrote stays");
     daemon.tell(&["resume"]);
     until("the host once more", || ksm.counter("run") == 0);
+    assert!(is_withdrawn(daemon.status()) && place.state().join("operator.json").exists());
     let (code, said) = daemon.stop();
     assert_eq!(code, Some(0), "{said}");
     assert_eq!(ksm.counter("run"), 1);
     assert!(said.contains("put back: /sys/kernel/mm/ksm/run was 1"), "{said}");
+    assert!(!place.state().join("operator.json").exists(), "what was said to it ends with it");
 }
 
 /// Programs that want all CPUs wait while a census or ksmd has one of them. The least that shows is told of.

@@ -1,13 +1,15 @@
 //! What is seen of a daemon: its HTTP and `pagefold top`, of one that observes a recorded host and so needs no
 //! privilege.
 
+use pagefold_history::{Limits, Writer};
 use pagefold_report::daemon::{Mode, Status, sums};
 use pagefold_report::doctor::VerdictName;
+use pagefold_report::history::{History, Point};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 use tempfile::TempDir;
 
 /// How long anything may take here: far more than it does.
@@ -118,6 +120,36 @@ fn the_daemon_is_shown() {
     assert!(Command::new("kill").arg(daemon.child.id().to_string()).status().unwrap().success());
     assert!(daemon.child.wait().unwrap().success());
     TcpStream::connect(&address).expect_err("nobody listens");
+}
+
+/// What an earlier daemon has kept is shown by the next, and nothing between the two.
+#[test]
+fn the_past_of_a_history_is_shown() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("history.db");
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/status.json");
+    let mut kept: Status = serde_json::from_slice(&std::fs::read(fixture).unwrap()).unwrap();
+    let now = SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs_f64();
+    // One run of long ago, of which nothing is shown, and one of five minutes.
+    for (from, seconds) in [(now - 200_000.0, 100), (now - 4000.0, 300)] {
+        let mut writer = Writer::open(&path, Limits::default(), "node17", "0.1.0", from).expect("a history");
+        for second in (0..seconds).step_by(10) {
+            kept.time = from + f64::from(second);
+            kept.cpu.ksmd.as_mut().unwrap().seconds = f64::from(second) * 0.05;
+            writer.note(&kept);
+        }
+        writer.commit().unwrap();
+    }
+    let mut daemon = Daemon::start("", &["--http", "127.0.0.1:0", "--history", path.to_str().unwrap()]);
+    let address = daemon.address();
+    status(&address);
+    let (_, body) = get(&address, "localhost", "/api/history");
+    let points = serde_json::from_str::<History>(&body).expect("a history").points;
+    let (before, after): (Vec<&Point>, Vec<&Point>) = points.iter().partition(|point| point.time < now);
+    assert!(before.len() == 31 && !after.is_empty(), "{points:#?}");
+    assert!(before[..30].iter().all(|point| point.saved_net == kept.saved.net));
+    assert!(before[1..30].iter().all(|point| point.ksmd_percent.is_some_and(|percent| (percent - 5.0).abs() < 0.1)));
+    assert!(before[30].saved_net.is_none() && before[30].available.is_none(), "nothing is known until it begins");
 }
 
 #[test]

@@ -95,14 +95,21 @@ impl Directory {
         Ok(openat(&self.handle, name, flags, Mode::RUSR | Mode::WUSR)?.into())
     }
 
-    fn read(&self, name: &str) -> io::Result<Vec<u8>> {
+    /// All that is in a file of it.
+    ///
+    /// # Errors
+    /// Those of openat(2) and read(2).
+    pub fn read(&self, name: &str) -> io::Result<Vec<u8>> {
         let mut bytes = Vec::new();
         self.file(name, OFlags::RDONLY)?.read_to_end(&mut bytes)?;
         Ok(bytes)
     }
 
     /// Replace a file, or leave it as it was.
-    fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
+    ///
+    /// # Errors
+    /// Those of openat(2), write(2), fdatasync(2) and renameat(2).
+    pub fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         let temporary = format!("{name}.new");
         let mut file = self.file(&temporary, OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC)?;
         fault::point("before writing a journal");
@@ -114,7 +121,11 @@ impl Directory {
         Ok(())
     }
 
-    fn remove(&self, name: &str) -> io::Result<()> {
+    /// Remove a file.
+    ///
+    /// # Errors
+    /// Those of unlinkat(2).
+    pub fn remove(&self, name: &str) -> io::Result<()> {
         fault::point("before removing a journal");
         unlinkat(&self.handle, name, AtFlags::empty())?;
         fault::point("after removing a journal");

@@ -25,6 +25,12 @@ impl Reader {
         Ok(last.map_err(refused(&self.path, "read"))?.map(seconds))
     }
 
+    /// How the host stood within a span of time, in seconds since 1970.
+    pub fn samples(&self, since: f64, until: f64) -> Result<Vec<Sample>, Error> {
+        let span = (milliseconds(since), milliseconds(until));
+        rows(&self.connection, SAMPLES, span, sample).map_err(refused(&self.path, "read"))
+    }
+
     /// What was kept within a span of time, in seconds since 1970, as it is at one moment.
     pub fn load(&mut self, since: f64, until: f64) -> Result<Kept, Error> {
         self.read(milliseconds(since), milliseconds(until)).map_err(refused(&self.path, "read"))
@@ -32,15 +38,6 @@ impl Reader {
 
     fn read(&mut self, since: i64, until: i64) -> rusqlite::Result<Kept> {
         let transaction = self.connection.transaction_with_behavior(TransactionBehavior::Deferred)?;
-        fn rows<T>(
-            connection: &Connection,
-            what: &str,
-            span: (i64, i64),
-            of: fn(&Row<'_>) -> rusqlite::Result<T>,
-        ) -> rusqlite::Result<Vec<T>> {
-            let text = format!("{what} WHERE time_ms BETWEEN ?1 AND ?2 ORDER BY time_ms");
-            connection.prepare(&text)?.query_map([span.0, span.1], of)?.collect()
-        }
         let span = (since, until);
         let host =
             transaction.query_row("SELECT host FROM run ORDER BY id DESC LIMIT 1", [], |row| row.get(0)).or_else(
@@ -54,6 +51,16 @@ impl Reader {
             footprints: rows(&transaction, MEMBERS, span, footprint)?,
         })
     }
+}
+
+fn rows<T>(
+    connection: &Connection,
+    what: &str,
+    span: (i64, i64),
+    of: fn(&Row<'_>) -> rusqlite::Result<T>,
+) -> rusqlite::Result<Vec<T>> {
+    let text = format!("{what} WHERE time_ms BETWEEN ?1 AND ?2 ORDER BY time_ms");
+    connection.prepare(&text)?.query_map([span.0, span.1], of)?.collect()
 }
 
 const SAMPLES: &str = "SELECT time_ms, run, saved_gross, saved_net, total, available, keep_available, ksmd_seconds,

@@ -43,6 +43,14 @@ pub struct Sheet {
 }
 
 impl Board {
+    /// A board that begins with these points of a past before it, at most half as many as it keeps.
+    pub fn with_past(points: Vec<Point>) -> Self {
+        debug_assert!(points.len() <= POINTS / 2);
+        let board = Self::default();
+        board.state().past.points = points;
+        board
+    }
+
     /// Publish a status, and wake those who wait for it.
     pub fn publish(&self, status: Status) {
         let json = wire::line(&status).into();
@@ -151,9 +159,7 @@ mod tests {
     use super::*;
 
     fn point(time: f64) -> Point {
-        let (saved_gross, saved_net, available, keep_available) = (None, None, None, None);
-        let (ksmd_percent, pagefold_percent, bound_percent) = (None, None, 10.0);
-        Point { time, saved_gross, saved_net, available, keep_available, ksmd_percent, pagefold_percent, bound_percent }
+        Point::unknown(time, 10.0)
     }
 
     /// Longer than any test may take.

@@ -10,6 +10,7 @@
 mod cgroups;
 mod clock;
 mod fair;
+mod operator;
 mod probe;
 pub mod replay;
 mod roster;
@@ -25,8 +26,10 @@ pub use snapshot::{Pass, Said, Shared, Snapshot, Told, Used};
 
 use crate::ksmd::Ksmd;
 use crate::merge::own_cpu;
+use crate::session;
 use cgroups::Cgroups;
 use jiff::tz::TimeZone;
+use operator::Operator;
 use pagefold_census::tally::Party;
 use pagefold_host::counted::Counted;
 use pagefold_host::{Host, observe};
@@ -102,6 +105,8 @@ pub struct Daemon<'h, 'a> {
     probe: Probe,
     cgroups: Cgroups,
     tuner: Option<String>,
+    /// What an operator has said, where it can be kept.
+    operator: Option<Operator>,
     orders: Sender<Order>,
     /// Whose page tables are to be walked.
     walks: Sender<ProcessId>,
@@ -168,6 +173,7 @@ pub fn run(
         let (walks, walked) = mpsc::channel();
         scope.spawn(move || fair::walk(host, &walked, &sender));
         let mut daemon = Daemon::new(host, settings, seed, Threads { orders, walks, answers }, log);
+        daemon.take_up(directory);
         let done = daemon.run(&messages, alive, || working.is_finished());
         drop(daemon);
         done
@@ -220,6 +226,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             probe: Probe::default(),
             cgroups: Cgroups::default(),
             tuner: None,
+            operator: None,
             orders,
             walks,
             turns: fair::Turns::default(),
@@ -273,6 +280,32 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 }
                 Err(RecvTimeoutError::Disconnected) => return Ok(false),
             }
+        }
+    }
+
+    /// Go on with what an operator said to a daemon that was killed.
+    fn take_up(&mut self, directory: &Path) {
+        let taken = session::boot(self.host).map_err(std::io::Error::other);
+        match taken.and_then(|boot| Operator::take_up(directory, boot)) {
+            Ok((operator, events)) => {
+                if !events.is_empty() {
+                    (self.log)("a daemon was killed before: what an operator said to it holds");
+                }
+                events.into_iter().for_each(|event| self.step(event));
+                self.operator = Some(operator);
+            }
+            Err(why) => {
+                let path = directory.join(operator::FILE);
+                (self.log)(&format!("what an operator says is not kept in {}: {why}", path.display()));
+            }
+        }
+    }
+
+    /// Keep what an event says of an operator's, if anything.
+    fn keep(&mut self, event: &Event) {
+        let kept = self.operator.as_mut().map_or(Ok(()), |operator| operator.heed(event));
+        if let Err(why) = kept {
+            (self.log)(&format!("what an operator says does not outlive this daemon: {why}"));
         }
     }
 
@@ -372,6 +405,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
         if let Event::Withdrawn(withdrawn) = &event {
             self.snapshot.ranges.retain(|process, _| !withdrawn.gone.contains(process));
         }
+        self.keep(&event);
         let state = self.state.take().expect("it is put back after every step");
         let (state, actions) = step(state, self.now, event);
         self.state = Some(state);
@@ -379,7 +413,12 @@ impl<'h, 'a> Daemon<'h, 'a> {
             match action {
                 Action::Say(decision) => self.say(decision),
                 Action::Halt => self.halt.store(true, Ordering::Relaxed),
-                Action::End { whole } => self.ended = Some(whole),
+                Action::End { whole } => {
+                    self.ended = Some(whole);
+                    if let Some(Err(why)) = self.operator.take().map(|operator| operator.forget()) {
+                        (self.log)(&format!("what an operator said is left behind: {why}"));
+                    }
+                }
                 action => {
                     self.halt = Arc::default();
                     let (settings, halt) = (Arc::clone(&self.settings), Arc::clone(&self.halt));

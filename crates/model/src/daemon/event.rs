@@ -44,7 +44,8 @@ pub enum Event {
     Resume,
     /// An operator wants a process to be looked at now.
     Enrol(ProcessId),
-    /// An operator wants a process to be left alone, and what is merged of it withdrawn.
+    /// An operator wants a process to be left alone, and what is merged of it withdrawn; once it has come, if it is not
+    /// known yet.
     Withdraw(ProcessId),
     /// The daemon ends; whether what it enrolled is withdrawn first.
     Stop {

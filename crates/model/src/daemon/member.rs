@@ -336,6 +336,12 @@ impl Member {
         self.refused = Some(self.next);
     }
 
+    /// An operator wants it to be left alone.
+    pub fn withdraw(&mut self, now: Duration) {
+        self.withdrawn = true;
+        self.leave(Reason::Operator, now);
+    }
+
     /// What is merged of it is to be withdrawn. Until it is, it is in no plan: others would share with what goes away.
     pub fn leave(&mut self, reason: Reason, now: Duration) {
         // An operator has it tried at once, as has whoever wants more of it withdrawn.

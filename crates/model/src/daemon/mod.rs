@@ -57,7 +57,7 @@ pub use strikes::Strikes;
 
 use crate::memory::Shortage;
 use crate::units::{Bytes, ProcessId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// CPU seconds for a MiB of a census, before any was measured: two looks at 4 GiB a second.
@@ -126,6 +126,8 @@ pub struct State {
     /// What clocks show, once they were read.
     time: Option<TimeOfDay>,
     members: BTreeMap<ProcessId, Member>,
+    /// Who is to be left alone once it is known.
+    withdrawn: BTreeSet<ProcessId>,
     work: Option<Work>,
     halted: bool,
     /// Whether trust domains have changed since it began, so that it heeds others than there are.
@@ -175,6 +177,7 @@ impl State {
             slowdown: Slowdown::default(),
             time: None,
             members: BTreeMap::new(),
+            withdrawn: BTreeSet::new(),
             work: None,
             halted: false,
             outdated: false,

@@ -66,16 +66,17 @@ impl State {
             Event::Pause => self.paused = true,
             Event::Resume => (self.paused, self.contested, self.hold_after) = (false, None, self.now),
             Event::Enrol(process) => {
+                self.withdrawn.remove(&process);
                 if let Some(member) = self.members.get_mut(&process) {
                     member.call(self.now, &self.rules);
                 }
             }
-            Event::Withdraw(process) => {
-                if let Some(member) = self.members.get_mut(&process) {
-                    member.withdrawn = true;
-                    member.leave(Reason::Operator, self.now);
+            Event::Withdraw(process) => match self.members.get_mut(&process) {
+                Some(member) => member.withdraw(self.now),
+                None => {
+                    self.withdrawn.insert(process);
                 }
-            }
+            },
             Event::Stop { unmerge } => {
                 let stopping = if unmerge { Stopping::Unmerging } else { Stopping::Kept };
                 self.stopping.get_or_insert(stopping);
@@ -153,7 +154,11 @@ impl State {
                 }
             }
             None => {
-                self.members.insert(process, Member::new(arrival, self.now, &self.rules));
+                let mut member = Member::new(arrival, self.now, &self.rules);
+                if self.withdrawn.remove(&process) {
+                    member.withdraw(self.now);
+                }
+                self.members.insert(process, member);
             }
         }
         if let Some(why) = excluded.filter(|why| before != Some(Some(why.clone()))) {

@@ -709,6 +709,7 @@ proptest! {
                         prop_assert!(processes.iter().all(|process| !withdrawn.contains(process)));
                     }
                     Action::Look { withdraw } => prop_assert!(!withdraw || host.pressure < 10.0),
+                    Action::Withdraw(_) => prop_assert!(host.pressure < 10.0),
                     _ => {}
                 }
             }

@@ -412,8 +412,8 @@ pub struct Member {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub merged: Option<u64>,
     /// What it takes: its fair share, each page divided by those who map it (`Pss` of `smaps_rollup`), with what its
-    /// resident and merged memory has changed since that was read. Before that an estimate: `resident` less what merging
-    /// saves of it, where what is shared otherwise, by fork or as files, counts in full.
+    /// resident and merged memory has changed since that was read. Before that an estimate: `resident` less what
+    /// merging saves of it, where what is shared otherwise, by fork or as files, counts in full.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub footprint: Option<u64>,
     /// Seconds since its fair share was read. Absent where `footprint` is an estimate.

@@ -65,6 +65,20 @@ pub struct Point {
 }
 
 impl Point {
+    /// A moment of which nothing is known.
+    pub fn unknown(time: f64, bound_percent: f64) -> Self {
+        Self {
+            time,
+            saved_gross: None,
+            saved_net: None,
+            available: None,
+            keep_available: None,
+            ksmd_percent: None,
+            pagefold_percent: None,
+            bound_percent,
+        }
+    }
+
     /// Of a status.
     pub fn of(status: &Status) -> Self {
         Self {

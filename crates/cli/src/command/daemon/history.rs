@@ -10,9 +10,10 @@ use super::{Desk, Options, log};
 use crate::arguments::Global;
 use crate::config::{Config, History};
 use anyhow::Context;
-use pagefold_history::{Limits, Writer};
+use pagefold_history::{Limits, Reader, Writer};
 use pagefold_model::daemon::{Standing, State};
 use pagefold_report::daemon::Status;
+use pagefold_report::history::{Point, series};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -34,29 +35,59 @@ const COMMIT: Duration = Duration::from_secs(60);
 /// Between two commits at least, however many passes end.
 const SOON: Duration = Duration::from_secs(10);
 
+/// Of the past before this daemon, what is shown.
+const PAST: Duration = Duration::from_secs(86_400);
+
+/// At most about so many points of the past in this history, with one at which nothing is known between two daemons;
+/// none where it cannot be read.
+pub fn past(path: &Path, most: usize) -> Vec<Point> {
+    let until = now();
+    let read = Reader::open(path).and_then(|reader| reader.samples(until - PAST.as_secs_f64(), until));
+    let points = series::points(&series::thinned(&read.unwrap_or_default(), most / 2));
+    let mut past = Vec::new();
+    for (i, point) in points.iter().enumerate() {
+        past.push(Point {
+            time: point.time,
+            saved_gross: point.saved_gross,
+            saved_net: point.saved_net,
+            available: point.available,
+            keep_available: point.keep_available,
+            ksmd_percent: point.ksmd_percent,
+            pagefold_percent: point.pagefold_percent,
+            bound_percent: point.bound_percent,
+        });
+        if points.get(i + 1).is_none_or(|next| next.run != point.run) {
+            past.push(Point::unknown(point.time + 0.001, point.bound_percent));
+        }
+    }
+    // Of many short lives the latest.
+    past.split_off(past.len().saturating_sub(most))
+}
+
 /// A history that is kept until it is dropped, which writes what is left.
 pub struct Kept {
     bell: Arc<Bell>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Keep the history where the command line, the configuration or the service manager says.
-pub fn keep(desk: Arc<Desk>, options: &Options, global: &Global) -> anyhow::Result<Option<Kept>> {
+/// Where the history is kept, as the command line, the configuration or the service manager says.
+pub fn path(options: &Options, global: &Global) -> anyhow::Result<Option<PathBuf>> {
     let said = match &options.history {
         Some(said) => Some(said.clone()),
         None => Config::load(global)?.history,
     };
-    let path = match said {
-        Some(History::Off) => return Ok(None),
-        Some(History::File(path)) => path,
-        None => match std::env::var_os("STATE_DIRECTORY") {
-            // One directory is asked for; systemd separates several by colons.
-            Some(directory) => PathBuf::from(directory).join("history.db"),
-            None => return Ok(None),
-        },
-    };
+    Ok(match said {
+        Some(History::Off) => None,
+        Some(History::File(path)) => Some(path),
+        // One directory is asked for; systemd separates several by colons.
+        None => std::env::var_os("STATE_DIRECTORY").map(|directory| PathBuf::from(directory).join("history.db")),
+    })
+}
+
+/// Keep the history in this file.
+pub fn keep(desk: Arc<Desk>, path: &Path, global: &Global) -> anyhow::Result<Option<Kept>> {
     let host = if global.host == "live" { host_name() } else { desk.host.describe() };
-    let writer = match open(&path, &host) {
+    let writer = match open(path, &host) {
         Ok(writer) => writer,
         Err(error) => {
             log(&format!("going on without a history: {error:#}"));

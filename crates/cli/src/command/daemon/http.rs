@@ -1,11 +1,13 @@
 //! What the daemon shows over HTTP: its status, published on a board at even distances.
 
-use super::{Desk, Options, log};
+use super::{Desk, Options, history, log};
 use crate::arguments::Global;
 use crate::config::Config;
 use anyhow::Context;
 use pagefold_watch::Board;
+use pagefold_watch::board::POINTS;
 use pagefold_watch::http::Server;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,11 +23,12 @@ pub struct Shown {
     _server: Server,
 }
 
-/// Show what the desk tells where the command line or the configuration says.
-pub fn show(desk: Arc<Desk>, options: &Options, global: &Global) -> anyhow::Result<Option<Shown>> {
+/// Show what the desk tells where the command line or the configuration says, with the past that is in a history.
+pub fn show(desk: Arc<Desk>, options: &Options, past: Option<&Path>, global: &Global) -> anyhow::Result<Option<Shown>> {
     let http = Config::load(global)?.http;
     let Some(address) = options.http.or(http.address) else { return Ok(None) };
-    let board = Arc::new(Board::default());
+    let past = past.map(|path| history::past(path, POINTS / 2)).unwrap_or_default();
+    let board = Arc::new(Board::with_past(past));
     let server = Server::start(address, http.names, Arc::clone(&board))
         .with_context(|| format!("cannot listen at {address} (--http, or http in the configuration)"))?;
     let told = if address.ip().is_loopback() { "every local user" } else { "whoever reaches it" };

@@ -163,8 +163,9 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).context("cannot handle signals")?;
     let (sender, messages) = mpsc::channel();
     let desk = Arc::new(Desk { host, sender: sender.clone(), findings: Mutex::default() });
-    let shown = http::show(Arc::clone(&desk), options, global)?;
-    let kept = history::keep(Arc::clone(&desk), options, global)?;
+    let past = history::path(options, global)?;
+    let shown = http::show(Arc::clone(&desk), options, past.as_deref(), global)?;
+    let kept = past.map(|path| history::keep(Arc::clone(&desk), &path, global)).transpose()?.flatten();
     control.serve(Arc::new(move |request| desk.answer(request))).context("cannot start a thread")?;
     heed(signals, sender.clone(), options, global)?;
 

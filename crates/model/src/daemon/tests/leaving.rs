@@ -101,6 +101,21 @@ fn an_operator_has_it_tried_at_once_and_who_enrols_during_it_has_the_last_word()
     assert!(host.state.members()[&id(1)].is_open());
 }
 
+/// What was said to a daemon that was killed is said to the next before it knows anybody.
+#[test]
+fn who_is_withdrawn_before_it_has_come_is_left_alone_from_the_start() {
+    let mut host = Host::new(rules(Mode::Act));
+    [1, 2].into_iter().for_each(|pid| host.happen(Event::Withdraw(id(pid))));
+    host.happen(Event::Enrol(id(2)));
+    [1, 2].into_iter().for_each(|pid| host.happen(arrival(pid)));
+    host.run(60);
+    assert!(host.state.members()[&id(1)].withdrawn && censuses_of(&host, id(1)) == 0);
+    assert!(censuses_of(&host, id(2)) > 0, "that was taken back");
+    host.happen(Event::Enrol(id(1)));
+    host.run(60);
+    assert!(censuses_of(&host, id(1)) > 0);
+}
+
 #[test]
 fn trying_again_keeps_to_the_budget() {
     let mut host = merged(&[1]);
