@@ -19,7 +19,7 @@ const GRACE: Duration = Duration::from_secs(60);
 /// A way to drive KSM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// A policy, all machines enrolled whole by QEMU.
+    /// A policy, on machines of which QEMU's whole process is enrolled.
     Policy(Policy),
     /// `pagefold daemon`.
     Daemon,
@@ -36,6 +36,12 @@ impl Way {
             Self::Policy(policy) => policy.name(),
             Self::Daemon => "pagefold daemon",
         }
+    }
+
+    /// Whether machines are started with all memory of QEMU enrolled: what a policy does not see it cannot merge, and
+    /// all of it counts as what can be shared. The daemon enrols by itself.
+    pub fn enrols(self) -> bool {
+        matches!(self, Self::Policy(_))
     }
 }
 

@@ -1,9 +1,20 @@
 //! A machine that comes, is used for a while, and goes: when it was ready, what it could share then, and what it
 //! shares.
+//!
+//! A page that maps the kernel's page of zeros was merged with it or was never written, and only the former is shared.
+//! ksmd merges zeros so with `use_zero_pages`, and counts them. But whenever it splits a huge page, the pages of zeros
+//! in that are mapped to the kernel's, too, and nothing counts these (`try_to_map_unused_to_zeropage` of mm/migrate.c,
+//! 6.18). Who merges a machine while it boots has done much of that before READY, and by then its page tables do not
+//! tell what was merged from what was never written. So the latter is taken from a machine that boots the same way with
+//! KSM off ([`unwritten`]), and so many fewer zeros can be shared, and are shared, of every other. Boots may differ by
+//! some pages, and what is written or collapsed into a huge page later is not unwritten any more: what is taken off is
+//! never more than there are zeros, and nothing is taken off what is merged otherwise.
 
 use crate::merge::holder::{Holder, held};
+use crate::merge::readings::is_enrolled;
+use crate::merge::trial::pause_for;
 use crate::merge::truth::{self, Contents};
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, ensure};
 use pagefold_host::{Host, Mapping};
 use pagefold_labs::lines;
 use pagefold_linux::LiveHost;
@@ -11,14 +22,18 @@ use pagefold_model::{AddressRange, Pfn, Pid};
 use std::collections::HashSet;
 use std::process::Stdio;
 use std::sync::mpsc::{self, Receiver, TryRecvError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What all machines' names begin with.
 pub const NAMES: &str = "churn";
 
+/// Between two looks whether a machine is ready.
+const TICK: Duration = Duration::from_millis(100);
+
 /// A machine.
 pub struct Guest {
     holder: Holder,
+    enrolled: bool,
     coming: Receiver<(u32, Instant)>,
     /// When it was started.
     pub arrived: Instant,
@@ -32,11 +47,12 @@ pub struct Ready {
     pub pid: u32,
     /// When it said so.
     pub at: Instant,
-    /// Pages that can be shared: zeros, and contents that it holds twice or another machine holds too.
+    /// Pages that can be shared: zeros that were written, and contents that it holds twice or another machine holds
+    /// too.
     pub shareable: u64,
     /// What it held.
     contents: Contents,
-    /// Pages that map the kernel's page of zeros and that nobody merged: they were never written.
+    /// Pages that map the kernel's page of zeros since they were never written, by [`unwritten`].
     unwritten: u64,
     /// When nine tenths of what can be shared were.
     pub reached: Option<Instant>,
@@ -53,10 +69,39 @@ pub struct Look {
     pub zeros: u64,
 }
 
+impl Look {
+    /// Pages that are shared, of a machine that never wrote so many.
+    fn shared(self, unwritten: u64) -> u64 {
+        self.merged + self.zeros.saturating_sub(unwritten)
+    }
+}
+
+/// Pages that can be shared of what a machine holds beside others, of which it never wrote so many.
+fn shareable(contents: &Contents, others: &[&Contents], unwritten: u64) -> u64 {
+    let zero = truth::zero();
+    let pages = |(content, &copies): (&[u8; 32], &u64)| {
+        if *content == zero {
+            return copies.saturating_sub(unwritten);
+        }
+        let is_shared = copies > 1 || others.iter().any(|other| other.contains_key(content));
+        if is_shared { copies } else { 0 }
+    };
+    contents.iter().map(pages).sum()
+}
+
+/// Pages that map the kernel's page of zeros when a machine is ready, by one that is booted for that and is gone when
+/// this returns. They were never written where KSM is off, which is for the caller to see to.
+pub fn unwritten(mib: u32, enrolled: bool) -> Result<u64> {
+    let mut guest = Guest::start(0, mib, enrolled)?;
+    let pid = guest.wait()?;
+    let look = look(&LiveHost::new(), pid, &mut HashSet::new())?;
+    Ok(look.zeros.saturating_sub(zeros_merged(pid)?))
+}
+
 impl Guest {
-    /// Start one.
-    pub fn start(number: usize, mib: u32) -> Result<Self> {
-        let mut command = held(pagefold_labs::client::binary()?, false)?;
+    /// Start one, with all memory of QEMU enrolled or only what QEMU itself enrols: the memory of the machine.
+    pub fn start(number: usize, mib: u32, enrolled: bool) -> Result<Self> {
+        let mut command = held(pagefold_labs::client::binary()?, enrolled)?;
         command.args(["fleet", "--guests", "1", "--memory", &mib.to_string(), "--timeout", "300"]);
         command.args(["--names", &format!("{NAMES}-{number}")]).stderr(Stdio::null());
         let mut holder = Holder::start(command)?;
@@ -73,13 +118,16 @@ impl Guest {
                 pid = serde_json::from_str::<lines::Guest>(&line).ok().map(|guest| guest.pid).or(pid);
             }
         });
-        Ok(Self { holder, coming, arrived: Instant::now(), ready: None })
+        Ok(Self { holder, enrolled, coming, arrived: Instant::now(), ready: None })
     }
 
     /// Its process, once it is ready.
     pub fn becomes_ready(&mut self) -> Result<Option<(u32, Instant)>> {
         match self.coming.try_recv() {
-            Ok(ready) => Ok(Some(ready)),
+            Ok((pid, at)) => {
+                ensure!(!self.enrolled || is_enrolled(pid)?, "QEMU's process {pid} was to be enrolled and is not");
+                Ok(Some((pid, at)))
+            }
             Err(TryRecvError::Empty) => Ok(None),
             Err(TryRecvError::Disconnected) if self.ready.is_some() => Ok(None),
             Err(TryRecvError::Disconnected) => {
@@ -89,19 +137,22 @@ impl Guest {
         }
     }
 
-    /// Count what it can share with others that are ready.
-    pub fn count(&mut self, host: &LiveHost, (pid, at): (u32, Instant), others: &[&Ready]) -> Result<()> {
+    /// Wait until it is ready. Tells its process.
+    pub fn wait(&mut self) -> Result<u32> {
+        loop {
+            if let Some((pid, _)) = self.becomes_ready()? {
+                return Ok(pid);
+            }
+            pause_for(TICK)?;
+        }
+    }
+
+    /// Count what it can share with others that are ready, where so many pages were never written.
+    pub fn count(&mut self, (pid, at): (u32, Instant), others: &[&Ready], unwritten: u64) -> Result<()> {
         let mut contents = Contents::new();
         truth::add(pid, &mut contents)?;
-        let zero = truth::zero();
-        let is_shared = |content: &[u8; 32], copies: u64| {
-            copies > 1 || *content == zero || others.iter().any(|other| other.contents.contains_key(content))
-        };
-        let shareable: u64 =
-            contents.iter().filter(|(content, copies)| is_shared(content, **copies)).map(|(_, copies)| copies).sum();
-        let look = look(host, pid, &mut HashSet::new())?;
-        let unwritten = look.zeros.saturating_sub(zeros_merged(pid)?);
-        let shareable = shareable.saturating_sub(unwritten);
+        let others: Vec<&Contents> = others.iter().map(|other| &other.contents).collect();
+        let shareable = shareable(&contents, &others, unwritten);
         self.ready = Some(Ready { pid, at, shareable, contents, unwritten, reached: None, shared: 0 });
         Ok(())
     }
@@ -111,7 +162,7 @@ impl Ready {
     /// See how much is shared. `frames` gets the KSM frames that it maps.
     pub fn look(&mut self, host: &LiveHost, frames: &mut HashSet<u64>) -> Result<()> {
         let look = look(host, self.pid, frames)?;
-        self.shared = (look.merged + look.zeros).saturating_sub(self.unwritten);
+        self.shared = look.shared(self.unwritten);
         if self.reached.is_none() && self.shared as f64 >= 0.9 * self.shareable as f64 {
             self.reached = Some(Instant::now());
         }
@@ -171,4 +222,25 @@ fn zeros_merged(pid: u32) -> Result<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/ksm_stat"))?;
     let zeros = stat.lines().find_map(|line| line.strip_prefix("ksm_zero_pages ")?.trim().parse().ok());
     Ok(zeros.unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_never_written_is_taken_from_zeros_alone() {
+        let contents = |of: &[([u8; 32], u64)]| of.iter().copied().collect::<Contents>();
+        let held = contents(&[(truth::zero(), 100), ([1; 32], 2), ([2; 32], 1), ([3; 32], 1)]);
+        let other = contents(&[([3; 32], 1), (truth::zero(), 1)]);
+        assert_eq!(shareable(&held, &[&other], 30), 70 + 2 + 1);
+        assert_eq!(shareable(&held, &[], 0), 100 + 2);
+        assert_eq!(shareable(&held, &[&other], 101), 2 + 1, "another boot left more unwritten");
+    }
+
+    #[test]
+    fn zeros_beyond_what_was_never_written_are_shared() {
+        let look = Look { merged: 5, zeros: 40 };
+        assert_eq!([30, 40, 41].map(|unwritten| look.shared(unwritten)), [15, 5, 5]);
+    }
 }

@@ -35,6 +35,12 @@ const WRITTEN: u64 = 16;
 /// How often a page may be merged and broken before it is left alone, at most.
 const STRIKES: u64 = 3;
 
+/// How long it has to go on for a page that is rewritten now and then to be merged, broken, merged and broken again.
+const LONG: Duration = Duration::from_secs(300);
+
+/// Memory of each program of which a part or all is shared, in MiB.
+const SHARING: u64 = 64;
+
 /// A program that forks: its children have all that it holds, write memory of their own, and end.
 const FORKER: &str = r#"$| = 1;
 my $held = join "", map { pack("N", $_ % 64) . ("x" x 4092) } 1 .. 6144;
@@ -167,30 +173,45 @@ struct Mix(Vec<Program>);
 
 const MANY: &str = "regions of one page";
 const TIDE: &str = "writes its memory anew now and then";
+const HUGE: &str = "huge pages";
+const PIECES: &str = "regions of 16 pages";
 const HONEST: &str = "honest";
+
+/// Pages that a program shares with the other one of its name, if it pays to merge them.
+fn shares(name: &str) -> Option<u64> {
+    let all = (SHARING << 20) / pagefold_sys::mapping::page_size() as u64;
+    match name {
+        PIECES => Some(all),
+        HUGE | HONEST => Some(all / 2),
+        _ => None,
+    }
+}
 
 impl Mix {
     fn start(place: &Place, regions: u64, tide: Duration) -> Result<Self> {
-        let mixture = |kind, more: &[&str]| place.lab(kind, &[&["mixture", "--mib", "64"], more].concat());
+        let sharing = SHARING.to_string();
+        let mixture = |kind, more: &[&str]| place.lab(kind, &[&["mixture", "--mib", &sharing], more].concat());
         let layout = |kind, more: &[&str]| place.lab(kind, &[&["layout"], more].concat());
         let (threads, memory) = (WRITERS.to_string(), WRITTEN.to_string());
         let (regions, interval) = (format!("within={regions}"), tide.as_millis().to_string());
         let huge = ["--huge", "--run", "512"];
         let stray = [&huge[..], &["--duplicate", "6%", "--stray", "45%", "--seed", "stray"]].concat();
         let pays = [&huge[..], &["--duplicate", "50%", "--seed", "huge"]].concat();
-        let pieces = ["shared-content=pieces:16384", "--regions", "1024"];
+        let pages = shares(PIECES).unwrap_or_default();
+        let (content, cut) = (format!("shared-content=pieces:{pages}"), (pages / 16).to_string());
+        let pieces = [content.as_str(), "--regions", &cut];
         let writer = place.lab('w', &["busy", "--threads", &threads, "--memory", &memory])?;
         let forker = place.start(Path::new("/usr/bin/perl"), 'f', &["-e", FORKER])?;
         Ok(Self(vec![
             Program { name: "writes all its memory anew", holder: writer, holds: Holds::Checked },
             Program::counted(TIDE, layout('t', &["hot-text=16384", "--interval", &interval])?)?,
             Program::answers("huge pages, of which nothing pays", mixture('s', &stray)?)?,
-            Program::answers("huge pages", mixture('h', &pays)?)?,
-            Program::answers("huge pages", mixture('h', &pays)?)?,
+            Program::answers(HUGE, mixture('h', &pays)?)?,
+            Program::answers(HUGE, mixture('h', &pays)?)?,
             Program::answers("forks", forker)?,
             Program::counted(MANY, layout('r', &[&regions, "--fragment"])?)?,
-            Program::counted("regions of 16 pages", layout('p', &pieces)?)?,
-            Program::counted("regions of 16 pages", layout('p', &pieces)?)?,
+            Program::counted(PIECES, layout('p', &pieces)?)?,
+            Program::counted(PIECES, layout('p', &pieces)?)?,
             Program::answers(HONEST, mixture('b', &["--duplicate", "50%"])?)?,
             Program::answers(HONEST, mixture('b', &["--duplicate", "50%"])?)?,
         ]))
@@ -201,24 +222,24 @@ impl Mix {
         self.0.iter_mut().try_for_each(|program| program.check().context(program.name))
     }
 
-    /// Pages that are merged in each: those of zeros by the kernel's count, others by page tables where these were
-    /// looked at, since what has broken is counted as merged until ksmd comes by again.
+    /// Pages that are merged in each, those of zeros among them: by page tables where these were looked at, since what
+    /// has broken is counted as merged by the kernel until ksmd comes by again.
     fn merged(&self, breaks: &Breaks) -> Result<Vec<(&'static str, u64)>> {
         let of = |(number, program): (usize, &Program)| {
-            let (counted, zeros) = merged(program.holder.pid())?;
-            let seen = (program.name != MANY).then(|| breaks.merged[number].len() as u64);
-            Ok((program.name, seen.unwrap_or(counted) + zeros))
+            let seen = breaks.merged[number].len() as u64;
+            Ok((program.name, if program.name == MANY { counted(program.holder.pid())? } else { seen }))
         };
         self.0.iter().enumerate().map(of).collect()
     }
 }
 
-/// `ksm_merging_pages` and `ksm_zero_pages` of a process.
-fn merged(pid: u32) -> Result<(u64, u64)> {
+/// Pages of a process that are merged, those of zeros among them, by the kernel's count: `ksm_merging_pages`, which
+/// leaves these out, and `ksm_zero_pages`.
+fn counted(pid: u32) -> Result<u64> {
     let number = |text: &str| text.trim().parse::<u64>().unwrap_or(0);
     let stat = fs::read_to_string(format!("/proc/{pid}/ksm_stat"))?;
     let zeros = stat.lines().find_map(|line| line.strip_prefix("ksm_zero_pages ")).map_or(0, number);
-    Ok((number(&fs::read_to_string(format!("/proc/{pid}/ksm_merging_pages"))?), zeros))
+    Ok(number(&fs::read_to_string(format!("/proc/{pid}/ksm_merging_pages"))?) + zeros)
 }
 
 /// Writes to merged pages so far (`cow_ksm` of `/proc/vmstat`).
@@ -249,10 +270,10 @@ impl Breaks {
         Ok(())
     }
 
-    /// How many pages broke so often: once, twice, and so on.
-    fn by_times(&self) -> Vec<u64> {
+    /// How many pages broke so often, of the programs with these numbers: once, twice, and so on.
+    fn by_times(&self, is_of: impl Fn(usize) -> bool) -> Vec<u64> {
         let mut pages = Vec::new();
-        for &times in self.times.values() {
+        for (_, &times) in self.times.iter().filter(|((number, _), _)| is_of(*number)) {
             pages.resize(pages.len().max(times as usize), 0);
             pages[times as usize - 1] += 1;
         }
@@ -260,18 +281,32 @@ impl Breaks {
     }
 }
 
+/// How many pages broke so often: once, twice, and so on.
+struct Broken {
+    /// Of all programs.
+    all: Vec<u64>,
+    /// Of the one that leaves its memory alone for just so long that it is merged.
+    tide: Vec<u64>,
+}
+
+/// How often a page has to have broken at least that is merged again after it was written. In a short time no more is
+/// seen than that it was merged and written.
+fn least_breaks(length: Duration) -> u64 {
+    if length >= LONG { 2 } else { 1 }
+}
+
+/// Of the programs that pay to be merged, the one of which the least part of what it shares is: its name, pages that
+/// are merged and pages that it shares.
+fn least_merged(merged: &[(&'static str, u64)]) -> Option<(&'static str, u64, u64)> {
+    let paying = merged.iter().filter_map(|&(name, pages)| Some((name, pages, shares(name)?)));
+    paying.min_by(|(_, one, of_one), (_, other, of_other)| (one * of_other).cmp(&(other * of_one)))
+}
+
 struct Sample {
     seconds: f64,
     cpu: f64,
     broken: u64,
     merged: Vec<(&'static str, u64)>,
-}
-
-impl Sample {
-    /// Pages that are merged of those beside them.
-    fn honest(&self) -> u64 {
-        self.merged.iter().filter(|(name, _)| *name == HONEST).map(|(_, pages)| pages).sum()
-    }
 }
 
 impl Hostile {
@@ -295,10 +330,17 @@ impl Hostile {
         let status = driver.as_daemon().context("a daemon")?.status()?;
         driver.end()?;
         let intact = mix.check();
-        Ok(self.findings(&samples, &breaks.by_times(), &status, intact))
+        let tide = breaks.by_times(|number| mix.0[number].name == TIDE);
+        Ok(self.findings(&samples, &Broken { all: breaks.by_times(|_| true), tide }, &status, intact))
     }
 
-    fn findings(&self, samples: &[Sample], breaks: &[u64], status: &serde_json::Value, intact: Result<()>) -> Findings {
+    fn findings(
+        &self,
+        samples: &[Sample],
+        breaks: &Broken,
+        status: &serde_json::Value,
+        intact: Result<()>,
+    ) -> Findings {
         let mut findings = Findings::new("seconds,cpu_seconds,broken_pages,merged_pages_of_each");
         for Sample { seconds, cpu, broken, merged } in samples {
             let merged: Vec<String> = merged.iter().map(|(_, pages)| pages.to_string()).collect();
@@ -326,26 +368,38 @@ impl Hostile {
         bar("nobody ends, and nobody's memory changes".to_owned(), told, intact.is_ok());
         let failed = status["decisions_by_reason"]["failed"].as_u64().unwrap_or(0);
         bar("nothing fails".to_owned(), format!("{failed} times"), failed == 0);
-        let times: Vec<String> =
-            breaks.iter().zip(1..).map(|(pages, times)| format!("{pages} pages {times} times")).collect();
+        let least = least_breaks(self.length);
+        let often = if least > 1 { "broken, merged again and broken again" } else { "merged and broken" };
         bar(
-            format!("what is merged and written is merged again, but no page more than {STRIKES} times"),
             format!(
-                "{}; cow_ksm, with the forked ones: {}",
-                if times.is_empty() { "none was".to_owned() } else { times.join(", ") },
+                "a page of the one that {TIDE} is {often}, and no page of any is merged and broken more than {STRIKES} \
+                 times"
+            ),
+            format!(
+                "its pages that broke once, twice and so on: {}; of all: {}; cow_ksm, with the forked ones: {}",
+                listed(&breaks.tide),
+                listed(&breaks.all),
                 last.broken
             ),
-            (1..=STRIKES).contains(&(breaks.len() as u64)),
+            breaks.tide.len() as u64 >= least && breaks.all.len() as u64 <= STRIKES,
         );
-        let page = pagefold_sys::mapping::page_size() as u64;
-        let common = 2 * (64 << 20) / page / 2;
-        bar(
-            "of those beside them nine tenths of what they share are merged".to_owned(),
-            format!("{} of {common} pages", last.honest()),
-            last.honest() >= common * 9 / 10,
-        );
+        if let Some((name, pages, shared)) = least_merged(&last.merged) {
+            bar(
+                "of each program that pays nine tenths of what it shares is merged at the end".to_owned(),
+                format!(
+                    "at least {:.1} %: {pages} of {shared} pages of one of {name:?}",
+                    pages as f64 / shared as f64 * 100.0
+                ),
+                pages * 10 >= shared * 9,
+            );
+        }
         findings
     }
+}
+
+fn listed(pages: &[u64]) -> String {
+    let pages: Vec<String> = pages.iter().map(u64::to_string).collect();
+    if pages.is_empty() { "none".to_owned() } else { pages.join(", ") }
 }
 
 /// How much CPU time beyond its part was used most, over any stretch of time, from readings of the seconds and the CPU
@@ -370,5 +424,56 @@ mod tests {
         assert_eq!(most(&[(1.0, 0.5), (2.0, 0.5)]), 0.4, "in the first second");
         // From 100 s to 102 s, although it is less than its part since the beginning.
         assert_eq!(most(&[(100.0, 0.0), (102.0, 2.0), (103.0, 2.0)]), 1.8);
+    }
+
+    /// Whether the bars are met where so many pages broke once, twice and so on, after so many seconds, all that pays
+    /// being merged but for one with so many pages.
+    fn met(seconds: u64, tide: &[u64], all: &[u64], (name, pages): (&'static str, u64)) -> Vec<bool> {
+        let [length, burst, interval] = [seconds, 5, 10].map(Duration::from_secs);
+        let hostile = Hostile { length, regions: 1, burst, tide: interval, pagefold: PathBuf::new() };
+        let names = [HUGE, PIECES, HONEST, TIDE];
+        let mut merged: Vec<_> = names.iter().map(|&name| (name, shares(name).unwrap_or(0))).collect();
+        merged.push((name, pages));
+        let samples = [Sample { seconds: seconds as f64, cpu: 1.0, broken: 0, merged }];
+        let breaks = Broken { all: all.to_vec(), tide: tide.to_vec() };
+        let found = hostile.findings(&samples, &breaks, &serde_json::json!({}), Ok(()));
+        found.bars.iter().map(|bar| bar.met).collect()
+    }
+
+    #[test]
+    fn what_is_written_now_and_then_has_to_break_and_break_again() {
+        let bar = |seconds, tide: &[u64], all: &[u64]| met(seconds, tide, all, (HONEST, 1 << 14))[3];
+        assert!(bar(40, &[7], &[7]), "merged and written once is all that a short time shows");
+        assert!(!bar(600, &[7], &[7]), "in a long one it is merged again");
+        assert!(bar(600, &[0, 7], &[3, 7, 1]));
+        assert!(!bar(600, &[7], &[7, 7]), "another program breaks in its place");
+        assert!(!bar(40, &[], &[7]));
+        assert!(!bar(600, &[0, 7], &[0, 7, 0, 1]), "a page of another breaks once too often");
+    }
+
+    #[test]
+    fn each_that_pays_has_to_be_merged() {
+        let bar = |name, pages| met(40, &[7], &[7], (name, pages))[4];
+        for name in [HUGE, PIECES, HONEST] {
+            let shared = shares(name).unwrap();
+            assert!(bar(name, (shared * 9).div_ceil(10)), "{name}");
+            assert!(!bar(name, shared * 9 / 10 - 1), "{name}, of which the other is merged");
+        }
+        assert!(bar(MANY, 0), "who does not pay may be left alone");
+    }
+
+    #[test]
+    fn the_least_merged_part_is_named() {
+        let [huge, pieces] = [HUGE, PIECES].map(|name| shares(name).unwrap());
+        let merged = [(HUGE, huge / 2), (MANY, 0), (PIECES, huge / 2 + 1), (HONEST, huge)];
+        assert_eq!(least_merged(&merged), Some((PIECES, huge / 2 + 1, pieces)), "by part, not by pages");
+        assert_eq!(least_merged(&[(MANY, 0)]), None);
+    }
+
+    #[test]
+    fn breaks_are_counted_by_program() {
+        let times = HashMap::from([((0, 1), 1), ((0, 2), 3), ((1, 1), 1)]);
+        let breaks = Breaks { merged: Vec::new(), times };
+        assert_eq!((breaks.by_times(|_| true), breaks.by_times(|number| number == 1)), (vec![2, 0, 1], vec![1]));
     }
 }

@@ -62,7 +62,7 @@ pub struct Arguments {
     #[arg(long, value_name = "TIME", default_value = "1h", value_parser = humantime::parse_duration)]
     quiet: Duration,
     /// Memory of each of the four processes on it, in MiB
-    #[arg(long, value_name = "MiB", default_value_t = 512)]
+    #[arg(long, value_name = "MiB", default_value_t = 3072)]
     quiet_memory: u64,
     /// For how long a hostile mix goes on
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = humantime::parse_duration)]

@@ -51,7 +51,7 @@ fn panel(
     }
     let mut chart = builder
         .margin(12)
-        .margin_right(130)
+        .margin_right(170)
         .x_label_area_size(44)
         .y_label_area_size(64)
         .build_cartesian_2d(0.0..latest, 0.0..highest)?;

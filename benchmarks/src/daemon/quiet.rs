@@ -92,13 +92,9 @@ impl Quiet {
     /// Start the virtual machines, and wait until each is ready.
     fn start(&self) -> Result<Vec<(Guest, u32)>> {
         let ready = |number| {
-            let mut guest = Guest::start(number, self.guest_mib)?;
-            loop {
-                if let Some((pid, _)) = guest.becomes_ready()? {
-                    return Ok((guest, pid));
-                }
-                pause_for(Duration::from_millis(100))?;
-            }
+            let mut guest = Guest::start(number, self.guest_mib, false)?;
+            let pid = guest.wait()?;
+            Ok((guest, pid))
         };
         (0..self.guests).map(ready).collect()
     }
@@ -121,7 +117,7 @@ impl Quiet {
         }
     }
 
-    fn findings(&self, samples: &[Sample], managed: f64, (reached, peak, looks): (f64, f64, i64)) -> Findings {
+    fn findings(&self, samples: &[Sample], managed: f64, (reached, peak, looks): (f64, f64, u64)) -> Findings {
         let mut findings = Findings::new("seconds,ksmd_seconds,daemon_seconds,resident_bytes");
         for Sample { seconds, ksmd, driver, resident } in samples {
             findings.samples.push(format!("{seconds:.1},{ksmd:.4},{driver:.4},{resident:.0}"));
@@ -139,8 +135,11 @@ impl Quiet {
         let (early, late) = (median(early), median(late));
         let bound = MEMORY + OF_MANAGED * managed;
         let title = format!(
-            "{} idle processes of {} MiB and {} idle virtual machines, merged, for {:.0} s",
-            self.processes, self.mib, self.guests, last.seconds
+            "{} of {} MiB and {}, merged, for {:.0} s",
+            counted(u64::from(self.processes), "idle process", "idle processes"),
+            self.mib,
+            counted(self.guests as u64, "idle virtual machine", "idle virtual machines"),
+            last.seconds
         );
         let mut table = Table::new(title, &["of", "value"]);
         for (of, value) in [
@@ -173,13 +172,23 @@ impl Quiet {
             measured: format!("{:.1} of {:.1} MiB, {:.1} at work", most / MIB, bound / MIB, peak / MIB),
             met: most.max(peak) <= bound,
         });
+        findings.bars.push(Bar {
+            claim: "who runs now and then is looked at again".to_owned(),
+            measured: counted(looks, "census", "censuses"),
+            met: looks > 0,
+        });
         findings
     }
 }
 
+/// A number of things.
+fn counted(number: u64, one: &str, more: &str) -> String {
+    format!("{number} {}", if number == 1 { one } else { more })
+}
+
 /// Passes of a daemon so far.
-fn passes(daemon: &Daemon) -> Result<i64> {
-    daemon.status()?["passes"]["passes"].as_i64().context("passes")
+fn passes(daemon: &Daemon) -> Result<u64> {
+    daemon.status()?["passes"]["passes"].as_u64().context("passes")
 }
 
 /// Resident memory of a process in bytes.
@@ -193,4 +202,30 @@ fn memory(pid: u32, name: &str) -> Result<f64> {
     let line = status.lines().find_map(|line| line.strip_prefix(name)).with_context(|| format!("no {name}"))?;
     let kib: f64 = line.trim().trim_end_matches("kB").trim().parse().with_context(|| name.to_owned())?;
     Ok(kib * 1024.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(guests: usize, looks: u64) -> Findings {
+        let (length, calm) = (Duration::from_secs(60), Duration::from_secs(5));
+        let quiet = Quiet { length, calm, processes: 4, mib: 32, guests, guest_mib: 128, pagefold: PathBuf::new() };
+        let sample = |seconds: f64| Sample { seconds, ksmd: 0.0, driver: 0.01, resident: MIB };
+        quiet.findings(&[sample(30.0), sample(60.0)], 1024.0 * MIB, (MIB, MIB, looks))
+    }
+
+    #[test]
+    fn a_quiet_time_without_a_look_meets_all_bars_but_one() {
+        let met = |looks| found(1, looks).bars.iter().map(|bar| bar.met).collect::<Vec<_>>();
+        assert_eq!(met(0), [true, true, true, false]);
+        assert_eq!(met(1), [true; 4]);
+    }
+
+    #[test]
+    fn one_machine_is_no_machines() {
+        let title = |guests| found(guests, 1).tables[0].title.clone();
+        assert_eq!(title(1), "4 idle processes of 32 MiB and 1 idle virtual machine, merged, for 60 s");
+        assert_eq!(title(4), "4 idle processes of 32 MiB and 4 idle virtual machines, merged, for 60 s");
+    }
 }

@@ -145,7 +145,7 @@ impl Comparison {
                     "{},{},{},{},{:.4},{},{:.6},{:.2},{},{},{}",
                     self.workload.name,
                     trial.round,
-                    trial.policy.name().replace(',', ""),
+                    trial.policy.name(),
                     u8::from(trial.slow_down.is_some()),
                     sample.seconds,
                     sample.saved,
@@ -342,7 +342,7 @@ impl Comparison {
                 "{},{},{},{},{},{},{},{},{},{},{},{}",
                 self.workload.name,
                 trial.round,
-                trial.policy.name().replace(',', ""),
+                trial.policy.name(),
                 trial.exact,
                 trial.counted,
                 trial.net(),
@@ -526,7 +526,7 @@ mod tests {
         let path = folder.path().join("plot.svg");
         crate::merge::plot::draw(&comparison(), &path).unwrap();
         let picture = std::fs::read_to_string(&path).unwrap();
-        for words in ["guided", "whole, flat out", "default 100/20", "saved, MiB", "can be saved"] {
+        for words in ["guided", "whole process flat out", "default 100/20", "saved, MiB", "can be saved"] {
             assert!(picture.contains(words), "{words} is not in {picture}");
         }
         assert!(!picture.contains("advisor"), "what was not measured has no curve");

@@ -34,14 +34,14 @@ impl Policy {
     pub const ALL: [Self; 6] =
         [Self::Default, Self::Ksmtuned, Self::Advisor200, Self::Advisor20, Self::Whole, Self::Guided];
 
-    /// Its name.
+    /// Its name, as it stands in tables and in lines of CSV.
     pub fn name(self) -> &'static str {
         match self {
             Self::Default => "default 100/20",
             Self::Ksmtuned => "ksmtuned",
             Self::Advisor200 => "advisor 200 s",
             Self::Advisor20 => "advisor 20 s",
-            Self::Whole => "whole, flat out",
+            Self::Whole => "whole process flat out",
             Self::Guided => "guided",
         }
     }
@@ -349,6 +349,11 @@ mod tests {
         // In steps of 600 for 15 s, then of 900 every 0.6 s.
         assert!(is_near(beyond.seconds_to_scan(140_000.0).unwrap(), 120.0));
         assert!(is_near(beyond.seconds_to_scan(155_000.0).unwrap(), 130.0));
+    }
+
+    #[test]
+    fn names_are_single_cells_of_csv() {
+        assert!(Policy::ALL.iter().all(|policy| !policy.name().contains([',', '"'])));
     }
 
     #[test]
