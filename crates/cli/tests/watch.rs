@@ -2,11 +2,14 @@
 //! privilege.
 
 use pagefold_history::{Limits, Writer};
-use pagefold_report::daemon::{Mode, Status, sums};
+use pagefold_report::daemon::{Mode, State, Status, sums};
 use pagefold_report::doctor::VerdictName;
 use pagefold_report::history::{History, Point};
+use std::fs::Permissions;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
@@ -162,6 +165,46 @@ fn the_address_must_be_one_and_free() {
     let mut daemon = Daemon::start("http = \"9750\"", &[]);
     assert!(daemon.says("an address is needed").contains("127.0.0.1:9750"));
     assert_eq!(daemon.child.wait().unwrap().code(), Some(2));
+}
+
+/// Who could open the socket, because somebody has given it to everybody, is refused by its user all the same.
+#[test]
+fn other_users_are_told_nothing_and_have_no_say() {
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: only root can ask as another user");
+    }
+    let mut daemon = Daemon::start("", &["--http", "127.0.0.1:0"]);
+    let address = daemon.address();
+    let all = |path: &Path, mode| std::fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+    let socket = daemon.state.path().join("control");
+    until_there(&socket);
+    let ask = |request: &str, uid: u32| {
+        // Perl is part of every Debian, and a program of root's folders may not be run by others.
+        let program = "use IO::Socket::UNIX; $SIG{PIPE} = 'IGNORE'; my $s = IO::Socket::UNIX->new(Peer => $ARGV[0]) or die \"no: $!\";
+            print $s \"$ARGV[1]\\n\"; print <$s>";
+        let mut command = Command::new("perl");
+        command.args(["-e", program]).arg(&socket).arg(request).current_dir("/").uid(uid).gid(uid);
+        let output = command.output().expect("perl runs");
+        String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
+    };
+    assert!(ask("status", 65534).contains("Permission denied"), "as it is made");
+    all(daemon.state.path(), 0o755);
+    all(&socket, 0o666);
+    for request in ["status", "pause", "withdraw 1", "nonsense"] {
+        let answer = ask(request, 65534);
+        assert_eq!(answer.trim(), "{\"refused\":\"only root and the daemon's user may ask\"}", "{request}");
+    }
+    assert_eq!(status(&address).state, State::Resting, "nobody has paused it");
+    assert!(ask("status", 0).starts_with("{\"status\":"));
+}
+
+/// Wait for a file.
+fn until_there(path: &Path) {
+    let end = Instant::now() + PATIENCE;
+    while !path.exists() {
+        assert!(Instant::now() < end, "{} is not there", path.display());
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// A terminal, ended when it is dropped.

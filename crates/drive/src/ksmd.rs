@@ -1,11 +1,15 @@
 //! ksmd and its counters, as seen from outside.
 
+use crate::session::{self, Session};
 use crate::verify;
-use pagefold_host::{Host, Process, observe, parse};
+use pagefold_host::{Host, Process, act, observe, parse};
 use pagefold_model::doctor::{Tuner, USER_HZ, tuner};
+use pagefold_model::ksm::{Setting, Settings};
+use pagefold_model::pace::Pace;
 use pagefold_model::plan::Plan;
 use pagefold_model::{Absent, Pages, Reading};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 /// The kernel's merging thread, held.
 pub struct Ksmd<'a> {
@@ -77,6 +81,73 @@ impl<'a> Gauge<'a> {
         };
         Pages(self.handles.iter().map(|handle| pages(&**handle)).sum())
     }
+}
+
+/// Run it at a pace.
+pub fn run(session: &mut Session<'_>, pace: Pace) -> Result<(), session::Error> {
+    let (pages, pause) = pace.settings();
+    let mut settings = Settings::from([
+        (Setting::AdvisorMode, "none".to_owned()),
+        (Setting::PagesToScan, pages.to_string()),
+        (Setting::SleepMillisecs, pause.to_string()),
+        // Pages of zeros then map the page of zeros that everybody maps: no copy to keep, no chains, no side
+        // channel beyond the one that every fresh page has.
+        (Setting::UseZeroPages, "1".to_owned()),
+        (Setting::Run, "1".to_owned()),
+    ]);
+    // Before 6.8 there is no advisor that would have to be off.
+    if act::setting_now(session.host(), Setting::AdvisorMode).is_err() {
+        settings.remove(&Setting::AdvisorMode);
+    }
+    session.set(&settings)
+}
+
+/// Stop it, with what is merged kept.
+pub fn rest(session: &mut Session<'_>) -> Result<(), session::Error> {
+    session.set(&Settings::from([(Setting::Run, "0".to_owned())]))
+}
+
+/// The share of one CPU that it is given for a sweep.
+const SWEEPING: f64 = 0.5;
+
+/// Between two looks at how far it has come.
+const GLANCE: Duration = Duration::from_millis(20);
+
+/// Looks without any change after which it has passed by.
+const UNCHANGED: u32 = 5;
+
+/// For how long it sweeps at most.
+const SWEPT: Duration = Duration::from_secs(2);
+
+/// Have it pass by the processes that have ended. Until it does, it keeps the metadata of their pages, and its counters
+/// hold them. Their address spaces come next after the one in which it stands (mm/ksm.c, `__ksm_exit`), and each goes at
+/// once. Tells whether it got there; what was begun goes on from there the next time.
+pub fn sweep(session: &mut Session<'_>, halt: &AtomicBool) -> Result<bool, session::Error> {
+    let host = session.host();
+    let unknown = session::Error::Unknown;
+    let count = || -> Reading<u64> {
+        let ksm = observe::ksm(host)?;
+        Ok(ksm.pages_shared? + ksm.pages_sharing? + ksm.pages_unshared?)
+    };
+    let (scans, mut last) = (full_scans(host).map_err(unknown)?, count().map_err(unknown)?);
+    run(session, Pace::new(SWEEPING))?;
+    let (began, mut falls, mut unchanged) = (Instant::now(), false, 0);
+    let whole = loop {
+        std::thread::sleep(GLANCE);
+        let now = count().map_err(unknown)?;
+        falls |= now < last;
+        unchanged = if now == last { unchanged + 1 } else { 0 };
+        last = now;
+        // It has gone around once, or has passed by some and finds no more.
+        if full_scans(host).map_err(unknown)? > scans || falls && unchanged >= UNCHANGED {
+            break true;
+        }
+        if began.elapsed() >= SWEPT || halt.load(Ordering::Relaxed) {
+            break false;
+        }
+    };
+    rest(session)?;
+    Ok(whole)
 }
 
 /// A program that writes KSM's settings again and again, if one runs.

@@ -12,7 +12,7 @@
 //! KSM has one tree and one ksmd: it also looks at what others have enrolled. The timeline is made of the targets' own
 //! counters, and the verdict of their page tables.
 
-use crate::ksmd::{Gauge, Ksmd, full_scans, looks};
+use crate::ksmd::{self, Gauge, Ksmd, full_scans, looks};
 use crate::session::{self, Session, Stays};
 use crate::trial::{self, Moment, Trial, Withdrawn};
 use crate::verify;
@@ -485,26 +485,12 @@ impl Work<'_, '_> {
 
     /// Run ksmd at the present pace.
     fn run(&mut self) -> Result<(), session::Error> {
-        let (pages, pause) = self.pace.settings();
-        let mut settings = Settings::from([
-            (Setting::AdvisorMode, "none".to_owned()),
-            (Setting::PagesToScan, pages.to_string()),
-            (Setting::SleepMillisecs, pause.to_string()),
-            // Pages of zeros then map the page of zeros that everybody maps: no copy to keep, no chains, no side
-            // channel beyond the one that every fresh page has.
-            (Setting::UseZeroPages, "1".to_owned()),
-            (Setting::Run, "1".to_owned()),
-        ]);
-        // Before 6.8 there is no advisor that would have to be off.
-        if pagefold_host::act::setting_now(self.session.host(), Setting::AdvisorMode).is_err() {
-            settings.remove(&Setting::AdvisorMode);
-        }
-        self.session.set(&settings)
+        ksmd::run(self.session, self.pace)
     }
 
     /// Stop ksmd, with what is merged kept.
     fn rest(&mut self) -> Result<(), session::Error> {
-        self.session.set(&Settings::from([(Setting::Run, "0".to_owned())]))
+        ksmd::rest(self.session)
     }
 
     fn ksmd_cpu(&self) -> Reading<Duration> {

@@ -35,7 +35,7 @@ use pagefold_model::memory::PRESSURE;
 use pagefold_model::policy::DEFAULT_PAGES_TO_SCAN;
 use pagefold_model::{Absent, AddressRange, Pages, ProcessId};
 use rustix::fs::OFlags;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::{DirBuilder, File, TryLockError};
 use std::io::{self, Read, Write};
@@ -306,20 +306,25 @@ impl<'a> Session<'a> {
         let length = self.journal.entries.len();
         let host = self.host;
         let lives = |process: &ProcessId| host.open(process.pid).is_ok_and(|handle| handle.id() == *process);
-        self.journal.entries.retain(|entry| match &entry.undo {
-            Action::Advise { process, .. } | Action::MergeAny { process, .. } | Action::GuestMerge { process, .. } => {
-                lives(process)
-            }
-            _ => true,
-        });
+        self.journal.entries.retain(|entry| whose(&entry.undo).is_none_or(|process| lives(&process)));
         if self.journal.entries.len() < length { self.store() } else { Ok(()) }
     }
 
-    /// What the session is for is done: it stays.
+    /// What the session is for is done: it stays. What an earlier one had begun of the same processes, and could not be
+    /// withdrawn, stays with it.
     pub fn done(&mut self) -> Result<(), Error> {
-        let length = self.journal.entries.len();
+        let length = self.left.len() + self.journal.entries.len();
+        let done: BTreeSet<ProcessId> = self
+            .journal
+            .entries
+            .iter()
+            .filter(|entry| entry.until_done)
+            .filter_map(|entry| whose(&entry.undo))
+            .collect();
+        self.left
+            .retain(|entry| !entry.until_done || whose(&entry.undo).is_none_or(|process| !done.contains(&process)));
         self.journal.entries.retain(|entry| !entry.until_done);
-        if self.journal.entries.len() < length { self.store() } else { Ok(()) }
+        if self.left.len() + self.journal.entries.len() < length { self.store() } else { Ok(()) }
     }
 
     /// Put everything back that was changed for now, newest first.
@@ -653,6 +658,16 @@ impl Drop for Session<'_> {
 /// Whether something that was refused may be taken later.
 fn later(why: &Refusal) -> bool {
     !matches!(why, Refusal::ReadOnly | Refusal::Unsupported(_))
+}
+
+/// Whose memory it is about.
+fn whose(undo: &Action) -> Option<ProcessId> {
+    match undo {
+        Action::Advise { process, .. } | Action::MergeAny { process, .. } | Action::GuestMerge { process, .. } => {
+            Some(*process)
+        }
+        _ => None,
+    }
 }
 
 fn sets(entry: &Entry, of: Setting) -> bool {

@@ -2,7 +2,8 @@
 //!
 //! A status is written as JSON once, however many look at it. Points of the past are kept to a fixed number: whenever
 //! that is reached, every second point goes, and from then on only every second of those that would have been kept is.
-//! So the whole life of a daemon fits, the finer the younger it is.
+//! So the whole life of a daemon fits, the finer the younger it is, and before it what it is given of a past. A moment of
+//! which nothing is known, between two daemons, stays: it parts what was before from what came after.
 
 use pagefold_report::daemon::Status;
 use pagefold_report::history::{History, Point};
@@ -43,11 +44,10 @@ pub struct Sheet {
 }
 
 impl Board {
-    /// A board that begins with these points of a past before it, at most half as many as it keeps.
-    pub fn with_past(points: Vec<Point>) -> Self {
-        debug_assert!(points.len() <= POINTS / 2);
+    /// A board that begins with these points of a past before it: the last of them, half as many as it keeps.
+    pub fn with_past(mut points: Vec<Point>) -> Self {
         let board = Self::default();
-        board.state().past.points = points;
+        board.state().past.points = points.split_off(points.len().saturating_sub(POINTS / 2));
         board
     }
 
@@ -143,11 +143,13 @@ impl Past {
             self.points.push(point);
         }
         self.seen += 1;
-        if self.points.len() == POINTS {
+        if self.points.len() >= POINTS {
+            let gaps = self.points.iter().filter(|point| point.is_unknown()).count();
             let mut at = 0_usize;
-            self.points.retain(|_| {
+            self.points.retain(|point| {
                 at += 1;
-                at % 2 == 1
+                // Where little is ever known there are no gaps.
+                at % 2 == 1 || point.is_unknown() && gaps < POINTS / 4
             });
             self.stride *= 2;
         }
@@ -174,6 +176,20 @@ mod tests {
             board.close();
             board.pause(LONG, LONG);
         });
+    }
+
+    #[test]
+    fn what_was_before_stays_apart_however_long_it_lasts() {
+        let known = |time: f64| Point { available: Some(1), ..point(time) };
+        let before: Vec<Point> = (0..2000).map(|second| known(f64::from(second))).chain([point(2000.0)]).collect();
+        let board = Board::with_past(before);
+        let mut past = std::mem::take(&mut board.state().past);
+        assert!(past.points.len() == POINTS / 2 && past.points[POINTS / 2 - 1].is_unknown(), "the last of it");
+        for second in 3000..30_000_u32 {
+            past.add(known(f64::from(second)));
+            assert!(past.points.len() < POINTS);
+            assert_eq!(past.points.iter().filter(|point| point.is_unknown()).count(), 1);
+        }
     }
 
     #[test]

@@ -1,22 +1,30 @@
 //! What members take by fair share: each page divided by those who map it, as page tables tell (`Pss`).
 //!
-//! A walk through them takes 10 to 20 ms of CPU for a GiB, measured on a 2-core virtual machine, and so seconds for the
-//! largest: it is done on a thread of its own, of one process at a time, and so seldom that it takes a fixed small part
-//! of one CPU however much memory there is. The more there is, the older is what is known; what has changed since is
-//! added from cheaper counters by whoever shows it.
+//! A walk through them takes 10 to 20 ms of CPU for a GiB, measured on a 2-core virtual machine: it is done on a thread
+//! of its own, of one process at a time, and so seldom that it takes a fixed small part of one CPU however much memory
+//! there is. The more there is, the older is what is known; what has changed since is added from cheaper counters by
+//! whoever shows it.
+//!
+//! While one region is walked its process can map and unmap nothing (fs/proc/task_mmu.c, `show_smaps_rollup` lets go of
+//! `mmap_lock` between regions only), and a virtual machine is one region: those beyond [`LARGEST`] are not walked.
+//! Limits: a walk that hangs because its target does, in a page fault of a dead file server, holds up the others and the
+//! end of the daemon, which by then has put everything back.
 
-use super::{Message, Told, roster};
+use super::{Message, Told};
 use pagefold_host::{Host, observe, parse};
 use pagefold_model::{Absent, Bytes, Pages, ProcessId, Reading};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{Receiver, Sender};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 /// Of one CPU, what walks may take on average.
 const PART: f64 = 0.0003;
 
 /// What may be saved up for when much has just changed.
 const SAVED_UP: f64 = 1.0;
+
+/// Resident memory of the largest that is walked: about a second.
+pub(super) const LARGEST: Bytes = Bytes(64 << 30);
 
 /// Between two looks at whose turn it is.
 const SECOND: Duration = Duration::from_secs(1);
@@ -32,8 +40,8 @@ pub struct Fair {
     pub at: SystemTime,
     /// Each of its pages divided by those who map it, huge pages of hugetlb apart.
     pub pss: Bytes,
-    /// What was resident then by the same counter that is read all the time.
-    pub resident: Bytes,
+    /// What of it was resident then that is neither a file nor shared memory, by `statm`.
+    pub own: Bytes,
     /// Pages that were merged then by the counter that is read all the time, where the kernel has it.
     pub merging: Option<Pages>,
 }
@@ -43,6 +51,10 @@ pub struct Fair {
 pub(super) struct Turns {
     /// From when on it is whose turn.
     next: BTreeMap<ProcessId, Duration>,
+    /// Of whom much has just changed.
+    changed: BTreeSet<ProcessId>,
+    /// Whether the last walk was of one of them: others have every second one.
+    was_changed: bool,
     /// Whether a walk is under way.
     walks: bool,
     /// CPU seconds that are left; less than none after a long walk.
@@ -53,13 +65,20 @@ pub(super) struct Turns {
 
 impl Default for Turns {
     fn default() -> Self {
-        Self { next: BTreeMap::new(), walks: false, left: SAVED_UP, at: Duration::ZERO }
+        Self {
+            next: BTreeMap::new(),
+            changed: BTreeSet::new(),
+            was_changed: false,
+            walks: false,
+            left: SAVED_UP,
+            at: Duration::ZERO,
+        }
     }
 }
 
 impl Turns {
-    /// Of these, who is to be walked now: who has waited longest, if there is CPU time for it and no other walk is
-    /// under way.
+    /// Of these, who is to be walked now, if there is CPU time for it and no other walk is under way: of whom much has
+    /// changed, and in turn with those who has waited longest.
     pub fn next(&mut self, now: Duration, members: impl Iterator<Item = ProcessId>) -> Option<ProcessId> {
         let since = now.saturating_sub(self.at);
         if self.walks || since < SECOND {
@@ -72,9 +91,14 @@ impl Turns {
         }
         let mut before = std::mem::take(&mut self.next);
         self.next = members.map(|process| (process, before.remove(&process).unwrap_or(now + PAUSE))).collect();
-        let (process, _) = self.next.iter().filter(|(_, at)| **at <= now).min_by_key(|(_, at)| **at)?;
-        self.walks = true;
-        Some(*process)
+        self.changed.retain(|process| self.next.contains_key(process));
+        let longest = self.next.iter().filter(|(_, at)| **at <= now).min_by_key(|(_, at)| **at);
+        let longest = longest.map(|(process, _)| *process);
+        let changed = self.changed.first().copied().filter(|_| !self.was_changed || longest.is_none());
+        let process = changed.or(longest)?;
+        self.changed.remove(&process);
+        (self.walks, self.was_changed) = (true, changed.is_some());
+        Some(process)
     }
 
     /// The walk of a process has ended, and taken so much.
@@ -86,21 +110,24 @@ impl Turns {
     }
 
     /// Much of a process has just changed.
-    pub fn changed(&mut self, now: Duration, process: ProcessId) {
-        if let Some(next) = self.next.get_mut(&process) {
-            *next = now.min(*next);
-        }
+    pub fn changed(&mut self, process: ProcessId) {
+        self.changed.insert(process);
     }
 }
 
 /// Walk one process after the other, until nobody asks any more.
 pub(super) fn walk(host: &dyn Host, processes: &Receiver<ProcessId>, tell: &Sender<Message>) {
     for process in processes {
-        let began = Instant::now();
+        let before = thread_cpu();
         let fair = read(host, process);
         // Nobody listens once the daemon ends.
-        let _ = tell.send(Message::Told(Told::Walked { process, fair, cost: began.elapsed() }));
+        let _ = tell.send(Message::Told(Told::Walked { process, fair, cost: thread_cpu().saturating_sub(before) }));
     }
+}
+
+/// The CPU time of this thread so far.
+fn thread_cpu() -> Duration {
+    rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime).try_into().unwrap_or_default()
 }
 
 fn read(host: &dyn Host, process: ProcessId) -> Reading<Fair> {
@@ -109,9 +136,9 @@ fn read(host: &dyn Host, process: ProcessId) -> Reading<Fair> {
         return Err(Absent::Vanished);
     }
     let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
-    let resident = roster::resident(host, &*handle)?;
+    let own = parse::statm(&handle.read("statm")?)?.own(host.page_size());
     let pss = observe::rollup(&*handle)?.pss?;
-    Ok(Fair { at: SystemTime::now(), pss, resident, merging: ksm.merging_pages.ok().map(Pages) })
+    Ok(Fair { at: SystemTime::now(), pss, own, merging: ksm.merging_pages.ok().map(Pages) })
 }
 
 #[cfg(test)]
@@ -158,8 +185,8 @@ mod tests {
     fn who_was_merged_is_walked_next() {
         let mut turns = Turns::default();
         walks(&mut turns, 0, 70, 3, Duration::ZERO);
-        turns.changed(Duration::from_secs(70), process(3));
-        turns.changed(Duration::from_secs(70), process(9));
+        turns.changed(process(3));
+        turns.changed(process(9));
         assert_eq!(walks(&mut turns, 70, 40, 3, Duration::ZERO), [(70, 3)]);
         let busy = turns.next(Duration::from_secs(150), [process(1), process(2)].into_iter());
         assert_eq!(busy, Some(process(1)));
@@ -170,9 +197,30 @@ mod tests {
     }
 
     #[test]
+    fn who_was_merged_does_not_wait_for_all_others_nor_they_for_it() {
+        // More than there is time for: each waits longer than since it was walked last.
+        let (mut turns, cost) = (Turns::default(), Duration::from_millis(300));
+        let found = walks(&mut turns, 0, 40_000, 100, cost);
+        let (last, _) = found[found.len() - 1];
+        [50, 51, 52].into_iter().for_each(|pid| turns.changed(process(pid)));
+        let found: Vec<u32> = walks(&mut turns, last + 1, 7000, 100, cost).into_iter().map(|(_, pid)| pid).collect();
+        let others: Vec<u32> = found.iter().copied().filter(|pid| !(50..53).contains(pid)).collect();
+        assert_eq!((found[0], found[2], found[4]), (50, 51, 52), "{found:?}");
+        assert!(others.windows(2).all(|pair| pair[1] == pair[0] + 1), "the others go on in turn: {others:?}");
+        // What changes during its walk is walked again.
+        let mut turns = Turns::default();
+        walks(&mut turns, 0, 61, 1, Duration::ZERO);
+        assert_eq!(turns.next(Duration::from_secs(61), [process(1)].into_iter()), Some(process(1)));
+        turns.changed(process(1));
+        turns.walked(Duration::from_secs(62), process(1), Duration::ZERO);
+        assert_eq!(turns.next(Duration::from_secs(63), [process(1)].into_iter()), Some(process(1)));
+    }
+
+    #[test]
     fn a_walk_tells_the_fair_share_or_why_there_is_none() {
         let host = Fake::new();
         host.start(5, 1000);
+        host.file("proc/5/statm", "2000 1000 80 1 0 900 0\n");
         host.file("proc/5/smaps_rollup", "0-1 ---p 0 00:00 0 [rollup]\nRss: 4000 kB\nPss: 1300 kB\n");
         host.file("proc/5/ksm_stat", "ksm_rmap_items 900\nksm_zero_pages 0\nksm_merging_pages 700\n");
         let (ask, asked) = mpsc::channel();
@@ -188,7 +236,7 @@ mod tests {
         let fair: Vec<(ProcessId, Reading<Fair>)> = fair.collect();
         let found = fair[0].1.as_ref().unwrap();
         assert_eq!((found.pss, found.merging), (Bytes::from_kib(1300), Some(Pages(700))));
-        assert_eq!(found.resident, Bytes(1000 * 4096));
+        assert_eq!(found.own, Bytes((1000 - 80) * 4096));
         assert!(fair[1].0 == reborn && fair[1].1.is_err() && fair[2].1.is_err());
     }
 }

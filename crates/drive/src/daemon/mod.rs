@@ -207,6 +207,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             fair: BTreeMap::new(),
             ranges: BTreeMap::new(),
             passes: (0, 0),
+            took: Default::default(),
             reached: (Bytes::ZERO, NetBytes(0)),
             last: None,
             programs: Ok(()),
@@ -286,9 +287,14 @@ impl<'h, 'a> Daemon<'h, 'a> {
     /// Go on with what an operator said to a daemon that was killed.
     fn take_up(&mut self, directory: &Path) {
         let taken = session::boot(self.host).map_err(std::io::Error::other);
-        match taken.and_then(|boot| Operator::take_up(directory, boot)) {
-            Ok((operator, events)) => {
-                if !events.is_empty() {
+        let lives = |process: ProcessId| self.host.open(process.pid).is_ok_and(|handle| handle.id() == process);
+        match taken.and_then(|boot| Operator::take_up(directory, boot, lives)) {
+            Ok((operator, events, why)) => {
+                if let Some(why) = why {
+                    (self.log)(&format!(
+                        "what an operator said before cannot be read: it is paused until told to resume: {why}"
+                    ));
+                } else if !events.is_empty() {
                     (self.log)("a daemon was killed before: what an operator said to it holds");
                 }
                 events.into_iter().for_each(|event| self.step(event));
@@ -366,10 +372,17 @@ impl<'h, 'a> Daemon<'h, 'a> {
             self.step(Event::Tuner(tuner));
         }
         for event in polled.events {
-            if let Event::Went(process) = &event {
-                self.snapshot.counts.remove(process);
-                self.snapshot.ranges.remove(process);
-                self.snapshot.fair.remove(process);
+            match &event {
+                Event::Went(process) => {
+                    self.snapshot.counts.remove(process);
+                    self.snapshot.ranges.remove(process);
+                    self.snapshot.fair.remove(process);
+                }
+                // It may be another program.
+                Event::Came(arrival) if self.snapshot.fair.remove(&arrival.process).is_some() => {
+                    self.turns.changed(arrival.process);
+                }
+                _ => {}
             }
             self.step(event);
         }
@@ -395,7 +408,9 @@ impl<'h, 'a> Daemon<'h, 'a> {
             resident: polled.resident,
             ran: polled.ran,
         }));
-        if let Some(process) = self.turns.next(now, self.roster.members().map(|member| member.id)) {
+        let members = self.state.as_ref().into_iter().flat_map(|state| state.members());
+        let small = members.filter(|(_, member)| member.resident <= fair::LARGEST).map(|(process, _)| *process);
+        if let Some(process) = self.turns.next(now, small) {
             let _ = self.walks.send(process);
         }
         Ok(())
@@ -404,6 +419,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
     fn step(&mut self, event: Event) {
         if let Event::Withdrawn(withdrawn) = &event {
             self.snapshot.ranges.retain(|process, _| !withdrawn.gone.contains(process));
+            withdrawn.gone.iter().for_each(|process| self.turns.changed(*process));
         }
         self.keep(&event);
         let state = self.state.take().expect("it is put back after every step");
@@ -452,6 +468,8 @@ impl<'h, 'a> Daemon<'h, 'a> {
         match told {
             Told::Census { counts, unseen, matrix, seconds, cost } => {
                 snapshot.passes.0 += 1;
+                snapshot.took.0 += Duration::from_secs_f64(seconds);
+                snapshot.took.1 += cost;
                 snapshot.census = Some((SystemTime::now(), unseen));
                 let processes = counts.len() as u64;
                 let (predicted, net) = (Bytes::ZERO, None);
@@ -461,9 +479,11 @@ impl<'h, 'a> Daemon<'h, 'a> {
             }
             Told::Merge { ranges, predicted, net, seconds, cost } => {
                 snapshot.passes.1 += 1;
+                snapshot.took.0 += seconds;
+                snapshot.took.1 += cost;
                 snapshot.reached.0 += predicted;
                 snapshot.reached.1.0 += net.0;
-                ranges.keys().for_each(|process| self.turns.changed(self.now, *process));
+                ranges.keys().for_each(|process| self.turns.changed(*process));
                 snapshot.ranges.extend(ranges);
                 if let Some(last) = &mut snapshot.last {
                     last.at = SystemTime::now();

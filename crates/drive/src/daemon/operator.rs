@@ -34,24 +34,33 @@ pub(super) struct Operator {
 }
 
 impl Operator {
-    /// Take up what was said before under this boot.
+    /// Take up what was said before under this boot, of those who live. What cannot be understood may have been a pause,
+    /// and is taken for one: with the reason.
     ///
     /// # Errors
     /// Where the directory cannot be opened, others may write in it, or the file cannot be read.
-    pub fn take_up(directory: &Path, boot: String) -> io::Result<(Self, Vec<Event>)> {
+    pub fn take_up(
+        directory: &Path,
+        boot: String,
+        lives: impl Fn(ProcessId) -> bool,
+    ) -> io::Result<(Self, Vec<Event>, Option<serde_json::Error>)> {
         let directory = Directory::open(directory)?;
         if !directory.is_private()? {
             return Err(io::Error::other("others may write in it"));
         }
-        let before = match directory.read(FILE) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-            bytes => Some(serde_json::from_slice::<Said>(&bytes?)?).filter(|said| said.boot == boot),
+        let (before, why) = match directory.read(FILE) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => (None, None),
+            bytes => match serde_json::from_slice::<Said>(&bytes?) {
+                Ok(said) => (Some(said).filter(|said| said.boot == boot), None),
+                Err(why) => (Some(Said { boot: boot.clone(), paused: true, ..Said::default() }), Some(why)),
+            },
         };
-        let said = before.unwrap_or(Said { boot, ..Said::default() });
-        let pause = said.paused.then_some(Event::Pause);
+        let mut said = before.unwrap_or(Said { boot, ..Said::default() });
         let process = |&(pid, start_time): &(u32, u64)| ProcessId { pid: Pid(pid), start_time };
+        said.withdrawn.retain(|of| lives(process(of)));
+        let pause = said.paused.then_some(Event::Pause);
         let events = pause.into_iter().chain(said.withdrawn.iter().map(process).map(Event::Withdraw)).collect();
-        Ok((Self { directory, said }, events))
+        Ok((Self { directory, said }, events, why))
     }
 
     /// Keep what an event says, if anything.
@@ -60,17 +69,19 @@ impl Operator {
     /// Where it cannot be written.
     pub fn heed(&mut self, event: &Event) -> io::Result<()> {
         let of = |process: &ProcessId| (process.pid.0, process.start_time);
+        let mut said = self.said.clone();
         let changes = match event {
-            Event::Pause => !std::mem::replace(&mut self.said.paused, true),
-            Event::Resume => std::mem::replace(&mut self.said.paused, false),
-            Event::Withdraw(process) => self.said.withdrawn.insert(of(process)),
-            Event::Enrol(process) | Event::Went(process) => self.said.withdrawn.remove(&of(process)),
+            Event::Pause => !std::mem::replace(&mut said.paused, true),
+            Event::Resume => std::mem::replace(&mut said.paused, false),
+            Event::Withdraw(process) => said.withdrawn.insert(of(process)),
+            Event::Enrol(process) | Event::Went(process) => said.withdrawn.remove(&of(process)),
             _ => false,
         };
-        if !changes {
-            return Ok(());
+        if changes {
+            self.directory.replace(FILE, &serde_json::to_vec(&said)?)?;
+            self.said = said;
         }
-        self.directory.replace(FILE, &serde_json::to_vec(&self.said)?)
+        Ok(())
     }
 
     /// Nothing holds any more.
@@ -98,8 +109,8 @@ mod tests {
     #[test]
     fn what_holds_is_taken_up_under_the_same_boot() {
         let directory = tempfile::tempdir().unwrap();
-        let take_up = |boot: &str| Operator::take_up(directory.path(), boot.to_owned()).unwrap();
-        let (mut operator, before) = take_up("one");
+        let take_up = |boot: &str| Operator::take_up(directory.path(), boot.to_owned(), |who| who.pid.0 < 9).unwrap();
+        let (mut operator, before, _) = take_up("one");
         assert_eq!(before, []);
         let events = [
             Event::Withdraw(process(1)),
@@ -107,29 +118,43 @@ mod tests {
             Event::Withdraw(process(2)),
             Event::Withdraw(process(3)),
             Event::Withdraw(process(4)),
+            Event::Withdraw(process(9)),
             Event::Enrol(process(2)),
             Event::Went(process(3)),
         ];
         events.iter().for_each(|event| operator.heed(event).unwrap());
-        let (mut operator, before) = take_up("one");
+        let (mut operator, before, why) = take_up("one");
         assert_eq!(before, [Event::Pause, Event::Withdraw(process(1)), Event::Withdraw(process(4))]);
+        assert!(why.is_none());
         assert_eq!(take_up("two").1, [], "of another boot");
         operator.heed(&Event::Resume).unwrap();
         assert_eq!(take_up("one").1, [Event::Withdraw(process(1)), Event::Withdraw(process(4))]);
+        // What could not be written is written when it is said again.
+        std::fs::create_dir(directory.path().join("operator.json.new")).unwrap();
+        assert!(operator.heed(&Event::Pause).is_err());
+        std::fs::remove_dir(directory.path().join("operator.json.new")).unwrap();
+        operator.heed(&Event::Pause).unwrap();
+        assert_eq!(take_up("one").1[0], Event::Pause);
         operator.forget().unwrap();
         operator.forget().unwrap();
         assert!(take_up("one").1.is_empty() && !directory.path().join(FILE).exists());
     }
 
     #[test]
-    fn what_others_may_have_written_is_not_taken_up() {
+    fn what_is_not_understood_is_a_pause_and_what_others_may_have_written_is_nothing() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join(FILE);
-        fs::write(&path, "{\"boot\":\"one\",\"paused\":tru").unwrap();
-        assert!(Operator::take_up(directory.path(), "one".to_owned()).is_err(), "what is cut short");
-        fs::write(&path, "{\"boot\":\"one\",\"paused\":true,\"withdrawn\":[]}").unwrap();
-        assert_eq!(Operator::take_up(directory.path(), "one".to_owned()).unwrap().1, [Event::Pause]);
+        let take_up = || Operator::take_up(directory.path(), "one".to_owned(), |_| true);
+        for strange in
+            ["{\"boot\":\"one\",\"paused\":fal", "{\"boot\":\"one\",\"paused\":false,\"withdrawn\":[],\"more\":1}"]
+        {
+            fs::write(&path, strange).unwrap();
+            let (mut operator, events, why) = take_up().unwrap();
+            assert!(events == [Event::Pause] && why.is_some(), "{strange}");
+            operator.heed(&Event::Resume).unwrap();
+            assert!(take_up().unwrap().1.is_empty(), "that ends it");
+        }
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
-        assert!(Operator::take_up(directory.path(), "one".to_owned()).is_err());
+        assert!(take_up().is_err());
     }
 }

@@ -332,11 +332,9 @@ fn cpu_time(handle: &dyn Handle) -> Reading<Duration> {
     Ok(Duration::from_secs_f64(stat.utime.saturating_add(stat.stime) as f64 / USER_HZ))
 }
 
-/// Resident memory: the second number of `statm`.
+/// Resident memory by `statm`.
 fn size(host: &dyn Host, statm: Reading<Vec<u8>>) -> Reading<Bytes> {
-    let statm = statm?;
-    let word = statm.split(u8::is_ascii_whitespace).nth(1).unwrap_or_default();
-    Ok(Bytes(parse::number::<u64>(word)?.saturating_mul(host.page_size().bytes())))
+    Ok(host.page_size().of(parse::statm(&statm?)?.resident))
 }
 
 /// Resident memory by `statm`, else the sum over the regions.

@@ -53,7 +53,7 @@ pub enum Told {
         process: ProcessId,
         /// What it takes by fair share, or why that cannot be read.
         fair: Reading<Fair>,
-        /// CPU time at most: wall time.
+        /// CPU time of it.
         cost: Duration,
     },
     /// Something that a killed run had left was put back.
@@ -161,6 +161,8 @@ pub struct Snapshot {
     pub ranges: BTreeMap<ProcessId, u64>,
     /// Passes so far, and those that merged.
     pub passes: (u64, u64),
+    /// Wall time and CPU time of all passes.
+    pub took: (Duration, Duration),
     /// What all merges should have given back, and did.
     pub reached: (Bytes, NetBytes),
     /// The last pass.

@@ -5,6 +5,7 @@
 //! the process and ksmd used meanwhile.
 
 use super::{Message, Settings, Told};
+use crate::ksmd;
 use crate::merge::{self, After, Planned, carry_out, own_cpu};
 use crate::prepare::{Prepared, Request, prepare};
 use crate::session::{self, Session};
@@ -130,6 +131,7 @@ impl<'h> Worker<'h> {
             Action::Census(processes) => self.census(&processes, &settings).map(Event::Censused),
             Action::Merge { processes, share } => self.merge(&processes, share, &settings).map(Event::Merged),
             Action::Look { withdraw } => self.look(withdraw, self.began.elapsed()).map(Event::Looked),
+            Action::Sweep => self.sweep().map(|whole| Event::Swept { whole }),
             Action::Withdraw(processes) => self.withdraw(&processes, settings.rules.pressure).map(Event::Withdrawn),
             Action::Restore => self.restore().map(|whole| Event::Restored { whole }),
             Action::Halt | Action::Say(_) | Action::End { .. } => return Event::Failed("no work".to_owned()),
@@ -298,6 +300,13 @@ impl<'h> Worker<'h> {
         }
         looked.cost = own_cpu().saturating_sub(before);
         Ok(looked)
+    }
+
+    /// Have ksmd pass by who has ended. What broke of others is taken note of first: it would merge that again.
+    fn sweep(&mut self) -> Result<bool, Error> {
+        let session = self.session.as_mut().ok_or(Error::NotHeld)?;
+        self.trial.look(Whom::Faulted);
+        Ok(ksmd::sweep(session, &self.halt)?)
     }
 
     /// Withdraw some processes, each to its extent, as far as there is memory for it and it is not waited for meanwhile,

@@ -26,7 +26,9 @@ pub use connector::{EXEC, ProcEvent, ProcRequest, proc_event, proc_request};
 pub use ksm::{ksm, process_ksm};
 pub use labels::{labels, only_labels};
 pub use memory::{cache, meminfo, pressure, pressure_some, vmstat};
-pub use process::{PF_EXITING, PF_KTHREAD, Stat, Status, arguments, cgroup, job_environment, stat, status};
+pub use process::{
+    PF_EXITING, PF_KTHREAD, Stat, Statm, Status, arguments, cgroup, job_environment, stat, statm, status,
+};
 pub use smaps::{maps, rollup, smaps};
 pub use text::{Schedstat, Stolen, bracketed, number, number_list, schedstat, stolen};
 

@@ -3,7 +3,7 @@
 
 use super::text::{field, kib, lines, malformed, number};
 use pagefold_model::identity::JOB_VARIABLES;
-use pagefold_model::{Absent, Bytes, Pid, Reading};
+use pagefold_model::{Absent, Bytes, PageSize, Pages, Pid, Reading};
 use std::collections::BTreeMap;
 
 /// The flag of a kernel thread in [`Stat::flags`] (include/linux/sched.h).
@@ -32,6 +32,29 @@ pub struct Stat {
     pub stime: u64,
     /// Field 22, clock ticks from boot to the start of the process.
     pub start_time: u64,
+}
+
+/// `/proc/PID/statm` (fs/proc/task_mmu.c, `task_statm`): what is resident.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Statm {
+    /// All of it.
+    pub resident: Pages,
+    /// Of that, files and shared memory.
+    pub shared: Pages,
+}
+
+impl Statm {
+    /// What is neither a file nor shared memory. The kernel's counters are not of one instant.
+    pub fn own(self, page: PageSize) -> Bytes {
+        page.of(self.resident.saturating_sub(self.shared))
+    }
+}
+
+/// The second and the third number.
+pub fn statm(bytes: &[u8]) -> Reading<Statm> {
+    let mut words = bytes.split(u8::is_ascii_whitespace).skip(1);
+    let mut pages = || number(words.next().unwrap_or_default()).map(Pages);
+    Ok(Statm { resident: pages()?, shared: pages()? })
 }
 
 /// `/proc/PID/stat`. A program names itself, and may put spaces, parentheses and line feeds into its name: the fields
@@ -149,6 +172,18 @@ mod tests {
 
     fn is_malformed<T>(reading: &Reading<T>) -> bool {
         matches!(reading, Err(Absent::Malformed(_)))
+    }
+
+    #[test]
+    fn what_is_resident_is_in_the_second_and_the_third_number() {
+        let found = statm(b"900 500 20 1 0 60 0\n").unwrap();
+        assert_eq!(found, Statm { resident: Pages(500), shared: Pages(20) });
+        let page = PageSize::new(4096).unwrap();
+        assert_eq!(found.own(page), Bytes(480 * 4096));
+        assert_eq!(Statm { shared: Pages(501), ..found }.own(page), Bytes::ZERO);
+        for bad in [&b""[..], b"900 500", b"900 500 much 1", b"900  20 1"] {
+            assert!(statm(bad).is_err(), "{bad:?}");
+        }
     }
 
     #[test]

@@ -58,6 +58,11 @@ impl State {
         if self.held && self.now >= self.watch.0 && self.members.values().any(|member| member.enrolled) {
             return self.start(Work::Look, Action::Look { withdraw: !self.is_pressed() }, actions);
         }
+        // Until ksmd comes by, the kernel counts as merged what has ended, and keeps its metadata.
+        if self.held && self.sweep.is_some_and(|at| at <= self.now) && self.budget.left() > 0.0 {
+            self.sweep = None;
+            return self.start(Work::Sweep, Action::Sweep, actions);
+        }
         if self.time.is_some_and(|time| self.rules.quiet.iter().any(|hours| hours.contain(time))) {
             return self.rest(Reason::QuietHours, "these are quiet hours", actions);
         }
@@ -215,7 +220,8 @@ impl State {
         let member = |process: &ProcessId| &self.members[process];
         let cost: f64 = due.iter().map(|process| self.cost(member(process))).sum();
         if cost > self.budget.left() {
-            // Where CPU time is short, taking note of ever more would leave none to merge what was noted.
+            // Where CPU time is short, taking note of ever more would leave none to merge what was noted. Those who were
+            // there before wait for both.
             due.sort_by_key(|process| member(process).urgency(&self.rules));
         } else {
             due.sort_by_key(|process| !member(process).is_new());

@@ -23,6 +23,11 @@ pub enum Event {
     Merged(Merged),
     /// Answers [`Action::Look`].
     Looked(Looked),
+    /// Answers [`Action::Sweep`].
+    Swept {
+        /// Whether ksmd has passed by all who had ended.
+        whole: bool,
+    },
     /// Answers [`Action::Withdraw`].
     Withdrawn(Withdrawn),
     /// Answers [`Action::Restore`].
@@ -180,6 +185,8 @@ pub enum Action {
         /// Whether to withdraw what does not last.
         withdraw: bool,
     },
+    /// Have ksmd pass by who has ended, and stop it again.
+    Sweep,
     /// Withdraw these, each to its extent, as far as there is memory for it.
     Withdraw(BTreeMap<ProcessId, Extent>),
     /// Put KSM's settings back, with all merges kept, and let others change the host.

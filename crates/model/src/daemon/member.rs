@@ -194,13 +194,13 @@ impl Member {
         self.looked.is_none()
     }
 
-    /// Who comes first where CPU time is short, the least first: who was noted and may be merged, who was merged
-    /// before, who is to be noted.
+    /// Who comes first where CPU time is short, the least first: who was noted and may be merged, who is to be noted,
+    /// who was looked at before.
     pub fn urgency(&self, rules: &Rules) -> u8 {
         match self.looked {
             Some(_) if !self.enrolled && self.pause <= rules.ripens => 0,
-            Some(_) => 1,
-            None => 2,
+            None => 1,
+            Some(_) => 2,
         }
     }
 

@@ -88,6 +88,7 @@ enum Work {
     Census(Vec<ProcessId>, Vec<ProcessId>),
     Merge(Vec<ProcessId>),
     Look,
+    Sweep,
     Withdraw(BTreeMap<ProcessId, Extent>),
     Restore,
 }
@@ -97,7 +98,7 @@ impl Work {
     fn is_about(&self, process: ProcessId) -> bool {
         match self {
             Self::Census(_, processes) | Self::Merge(processes) => processes.contains(&process),
-            Self::Hold | Self::Look | Self::Withdraw(_) | Self::Restore => false,
+            Self::Hold | Self::Look | Self::Sweep | Self::Withdraw(_) | Self::Restore => false,
         }
     }
 }
@@ -146,6 +147,8 @@ pub struct State {
     stuck: BTreeMap<ProcessId, String>,
     /// When what is merged is looked at next, and the pause before that.
     watch: (Duration, Duration),
+    /// When ksmd is to pass by those who were merged and have ended.
+    sweep: Option<Duration>,
     census_seconds: f64,
     looks: u64,
     told: Option<Reason>,
@@ -169,6 +172,7 @@ impl State {
         Self {
             budget: Budget::new(rules.cpu, rules.burst, at, spent),
             watch: (Duration::MAX, rules.ripens),
+            sweep: None,
             rules,
             seed,
             now: at,

@@ -18,6 +18,12 @@ const WATCH: Duration = Duration::from_secs(60);
 /// The pause after a look that found nothing, in times of what it took: looking stays below a thousandth of one CPU.
 const REST: u32 = 1000;
 
+/// How long after somebody who was merged has ended ksmd passes by: others may end as well, or a merge come first.
+const SWEEP: Duration = Duration::from_secs(5);
+
+/// The pause after a time at which it did not get to all of them.
+const SWEEP_AGAIN: Duration = Duration::from_secs(60);
+
 /// When the right to change the host is asked for again after somebody else had it.
 const AGAIN: Duration = Duration::from_secs(10);
 
@@ -27,7 +33,9 @@ impl State {
             Event::Tick(readings) => self.read(readings, actions),
             Event::Came(arrival) => self.came(arrival, actions),
             Event::Went(process) => {
-                self.members.remove(&process);
+                if self.members.remove(&process).is_some_and(|member| member.merged || member.enrolled) {
+                    self.sweep.get_or_insert(self.now + SWEEP);
+                }
             }
             Event::Held(Ok(())) => {
                 self.work = None;
@@ -43,6 +51,12 @@ impl State {
             Event::Censused(found) => self.censused(found, actions),
             Event::Merged(merged) => self.merged(merged, actions),
             Event::Looked(looked) => self.looked(looked, actions),
+            Event::Swept { whole } => {
+                self.work = None;
+                if !whole {
+                    self.sweep.get_or_insert(self.now + SWEEP_AGAIN);
+                }
+            }
             Event::Withdrawn(withdrawn) => self.withdrawn(withdrawn, actions),
             Event::Restored { whole } => (self.work, self.held, self.restored) = (None, false, whole),
             Event::Failed(why) => self.failed(why, actions),
@@ -244,6 +258,8 @@ impl State {
             // At the pace at which the budget fills up again there is no end to it.
             let share = if cost * 1.5 <= self.budget.left() { 1.0 } else { (self.rules.cpu / 2.0).clamp(0.001, 1.0) };
             let share = (share * self.slowdown.pace()).max(0.001);
+            // ksmd passes by who has ended as it goes.
+            self.sweep = None;
             self.start(Work::Merge(processes.clone()), Action::Merge { processes, share }, actions);
         }
     }
@@ -399,7 +415,7 @@ impl State {
                 self.work = Some(Work::Withdraw(extents));
                 return self.withdrawn(Withdrawn { refused, ..Withdrawn::default() }, actions);
             }
-            Some(Work::Look) | None => self.watch = (self.now + WATCH, WATCH),
+            Some(Work::Look | Work::Sweep) | None => self.watch = (self.now + WATCH, WATCH),
         }
         actions.push(self.say(What::Refuse, &[], Reason::Failed, why));
     }

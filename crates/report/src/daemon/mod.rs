@@ -288,6 +288,10 @@ pub struct Passes {
     pub passes: u64,
     /// Those that merged anything.
     pub merges: u64,
+    /// How long all of them took.
+    pub seconds: f64,
+    /// CPU seconds of ksmd and pagefold in them.
+    pub cpu_seconds: f64,
     /// What all plans that were carried out should have saved.
     pub predicted: u64,
     /// What they saved.
@@ -476,6 +480,9 @@ pub struct Sum {
     /// An estimate of what merging saves for them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved: Option<u64>,
+    /// The metadata of their pages, merged or not: what is saved net is so much less.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub metadata: Option<u64>,
 }
 
 /// Who shares how much with whom, pages of zeros apart.

@@ -50,6 +50,7 @@ fn sum(members: &[&Member]) -> Sum {
         footprint: all(|member| Some(member.footprint? - shared(member)?)).map(|own| own + once),
         footprint_age_seconds: ages.and_then(|ages| ages.into_iter().max()),
         saved: all(|member| member.saved),
+        metadata: all(|member| member.metadata),
     }
 }
 
@@ -108,7 +109,7 @@ mod tests {
         };
         let sum = |processes, merged, footprint, saved| {
             let footprint_age_seconds = None;
-            Sum { processes, merged, footprint, footprint_age_seconds, saved }
+            Sum { processes, merged, footprint, footprint_age_seconds, saved, metadata: None }
         };
         assert_eq!(of("slurm:7", Kind::Job), sum(3, Some(16), Some(20 + 40 + 10 + 30), Some(8)));
         assert_eq!(of("web", Kind::Vm), sum(1, Some(0), Some(7), Some(0)));

@@ -79,6 +79,11 @@ impl Point {
         }
     }
 
+    /// Whether nothing is known of it.
+    pub fn is_unknown(&self) -> bool {
+        self.saved_gross.is_none() && self.saved_net.is_none() && self.available.is_none()
+    }
+
     /// Of a status.
     pub fn of(status: &Status) -> Self {
         Self {

@@ -2,7 +2,8 @@
 
 use super::{Exposition, Family, Kind, Labels, NAMED, Number, Sample};
 use pagefold_report::daemon::{
-    Census, Cgroup, CpuUse, DomainShare, Kind as MemberKind, Ksm, Member, MemberState, Mode, State, Status, Workload,
+    Census, Cgroup, CpuUse, DomainShare, Kind as MemberKind, Ksm, Member, MemberState, Mode, State, Status, Sum,
+    Workload,
 };
 use pagefold_report::doctor::VerdictName;
 use std::ops::Add;
@@ -135,6 +136,9 @@ fn worth(status: &Status, to: &mut Exposition) {
     let passes = &status.passes;
     to.counter("pagefold_passes", "Censuses, each with its merge where anything pays.", Some(passes.passes));
     to.counter("pagefold_merges", "Passes that merged anything.", Some(passes.merges));
+    to.counter("pagefold_passes_seconds", "How long all passes took.", Some(passes.seconds));
+    let help = "CPU time of all passes, ksmd's included.";
+    to.counter("pagefold_passes_cpu_seconds", help, Some(passes.cpu_seconds));
     let help = "What the plans that were carried out should have saved since the daemon started.";
     to.gauge("pagefold_predicted_bytes", help, Some(passes.predicted));
     to.gauge("pagefold_reached_bytes", "What they saved.", Some(passes.reached));
@@ -201,7 +205,7 @@ fn domains(status: &Status, to: &mut Exposition) {
         ("pagefold_domain_members", "Members of a trust domain.", |domain| Some(domain.members)),
     ];
     write_each(to, &figures, &status.domains, |domain| vec![("domain", named(&domain.name))]);
-    let net = |domain: &DomainShare| Some(domain.saved?.cast_signed() - domain.metadata?.cast_signed());
+    let net = |domain: &DomainShare| net(domain.saved, domain.metadata);
     let samples = series(status.domains.iter().map(|domain| (vec![("domain", named(&domain.name))], net(domain))));
     let help = "What merging saves for the members in a trust domain less the metadata of their pages, an estimate.";
     to.family(&Family { kind: Kind::Gauge, name: "pagefold_domain_saved_net_bytes", help, samples });
@@ -220,8 +224,9 @@ fn members(status: &Status, to: &mut Exposition) {
     let samples = states.map(|(name, state)| (vec![("state", name)], count(state).value())).into();
     let help = "Members that the status names, by what is done with them.";
     to.family(&Family { kind: Kind::Gauge, name: "pagefold_members", help, samples });
-    let ages = || status.members.iter().map(|member| member.footprint_age_seconds);
-    let help = "Members that the status names whose footprint is an estimate: their fair share was not read yet.";
+    let known = status.members.iter().filter(|member| member.footprint.is_some());
+    let ages = || known.clone().map(|member| member.footprint_age_seconds);
+    let help = "Members that the status names whose footprint is an estimate: their fair share was not read.";
     let estimated = ages().filter(Option::is_none).count() as u64;
     to.gauge("pagefold_members_footprint_estimated", help, Some(estimated));
     let help = "How long ago the fair share of a member was read, at most.";
@@ -274,9 +279,12 @@ fn together(status: &Status, to: &mut Exposition) {
     ];
     // Other processes are members by their name: with their number each would be a new series.
     let workloads = status.workloads.iter().filter(|workload| workload.kind != MemberKind::Process);
-    write_each(to, &figures, workloads, |workload| {
-        vec![("kind", kind(workload.kind)), ("workload", &*workload.name), ("domain", named(&workload.domain))]
-    });
+    write_each(to, &figures, workloads.clone(), of_workload);
+    let net_of = |sum: &Sum| net(sum.saved, sum.metadata);
+    let samples = series(workloads.map(|workload| (of_workload(workload), net_of(&workload.sum))));
+    let help =
+        "What merging saves for a virtual machine, container or job less the metadata of its pages, an estimate.";
+    to.family(&Family { kind: Kind::Gauge, name: "pagefold_workload_saved_net_bytes", help, samples });
     let help = "Workloads that the status does not name: they are in no other series of workloads.";
     to.gauge("pagefold_workloads_left_out", help, Some(status.workloads_left_out));
 
@@ -291,8 +299,21 @@ fn together(status: &Status, to: &mut Exposition) {
         ),
     ];
     write_each(to, &figures, &status.cgroups, |cgroup| vec![("cgroup", &*cgroup.path)]);
+    let samples = series(status.cgroups.iter().map(|cgroup| (vec![("cgroup", &*cgroup.path)], net_of(&cgroup.sum))));
+    let help = "What merging saves for the members in a cgroup less the metadata of their pages, an estimate.";
+    to.family(&Family { kind: Kind::Gauge, name: "pagefold_cgroup_saved_net_bytes", help, samples });
     let help = "Cgroups that the status does not name: they are in no other series of cgroups.";
     to.gauge("pagefold_cgroups_left_out", help, Some(status.cgroups_left_out));
+}
+
+/// What names a workload.
+fn of_workload(workload: &Workload) -> Labels<'_> {
+    vec![("kind", kind(workload.kind)), ("workload", &*workload.name), ("domain", named(&workload.domain))]
+}
+
+/// What is saved less metadata.
+fn net(saved: Option<u64>, metadata: Option<u64>) -> Option<i64> {
+    Some(saved?.cast_signed() - metadata?.cast_signed())
 }
 
 /// The domain of those that have none but their own, without the number of a process: each restart would be a new

@@ -105,11 +105,13 @@ function pointOf(status) {
     bound_percent: status.bounds.cpu_percent,
   };
 }
+// Nothing is known of the time between two daemons.
+const isUnknown = (p) => !known(p.saved_net) && !known(p.available);
 function remember(more) {
   for (const point of more) {
     if (!points.length || point.time > points[points.length - 1].time) points.push(point);
   }
-  if (points.length > LONGEST) points = points.filter((_, i) => i % 2 || i > LONGEST / 2);
+  if (points.length > LONGEST) points = points.filter((p, i) => i % 2 || i > LONGEST / 2 || isUnknown(p));
 }
 
 // Steps of 1, 2 and 5, or their like between powers of 1024.

@@ -229,7 +229,6 @@ fn kind(kind: Kind) -> &'static str {
     }
 }
 
-/// An estimate.
 fn amount(value: Option<u64>) -> String {
     value.map_or_else(|| "an unknown amount".to_owned(), |value| Bytes(value).to_string())
 }

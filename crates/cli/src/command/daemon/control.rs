@@ -91,9 +91,13 @@ pub fn ask(directory: &Path, request: Request) -> anyhow::Result<Answer> {
     })?;
     let patience = Some(PATIENCE * 4);
     stream.set_read_timeout(patience).and_then(|()| stream.set_write_timeout(patience))?;
-    stream.write_all(request.line().as_bytes()).context("the daemon does not listen")?;
+    // Who may not ask is told so before anything is read.
+    let sent = stream.write_all(request.line().as_bytes()).context("the daemon does not listen");
     let mut answer = String::new();
     stream.read_to_string(&mut answer).context("the daemon does not answer")?;
+    if answer.is_empty() {
+        sent?;
+    }
     serde_json::from_str(&answer).context("the daemon's answer cannot be read: is it of another version?")
 }
 

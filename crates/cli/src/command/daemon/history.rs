@@ -38,12 +38,19 @@ const SOON: Duration = Duration::from_secs(10);
 /// Of the past before this daemon, what is shown.
 const PAST: Duration = Duration::from_secs(86_400);
 
-/// At most about so many points of the past in this history, with one at which nothing is known between two daemons;
-/// none where it cannot be read.
+/// About so many points of the past in this history, with one at which nothing is known between two daemons; none where
+/// there is no history yet, or it cannot be read, which is said.
 pub fn past(path: &Path, most: usize) -> Vec<Point> {
+    if !path.exists() {
+        return Vec::new();
+    }
     let until = now();
     let read = Reader::open(path).and_then(|reader| reader.samples(until - PAST.as_secs_f64(), until));
-    let points = series::points(&series::thinned(&read.unwrap_or_default(), most / 2));
+    let samples = read.unwrap_or_else(|error| {
+        log(&format!("going on without the past: {:#}", anyhow::Error::from(error)));
+        Vec::new()
+    });
+    let points = series::points(&series::thinned(&samples, most / 2));
     let mut past = Vec::new();
     for (i, point) in points.iter().enumerate() {
         past.push(Point {
@@ -60,8 +67,7 @@ pub fn past(path: &Path, most: usize) -> Vec<Point> {
             past.push(Point::unknown(point.time + 0.001, point.bound_percent));
         }
     }
-    // Of many short lives the latest.
-    past.split_off(past.len().saturating_sub(most))
+    past
 }
 
 /// A history that is kept until it is dropped, which writes what is left.

@@ -191,6 +191,8 @@ fn passes(snapshot: &Snapshot) -> Passes {
     Passes {
         passes: snapshot.passes.0,
         merges: snapshot.passes.1,
+        seconds: snapshot.took.0.as_secs_f64(),
+        cpu_seconds: snapshot.took.1.as_secs_f64(),
         predicted: snapshot.reached.0.0,
         reached: snapshot.reached.1.0,
         last: snapshot.last.map(|last| Pass {
@@ -231,9 +233,10 @@ impl Shares<'_> {
         Some((u128::from(merging * self.page) * u128::from(sharing) / u128::from(all)) as u64)
     }
 
-    /// What somebody takes by now of whom the page tables were walked: what is resident since then counts in full, and
-    /// what was merged since then saves by the mean.
-    fn since(&self, fair: &Fair, resident: u64, merging: Option<u64>) -> u64 {
+    /// What somebody takes by now of whom the page tables were walked: its own memory that is resident since then counts
+    /// in full, and what was merged since then saves by the mean. How many map files and shared memory is seen by the
+    /// next walk alone.
+    fn since(&self, fair: &Fair, own: Option<u64>, merging: Option<u64>) -> u64 {
         let saved = |merging: Option<u64>| merging.and_then(|merging| self.saved(merging));
         let then = fair.merging.map(|pages| pages.0);
         // Where one of the two is not known there is no difference to tell.
@@ -241,8 +244,8 @@ impl Shares<'_> {
             (Some(now), Some(then)) => now.cast_signed() - then.cast_signed(),
             _ => 0,
         };
-        let grown = resident.cast_signed() - fair.resident.0.cast_signed();
-        (fair.pss.0.cast_signed() + grown - more).clamp(0, resident.cast_signed()).unsigned_abs()
+        let grown = own.map_or(0, |own| own.cast_signed() - fair.own.0.cast_signed());
+        (fair.pss.0.cast_signed() + grown - more).max(0).unsigned_abs()
     }
 }
 
@@ -251,13 +254,14 @@ fn member(host: &dyn Host, snapshot: &Snapshot, who: &Process, shares: &Shares<'
     let handle = host.open(who.id.pid).ok().filter(|handle| handle.id() == who.id);
     let ksm =
         handle.as_ref().map(|handle| parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages")));
-    let shared = handle.and_then(|handle| shared(&handle.read("statm").ok()?, shares.page));
+    let statm = handle.and_then(|handle| parse::statm(&handle.read("statm").ok()?).ok());
     let merging = ksm.as_ref().and_then(|ksm| ksm.merging_pages.as_ref().ok().copied());
     let zeros = ksm.as_ref().and_then(|ksm| Some(ksm.zero_pages.as_ref().ok()?.max(&0).unsigned_abs()));
     let pages = merging.map(|merging| merging + zeros.unwrap_or(0));
     let by_share = merging.and_then(|merging| shares.saved(merging));
     let resident = known.resident.0;
     let fair = snapshot.fair.get(&who.id);
+    let own = statm.map(|statm| statm.own(host.page_size()).0);
     // Pages of zeros that KSM placed are not resident.
     let estimate = || by_share.map(|saved| resident.saturating_sub(saved));
     let kind = kind(who);
@@ -273,9 +277,9 @@ fn member(host: &dyn Host, snapshot: &Snapshot, who: &Process, shares: &Shares<'
         cgroup: wire.cgroup,
         domain: known.domain.to_string(),
         resident: Some(resident),
-        shared: shared.map(|shared| shared.min(resident)),
+        shared: statm.map(|statm| (statm.shared.0 * shares.page).min(resident)),
         merged: pages.map(|pages| pages * shares.page),
-        footprint: fair.map(|fair| shares.since(fair, resident, merging)).or_else(estimate),
+        footprint: fair.map(|fair| shares.since(fair, own, merging).min(resident)).or_else(estimate),
         footprint_age_seconds: fair.map(|fair| fair.at.elapsed().unwrap_or_default().as_secs()),
         saved: by_share.map(|saved| saved + zeros.unwrap_or(0) * shares.page),
         metadata: ksm.and_then(|ksm| Some(ksm.rmap_items.ok()? * RMAP_ITEM_BYTES)),
@@ -304,12 +308,6 @@ fn workload(who: &Process, kind: Kind) -> String {
         Kind::Process => None,
     };
     name.unwrap_or_else(|| format!("{} {}", who.comm, who.id.pid))
-}
-
-/// Files and shared memory, the third number of `statm`, in bytes.
-fn shared(statm: &[u8], page: u64) -> Option<u64> {
-    let word = statm.split(u8::is_ascii_whitespace).nth(2)?;
-    Some(parse::number::<u64>(word).ok()?.saturating_mul(page))
 }
 
 fn standing(snapshot: &Snapshot, id: ProcessId, known: &Known, merged: u64) -> (MemberState, String) {
@@ -424,14 +422,6 @@ mod tests {
     use pagefold_model::{Bytes, Pid};
 
     #[test]
-    fn files_and_shared_memory_are_the_third_number() {
-        assert_eq!(shared(b"900 500 20 1 0 60 0\n", 4096), Some(81_920));
-        for bad in [&b""[..], b"900 500", b"900 500 much 1"] {
-            assert_eq!(shared(bad, 4096), None, "{bad:?}");
-        }
-    }
-
-    #[test]
     fn what_is_saved_is_told_by_class() {
         let counters = |zeros: &[u8]| {
             parse::ksm(|name| match name {
@@ -460,9 +450,9 @@ mod tests {
             _ => Err(Absent::NotOnThisKernel),
         });
         let shares = Shares { page: 4096, counters: Some(&counters) };
-        let (pss, resident) = (Bytes(600 * 4096), Bytes(1000 * 4096));
-        let fair = Fair { at: SystemTime::now(), pss, resident, merging: Some(Pages(100)) };
-        let since = |fair: &Fair, resident: u64, merging| shares.since(fair, resident * 4096, merging) / 4096;
+        let (pss, own) = (Bytes(600 * 4096), Bytes(1000 * 4096));
+        let fair = Fair { at: SystemTime::now(), pss, own, merging: Some(Pages(100)) };
+        let since = |fair: &Fair, own: u64, merging| shares.since(fair, Some(own * 4096), merging) / 4096;
         assert_eq!(since(&fair, 1000, Some(100)), 600, "nothing has changed");
         assert_eq!(since(&fair, 1050, Some(100)), 650, "50 pages more");
         assert_eq!(since(&fair, 1000, Some(140)), 570, "three in four of 40 are saved");
@@ -470,7 +460,7 @@ mod tests {
         assert_eq!(since(&fair, 1000, None), 600);
         assert_eq!(since(&Fair { merging: None, ..fair }, 1000, Some(60)), 600);
         assert_eq!(since(&fair, 100, Some(100)), 0, "no less than nothing");
-        assert_eq!(since(&Fair { merging: Some(Pages(4000)), ..fair }, 900, Some(0)), 900, "no more than all");
+        assert_eq!(shares.since(&fair, None, None), fair.pss.0, "as it was, where nothing else is known");
     }
 
     #[test]

@@ -147,6 +147,19 @@ fn what_has_merged_is_not_withdrawn_while_memory_is_waited_for() {
     waits("9.90");
     assert_eq!(Session::begin(&host, directory.path()).unwrap().1.len(), 1, "the next one tries again");
     assert_eq!(enrolled(&host), before);
+
+    // What is done for the same process meanwhile is not taken back with it.
+    waits("10.00");
+    let mut session = begin(&host, directory.path());
+    session.apply(&advise(Advice::Mergeable, &[(0x21000, 0x23000)]), Stays::OnceDone).unwrap();
+    kill_now(session, directory.path());
+    let (mut session, ..) = Session::begin(&host, directory.path()).unwrap();
+    session.apply(&advise(Advice::Mergeable, &[(0x23000, 0x24000)]), Stays::OnceDone).unwrap();
+    session.done().unwrap();
+    drop(session);
+    waits("0.00");
+    assert_eq!(Session::begin(&host, directory.path()).unwrap().1, []);
+    assert_ne!(enrolled(&host), before);
 }
 
 /// Before 6.14 `ksm_stat` does not tell who is enrolled whole.

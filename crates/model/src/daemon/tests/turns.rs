@@ -117,7 +117,7 @@ fn newcomers_do_not_keep_others_from_being_merged() {
     let mut merged = noted.clone();
     merged.enrolled = true;
     let urgency = |member: &Member| member.urgency(&rules);
-    assert!(urgency(&noted) < urgency(&merged) && urgency(&merged) < urgency(&new));
+    assert!(urgency(&noted) < urgency(&new) && urgency(&new) < urgency(&merged));
 }
 
 /// What a look at somebody costs can be far beyond its size: one with very many regions. Others are merged all the
