@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes pictures of docs/pictures: census.png, a census of four real QEMU guests; top.png, page.png and phone.png of a
-# made-up host. With names only those: docs/picture.sh top. A census needs root. Installs what it draws with (aha, tmux,
+# Makes pictures of docs/pictures: census.png, a census of four real QEMU guests; top.png, page.png, dark.png and
+# phone.png of a made-up host. With names only those: docs/picture.sh top. A census needs root. Installs what it draws with (aha, tmux,
 # Chromium) from Debian.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -54,6 +54,7 @@ top() {
 page() {
     PAGEFOLD_PICTURES=$scratch cargo test -p pagefold-watch --test browser it_fits
     cp "$scratch/light.png" docs/pictures/page.png
+    cp "$scratch/dark.png" docs/pictures/dark.png
     cp "$scratch/phone.png" docs/pictures/phone.png
 }
 

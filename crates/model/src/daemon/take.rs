@@ -24,6 +24,10 @@ const SWEEP: Duration = Duration::from_secs(5);
 /// The pause after a time at which it did not get to all of them.
 const SWEEP_AGAIN: Duration = Duration::from_secs(60);
 
+/// The part of what was predicted of a merge that has to come back: where it does not, contents change faster than it
+/// was looked.
+const KEPT: f64 = 0.5;
+
 /// When the right to change the host is asked for again after somebody else had it.
 const AGAIN: Duration = Duration::from_secs(10);
 
@@ -331,7 +335,13 @@ impl State {
         }
         let mib = merged.net.0 as f64 / 1048576.0;
         let overran = self.halted && self.budget.left() <= 0.0;
-        if overran || merged.cost.as_secs_f64() > self.rules.price * mib && !self.halted {
+        let fell_short = !self.halted && (merged.net.0 as f64) < merged.predicted.0 as f64 * KEPT;
+        if fell_short && !others.is_empty() {
+            let reached = Bytes(merged.net.0.max(0).unsigned_abs());
+            let why = format!("{reached} came back of {} predicted: it is looked at later", merged.predicted);
+            actions.push(self.say(What::Leave, &others, Reason::Unprofitable, why));
+        }
+        if overran || fell_short || merged.cost.as_secs_f64() > self.rules.price * mib && !self.halted {
             for process in &others {
                 if let Some(member) = self.members.get_mut(process) {
                     member.wait_longer(&self.rules);

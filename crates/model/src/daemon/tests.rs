@@ -66,6 +66,8 @@ struct Host {
     plans: BTreeMap<ProcessId, NetBytes>,
     /// Why the host is not to be had.
     taken: Option<String>,
+    /// What a merge should give back, as far as it matters.
+    predicted: Bytes,
     /// Whether ksmd gets to all who have ended.
     sweeps: bool,
     /// Whether settings come back.
@@ -104,6 +106,7 @@ impl Host {
             loses: BTreeSet::new(),
             plans: BTreeMap::new(),
             taken: None,
+            predicted: Bytes::ZERO,
             sweeps: true,
             whole: true,
             costly: None,
@@ -175,6 +178,7 @@ impl Host {
                 let net = |process| if self.loses.contains(process) { -(MIB as i64) } else { self.gain };
                 let nets: BTreeMap<_, _> = enrolled.iter().map(|who| (*who, NetBytes(net(who)))).collect();
                 let merged = Merged {
+                    predicted: self.predicted,
                     net: NetBytes(nets.values().map(|net| net.0).sum()),
                     nets,
                     enrolled,
@@ -437,6 +441,22 @@ fn looks_at_what_stays_merged_cost_little() {
     let before = looks(&host);
     host.run(5000);
     assert!((9..=11).contains(&(looks(&host) - before)), "one in 500 s, a thousand times what it takes");
+}
+
+#[test]
+fn a_merge_that_gives_back_much_less_than_predicted_is_told_and_made_less_often() {
+    let told = |predicted: u64| {
+        let mut host = Host::new(rules(Mode::Act));
+        host.predicted = Bytes(predicted * MIB);
+        host.happen(arrival(1));
+        host.run(20);
+        let paused = host.state.members()[&id(1)].pause;
+        (host.said(What::Leave, Reason::Unprofitable), paused)
+    };
+    // 16 MiB come back.
+    let ((kept, calm), (short, longer)) = (told(32), told(33));
+    assert_eq!((kept, short), (0, 1));
+    assert_eq!(longer, calm * 2);
 }
 
 /// Until ksmd comes by, the kernel counts what has ended as merged.

@@ -37,7 +37,7 @@ const EXAMPLES: &str = "\
 Examples:
   pagefold daemon                        say what would pay, and change nothing
   pagefold daemon --mode act             merge what pays, at 10 % of one CPU on average
-  pagefold daemon --http 127.0.0.1:9750  show it as a page at / and as metrics at /metrics
+  pagefold daemon --http                 show it as a page and as metrics: http://127.0.0.1:9750/
   pagefold daemon --history /var/lib/pagefold/history.db
                                          keep how the host stood, for `pagefold report`
   pagefold status                        what it does, why, what it saves and costs
@@ -52,7 +52,8 @@ but for http, http_names and history.
 SIGTERM puts KSM's settings back, and what is merged stays merged. With --unmerge-on-exit it is withdrawn \
 first, also where the daemon is paused, as far as there is memory for it; not where it only observes or \
 advises by then, or another program drives KSM. What an earlier daemon has enrolled this one does not \
-know: `pagefold unmerge` withdraws that, too.
+know: `pagefold unmerge` withdraws that, too. A pause, and who is withdrawn, hold beyond a daemon that is \
+killed, and end with one that is stopped.
 
 Exit status: 0 it was told to stop and everything is back, 2 it could not run, 3 not everything could be \
 put back, or somebody stays merged who was to be withdrawn (with --unmerge-on-exit everybody is); who, and \
@@ -68,8 +69,9 @@ pub struct Options {
     /// When it ends, withdraw what it has enrolled since it started, as far as the memory is there
     #[arg(long)]
     unmerge_on_exit: bool,
-    /// Show what it does at this address over HTTP [default: as the configuration says, otherwise nowhere]
-    #[arg(long, value_name = "ADDRESS")]
+    /// Show what it does over HTTP, at 127.0.0.1:9750 if no address is given [default: as the configuration says,
+    /// otherwise nowhere]
+    #[arg(long, value_name = "ADDRESS", num_args = 0..=1, default_missing_value = "127.0.0.1:9750")]
     http: Option<SocketAddr>,
     /// Keep how the host stood in this file, or `off` [default: as the configuration says, otherwise history.db in the
     /// directory that the service manager gives ($STATE_DIRECTORY), otherwise nowhere]
