@@ -124,30 +124,37 @@ const SWEPT: Duration = Duration::from_secs(2);
 /// once. Tells whether it got there; what was begun goes on from there the next time.
 pub fn sweep(session: &mut Session<'_>, halt: &AtomicBool) -> Result<bool, session::Error> {
     let host = session.host();
-    let unknown = session::Error::Unknown;
-    let count = || -> Reading<u64> {
-        let ksm = observe::ksm(host)?;
-        Ok(ksm.pages_shared? + ksm.pages_sharing? + ksm.pages_unshared?)
-    };
-    let (scans, mut last) = (full_scans(host).map_err(unknown)?, count().map_err(unknown)?);
+    let before = (full_scans(host), counted(host));
     run(session, Pace::new(SWEEPING))?;
+    let swept = before.0.and_then(|scans| passes_by(host, scans, before.1?, halt));
+    // Whatever could not be read.
+    rest(session)?;
+    swept.map_err(session::Error::Unknown)
+}
+
+/// Whether it passes by all who have ended, after so many scans and with so many pages in its counters.
+fn passes_by(host: &dyn Host, scans: u64, mut last: u64, halt: &AtomicBool) -> Reading<bool> {
     let (began, mut falls, mut unchanged) = (Instant::now(), false, 0);
-    let whole = loop {
+    loop {
         std::thread::sleep(GLANCE);
-        let now = count().map_err(unknown)?;
+        let now = counted(host)?;
         falls |= now < last;
         unchanged = if now == last { unchanged + 1 } else { 0 };
         last = now;
         // It has gone around once, or has passed by some and finds no more.
-        if full_scans(host).map_err(unknown)? > scans || falls && unchanged >= UNCHANGED {
-            break true;
+        if full_scans(host)? > scans || falls && unchanged >= UNCHANGED {
+            return Ok(true);
         }
         if began.elapsed() >= SWEPT || halt.load(Ordering::Relaxed) {
-            break false;
+            return Ok(false);
         }
-    };
-    rest(session)?;
-    Ok(whole)
+    }
+}
+
+/// Pages that have metadata by the counters that tell at once.
+fn counted(host: &dyn Host) -> Reading<u64> {
+    let ksm = observe::ksm(host)?;
+    Ok(ksm.pages_shared? + ksm.pages_sharing? + ksm.pages_unshared?)
 }
 
 /// A program that writes KSM's settings again and again, if one runs.
@@ -157,4 +164,51 @@ pub fn other_tuner(host: &dyn Host) -> Reading<Option<Tuner>> {
         let process = process.ok().filter(|process| !process.kernel_thread)?;
         tuner(&process.comm, process.arguments.as_deref().unwrap_or_default()).filter(|tuner| tuner.writes_rate())
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::Fake;
+    use pagefold_host::faulty::{Fault, Faulty};
+    use std::sync::atomic::AtomicU64;
+
+    /// What a sweep comes to where the counters are these, one for each look and the last from then on, and whether ksmd
+    /// rests afterwards.
+    fn swept(sharing: &[u64], scans: &[u64]) -> (Option<bool>, String) {
+        let (fake, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+        for name in ["pages_shared", "pages_sharing", "pages_unshared", "full_scans"] {
+            fake.put(name, "0");
+        }
+        let looks = [AtomicU64::new(0), AtomicU64::new(0)];
+        let fault = |path: &str| {
+            let (of, values) = match path {
+                "sys/kernel/mm/ksm/pages_sharing" => (0, sharing),
+                "sys/kernel/mm/ksm/full_scans" => (1, scans),
+                _ => return None,
+            };
+            let look = looks[of].fetch_add(1, Ordering::Relaxed) as usize;
+            let value = values.get(look).or(values.last());
+            Some(value.map_or(Fault::Absent(Absent::Denied), |value| Fault::Replaced(value.to_string().into_bytes())))
+        };
+        let host = Faulty::new(&fake, fault);
+        let (mut session, ..) = Session::begin(&host, directory.path()).unwrap();
+        let whole = sweep(&mut session, &AtomicBool::new(false)).ok();
+        (whole, fake.value("run"))
+    }
+
+    #[test]
+    fn it_has_passed_by_when_counters_fall_and_stay_or_it_has_gone_around() {
+        let rests = |whole| (whole, "0".to_owned());
+        assert_eq!(swept(&[900, 900, 500, 300], &[7]), rests(Some(true)), "they have fallen, and stay");
+        assert_eq!(swept(&[900], &[7, 7, 7, 8]), rests(Some(true)), "there was nobody");
+        assert_eq!(swept(&[900], &[7]), rests(Some(false)), "it did not get there in time");
+    }
+
+    #[test]
+    fn it_rests_whatever_cannot_be_read() {
+        let rests = (None, "0".to_owned());
+        assert_eq!(swept(&[], &[7]), rests);
+        assert_eq!(swept(&[900], &[]), rests);
+    }
 }
