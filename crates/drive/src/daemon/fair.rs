@@ -11,8 +11,9 @@
 //! end of the daemon, which by then has put everything back.
 
 use super::{Message, Told};
+use crate::verify;
 use pagefold_host::{Host, observe, parse};
-use pagefold_model::{Absent, Bytes, Pages, ProcessId, Reading};
+use pagefold_model::{Bytes, Pages, ProcessId, Reading};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, SystemTime};
@@ -131,10 +132,7 @@ fn thread_cpu() -> Duration {
 }
 
 fn read(host: &dyn Host, process: ProcessId) -> Reading<Fair> {
-    let handle = host.open(process.pid)?;
-    if handle.id() != process {
-        return Err(Absent::Vanished);
-    }
+    let handle = verify::open(host, process)?;
     let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
     let own = parse::statm(&handle.read("statm")?)?.own(host.page_size());
     let pss = observe::rollup(&*handle)?.pss?;

@@ -287,7 +287,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
     /// Go on with what an operator said to a daemon that was killed.
     fn take_up(&mut self, directory: &Path) {
         let taken = session::boot(self.host).map_err(std::io::Error::other);
-        let lives = |process: ProcessId| self.host.open(process.pid).is_ok_and(|handle| handle.id() == process);
+        let lives = |process| worker::lives(self.host, process);
         match taken.and_then(|boot| Operator::take_up(directory, boot, lives)) {
             Ok((operator, events, why)) => {
                 if let Some(why) = why {

@@ -11,13 +11,14 @@ use crate::prepare::{Prepared, Request, prepare};
 use crate::session::{self, Session};
 use crate::trial::{Moment, Trial};
 use crate::unmerge;
+use crate::verify;
 use crate::watch::Whom;
 use pagefold_census::{Ages, Selection};
 use pagefold_host::act::NOT_MAPPED;
 use pagefold_host::{Host, observe};
 use pagefold_model::census::{Census, SubjectCensus};
 use pagefold_model::daemon::{Action, Censused, Event, Extent, Looked, Merged, Planned as Worth, Strikes, Withdrawn};
-use pagefold_model::ksm::{RMAP_ITEM_BYTES, Setting, Settings as Values};
+use pagefold_model::ksm::RMAP_ITEM_BYTES;
 use pagefold_model::outcome::{Change, End, Outcome};
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::process::Process;
@@ -155,7 +156,7 @@ impl<'h> Worker<'h> {
             self.tell(Message::Told(Told::PutBack(was)));
         }
         self.remain(left);
-        session.set(&Values::from([(Setting::Run, "0".to_owned())]))?;
+        ksmd::rest(&mut session)?;
         (self.session, self.contested) = (Some(session), false);
         Ok(())
     }
@@ -437,8 +438,8 @@ fn metadata(host: &dyn Host) -> Bytes {
     Bytes(ksm.general_profit.map_or(0, |profit| (saved.cast_signed() - profit).max(0).unsigned_abs()))
 }
 
-fn lives(host: &dyn Host, process: ProcessId) -> bool {
-    host.open(process.pid).is_ok_and(|handle| handle.id() == process)
+pub(super) fn lives(host: &dyn Host, process: ProcessId) -> bool {
+    verify::open(host, process).is_ok()
 }
 
 #[cfg(test)]
