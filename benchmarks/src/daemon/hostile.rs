@@ -35,9 +35,6 @@ const WRITTEN: u64 = 16;
 /// How often a page may be merged and broken before it is left alone, at most.
 const STRIKES: u64 = 3;
 
-/// How long it has to go on for a page that is rewritten now and then to be merged, broken, merged and broken again.
-const LONG: Duration = Duration::from_secs(300);
-
 /// Memory of each program of which a part or all is shared, in MiB.
 const SHARING: u64 = 64;
 
@@ -102,6 +99,9 @@ impl Place {
 pub struct Hostile {
     /// For how long.
     pub length: Duration,
+    /// Whether it ends as soon as all that pays is merged and a page that is rewritten now and then was merged and broken
+    /// once. How soon that is depends on the machine.
+    pub brief: bool,
     /// Regions of the one that has many.
     pub regions: u64,
     /// CPU time that the daemon may save up.
@@ -289,10 +289,9 @@ struct Broken {
     tide: Vec<u64>,
 }
 
-/// How often a page has to have broken at least that is merged again after it was written. In a short time no more is
-/// seen than that it was merged and written.
-fn least_breaks(length: Duration) -> u64 {
-    if length >= LONG { 2 } else { 1 }
+/// How many pages of the one that leaves its memory alone now and then broke once, twice and so on.
+fn tide(breaks: &Breaks, mix: &Mix) -> Vec<u64> {
+    breaks.by_times(|number| mix.0[number].name == TIDE)
 }
 
 /// Of the programs that pay to be merged, the one of which the least part of what it shares is: its name, pages that
@@ -300,6 +299,11 @@ fn least_breaks(length: Duration) -> u64 {
 fn least_merged(merged: &[(&'static str, u64)]) -> Option<(&'static str, u64, u64)> {
     let paying = merged.iter().filter_map(|&(name, pages)| Some((name, pages, shares(name)?)));
     paying.min_by(|(_, one, of_one), (_, other, of_other)| (one * of_other).cmp(&(other * of_one)))
+}
+
+/// Whether nine tenths of what each program shares are merged.
+fn all_merged(merged: &[(&'static str, u64)]) -> bool {
+    least_merged(merged).is_none_or(|(_, pages, shared)| pages * 10 >= shared * 9)
 }
 
 struct Sample {
@@ -326,12 +330,21 @@ impl Hostile {
             let (seconds, cpu) = (began.elapsed().as_secs_f64(), driver.cpu()?.all());
             breaks.look(&host, &mix)?;
             samples.push(Sample { seconds, cpu, broken: broken()? - before, merged: mix.merged(&breaks)? });
+            let broke = tide(&breaks, &mix).len() >= self.least_breaks();
+            if self.brief && broke && samples.last().is_some_and(|last| all_merged(&last.merged)) {
+                break;
+            }
         }
         let status = driver.as_daemon().context("a daemon")?.status()?;
         driver.end()?;
         let intact = mix.check();
-        let tide = breaks.by_times(|number| mix.0[number].name == TIDE);
-        Ok(self.findings(&samples, &Broken { all: breaks.by_times(|_| true), tide }, &status, intact))
+        let broken = Broken { all: breaks.by_times(|_| true), tide: tide(&breaks, &mix) };
+        Ok(self.findings(&samples, &broken, &status, intact))
+    }
+
+    /// How often a page has to have broken at least that is merged again after it was written.
+    fn least_breaks(&self) -> usize {
+        if self.brief { 1 } else { 2 }
     }
 
     fn findings(
@@ -368,7 +381,7 @@ impl Hostile {
         bar("nobody ends, and nobody's memory changes".to_owned(), told, intact.is_ok());
         let failed = status["decisions_by_reason"]["failed"].as_u64().unwrap_or(0);
         bar("nothing fails".to_owned(), format!("{failed} times"), failed == 0);
-        let least = least_breaks(self.length);
+        let least = self.least_breaks();
         let often = if least > 1 { "broken, merged again and broken again" } else { "merged and broken" };
         bar(
             format!(
@@ -381,7 +394,7 @@ impl Hostile {
                 listed(&breaks.all),
                 last.broken
             ),
-            breaks.tide.len() as u64 >= least && breaks.all.len() as u64 <= STRIKES,
+            breaks.tide.len() >= least && breaks.all.len() as u64 <= STRIKES,
         );
         if let Some((name, pages, shared)) = least_merged(&last.merged) {
             bar(
@@ -390,7 +403,7 @@ impl Hostile {
                     "at least {:.1} %: {pages} of {shared} pages of one of {name:?}",
                     pages as f64 / shared as f64 * 100.0
                 ),
-                pages * 10 >= shared * 9,
+                all_merged(&last.merged),
             );
         }
         findings
@@ -426,15 +439,15 @@ mod tests {
         assert_eq!(most(&[(100.0, 0.0), (102.0, 2.0), (103.0, 2.0)]), 1.8);
     }
 
-    /// Whether the bars are met where so many pages broke once, twice and so on, after so many seconds, all that pays
-    /// being merged but for one with so many pages.
-    fn met(seconds: u64, tide: &[u64], all: &[u64], (name, pages): (&'static str, u64)) -> Vec<bool> {
-        let [length, burst, interval] = [seconds, 5, 10].map(Duration::from_secs);
-        let hostile = Hostile { length, regions: 1, burst, tide: interval, pagefold: PathBuf::new() };
+    /// Whether the bars are met where so many pages broke once, twice and so on, in a brief run or a whole one, all that
+    /// pays being merged but for one with so many pages.
+    fn met(brief: bool, tide: &[u64], all: &[u64], (name, pages): (&'static str, u64)) -> Vec<bool> {
+        let [length, burst, interval] = [600, 5, 10].map(Duration::from_secs);
+        let hostile = Hostile { length, brief, regions: 1, burst, tide: interval, pagefold: PathBuf::new() };
         let names = [HUGE, PIECES, HONEST, TIDE];
         let mut merged: Vec<_> = names.iter().map(|&name| (name, shares(name).unwrap_or(0))).collect();
         merged.push((name, pages));
-        let samples = [Sample { seconds: seconds as f64, cpu: 1.0, broken: 0, merged }];
+        let samples = [Sample { seconds: 600.0, cpu: 1.0, broken: 0, merged }];
         let breaks = Broken { all: all.to_vec(), tide: tide.to_vec() };
         let found = hostile.findings(&samples, &breaks, &serde_json::json!({}), Ok(()));
         found.bars.iter().map(|bar| bar.met).collect()
@@ -442,18 +455,18 @@ mod tests {
 
     #[test]
     fn what_is_written_now_and_then_has_to_break_and_break_again() {
-        let bar = |seconds, tide: &[u64], all: &[u64]| met(seconds, tide, all, (HONEST, 1 << 14))[3];
-        assert!(bar(40, &[7], &[7]), "merged and written once is all that a short time shows");
-        assert!(!bar(600, &[7], &[7]), "in a long one it is merged again");
-        assert!(bar(600, &[0, 7], &[3, 7, 1]));
-        assert!(!bar(600, &[7], &[7, 7]), "another program breaks in its place");
-        assert!(!bar(40, &[], &[7]));
-        assert!(!bar(600, &[0, 7], &[0, 7, 0, 1]), "a page of another breaks once too often");
+        let bar = |brief, tide: &[u64], all: &[u64]| met(brief, tide, all, (HONEST, 1 << 14))[3];
+        assert!(bar(true, &[7], &[7]), "merged and written once is all that a brief run shows");
+        assert!(!bar(false, &[7], &[7]), "in a whole one it is merged again");
+        assert!(bar(false, &[0, 7], &[3, 7, 1]));
+        assert!(!bar(false, &[7], &[7, 7]), "another program breaks in its place");
+        assert!(!bar(true, &[], &[7]));
+        assert!(!bar(false, &[0, 7], &[0, 7, 0, 1]), "a page of another breaks once too often");
     }
 
     #[test]
     fn each_that_pays_has_to_be_merged() {
-        let bar = |name, pages| met(40, &[7], &[7], (name, pages))[4];
+        let bar = |name, pages| met(true, &[7], &[7], (name, pages))[4];
         for name in [HUGE, PIECES, HONEST] {
             let shared = shares(name).unwrap();
             assert!(bar(name, (shared * 9).div_ceil(10)), "{name}");

@@ -64,7 +64,7 @@ pub struct Arguments {
     /// Memory of each of the four processes on it, in MiB
     #[arg(long, value_name = "MiB", default_value_t = 3072)]
     quiet_memory: u64,
-    /// For how long a hostile mix goes on
+    /// For how long a hostile mix goes on; with --quick at most, until everything was seen once
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = humantime::parse_duration)]
     hostile: Duration,
     /// Seconds between two programs on the host that is driven to its memory limit
@@ -205,10 +205,10 @@ fn measure(section: Section, arguments: &Arguments, program: &Path, folder: &Pat
             quiet.measure(&folder.join("daemon.log"))
         }
         Section::Hostile => {
-            let (regions, burst, tide) = if arguments.quick { (20_000, 5, 10) } else { (60_000, 10, 20) };
+            let (regions, burst, tide) = if arguments.quick { (20_000, 5, 20) } else { (60_000, 10, 20) };
             let [burst, tide] = [burst, tide].map(Duration::from_secs);
-            let (length, pagefold) = (arguments.hostile, program.to_owned());
-            let hostile = Hostile { length, regions, burst, tide, pagefold };
+            let (length, brief, pagefold) = (arguments.hostile, arguments.quick, program.to_owned());
+            let hostile = Hostile { length, brief, regions, burst, tide, pagefold };
             hostile.measure(&folder.join("daemon.log"))
         }
         Section::Oom => {
