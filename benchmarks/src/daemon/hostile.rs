@@ -28,8 +28,11 @@ const CPU: f64 = 0.1;
 /// be told of 60,000 regions takes the kernel a second, and a piece of work asks more than once.
 const BEYOND: f64 = 5.0;
 
-/// Threads of the one that writes, and the memory of each in MiB.
-const WRITERS: u64 = 2;
+/// What a MiB may cost in CPU seconds where the run is brief: a census built without optimisation, on a slow machine,
+/// costs several times what it does otherwise.
+const BRIEF_PRICE: f64 = 0.05;
+
+/// Memory that each thread of the one that writes has, in MiB.
 const WRITTEN: u64 = 16;
 
 /// How often a page may be merged and broken before it is left alone, at most.
@@ -104,6 +107,8 @@ pub struct Hostile {
     pub brief: bool,
     /// Regions of the one that has many.
     pub regions: u64,
+    /// Threads of the one that writes. Where they leave no CPU idle, the daemon gets out of their way again and again.
+    pub writers: u64,
     /// CPU time that the daemon may save up.
     pub burst: Duration,
     /// Between two rewritings of the one that leaves its memory alone meanwhile.
@@ -188,12 +193,12 @@ fn shares(name: &str) -> Option<u64> {
 }
 
 impl Mix {
-    fn start(place: &Place, regions: u64, tide: Duration) -> Result<Self> {
+    fn start(place: &Place, hostile: &Hostile) -> Result<Self> {
         let sharing = SHARING.to_string();
         let mixture = |kind, more: &[&str]| place.lab(kind, &[&["mixture", "--mib", &sharing], more].concat());
         let layout = |kind, more: &[&str]| place.lab(kind, &[&["layout"], more].concat());
-        let (threads, memory) = (WRITERS.to_string(), WRITTEN.to_string());
-        let (regions, interval) = (format!("within={regions}"), tide.as_millis().to_string());
+        let (threads, memory) = (hostile.writers.to_string(), WRITTEN.to_string());
+        let (regions, interval) = (format!("within={}", hostile.regions), hostile.tide.as_millis().to_string());
         let huge = ["--huge", "--run", "512"];
         let stray = [&huge[..], &["--duplicate", "6%", "--stray", "45%", "--seed", "stray"]].concat();
         let pays = [&huge[..], &["--duplicate", "50%", "--seed", "huge"]].concat();
@@ -318,9 +323,10 @@ impl Hostile {
     pub fn measure(&self, log: &Path) -> Result<Findings> {
         let ksm = Ksm::take().map_err(anyhow::Error::msg)?;
         let place = Place::new("pfhost")?;
-        let mut mix = Mix::start(&place, self.regions, self.tide)?;
+        let mut mix = Mix::start(&place, self)?;
         let burst = self.burst.as_secs();
-        let section = format!("cpu = \"{}%\"\nburst = \"{burst}s\"", CPU * 100.0);
+        let price = if self.brief { format!("\nprice = {BRIEF_PRICE}") } else { String::new() };
+        let section = format!("cpu = \"{}%\"\nburst = \"{burst}s\"{price}", CPU * 100.0);
         let driver = Driver::daemon(&self.pagefold, &place.config(&section, &[]), log, &ksm)?;
         let (host, mut breaks) = (LiveHost::new(), Breaks::default());
         let (began, before) = (Instant::now(), broken()?);
@@ -443,7 +449,8 @@ mod tests {
     /// pays being merged but for one with so many pages.
     fn met(brief: bool, tide: &[u64], all: &[u64], (name, pages): (&'static str, u64)) -> Vec<bool> {
         let [length, burst, interval] = [600, 5, 10].map(Duration::from_secs);
-        let hostile = Hostile { length, brief, regions: 1, burst, tide: interval, pagefold: PathBuf::new() };
+        let hostile =
+            Hostile { length, brief, regions: 1, writers: 1, burst, tide: interval, pagefold: PathBuf::new() };
         let names = [HUGE, PIECES, HONEST, TIDE];
         let mut merged: Vec<_> = names.iter().map(|&name| (name, shares(name).unwrap_or(0))).collect();
         merged.push((name, pages));

@@ -205,10 +205,10 @@ fn measure(section: Section, arguments: &Arguments, program: &Path, folder: &Pat
             quiet.measure(&folder.join("daemon.log"))
         }
         Section::Hostile => {
-            let (regions, burst, tide) = if arguments.quick { (20_000, 5, 20) } else { (60_000, 10, 20) };
-            let [burst, tide] = [burst, tide].map(Duration::from_secs);
+            let (regions, writers, burst) = if arguments.quick { (20_000, 1, 5) } else { (60_000, 2, 10) };
+            let [burst, tide] = [burst, 20].map(Duration::from_secs);
             let (length, brief, pagefold) = (arguments.hostile, arguments.quick, program.to_owned());
-            let hostile = Hostile { length, brief, regions, burst, tide, pagefold };
+            let hostile = Hostile { length, brief, regions, writers, burst, tide, pagefold };
             hostile.measure(&folder.join("daemon.log"))
         }
         Section::Oom => {

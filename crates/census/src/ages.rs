@@ -4,6 +4,8 @@
 //! every few seconds holds still between them, and merging it is a loss. So who takes censuses again and again asks for
 //! an age: [`ripe_after`] says which, and what is younger is left for a later census.
 //!
+//! A census that has no partner of a page tells nothing of it but that it held still: what was seen of it before stays.
+//!
 //! Takes 4 bytes for each page that a plan covers and that has anything to gain, and 24 for each stretch of neighbours
 //! that were first seen together. What is written with the bytes that were there grows old like anything else: only the
 //! kernel's page tables tell, once it is merged ([`pagefold_model::lasting`]).
@@ -184,6 +186,8 @@ impl Ages {
             let mut pages = Seen::default();
             for (_, ordinal, address) in each_page(index, &ordinals) {
                 let mark = index.mark(ordinal);
+                while older.next_if(|&(before, ..)| before < address).is_some() {}
+                let before = older.next_if(|&(before, ..)| before == address);
                 let content = match mark.class() {
                     Some(PageClass::Zero) if mark.is_covered() => content(Fingerprint::ZERO_PAGE),
                     Some(class) if class.is_duplicate() && mark.is_covered() => {
@@ -193,11 +197,13 @@ impl Ages {
                         };
                         content
                     }
+                    Some(PageClass::Unique) => {
+                        let Some((_, held, _)) = before else { continue };
+                        held
+                    }
                     _ => continue,
                 };
-                while older.next_if(|&(before, ..)| before < address).is_some() {}
-                let same = older.peek().filter(|&&(before, held, _)| (before, held) == (address, content));
-                let since = same.map_or(now, |&(.., since)| since);
+                let since = before.filter(|&(_, held, _)| held == content).map_or(now, |(.., since)| since);
                 pages.push(AddressRange { start: address, end: address + page_bytes }, content, since);
             }
             if !pages.contents.is_empty() {

@@ -334,6 +334,27 @@ fn what_is_young_waits_for_a_later_census() {
     assert_eq!(sift(&[vec![Hole; 1024], contents(9000)].concat(), 15), none, "elsewhere it is another page");
 }
 
+/// Where CPU time is short a census has few processes, and may have nobody with whom a page is shared.
+#[test]
+fn what_is_without_a_partner_for_once_is_no_younger_for_it() {
+    let mut ages = Ages::new(PageSize::new(PAGE).unwrap()).unwrap();
+    let began = Instant::now();
+    let contents: Vec<Page> = (0..40).map(|i| Still(5000 + i)).collect();
+    let mut sift = |processes: &[Made], seconds: u64| {
+        let (census, index, _) = census(processes, &options(false, CHEAP));
+        let mut plan = pagefold_census::plan(&census, &index, &constraints(), &|_| None);
+        ages.sift(&mut plan, &census, &index, began + Duration::from_secs(seconds));
+        plan.predicted.merging
+    };
+    let both = [made(1, &contents), made(1, &contents)];
+    assert_eq!(sift(&both, 0), Pages(0));
+    assert_eq!(sift(&both[..1], 6), Pages(0), "there is nobody else");
+    assert_eq!(sift(&both, 7), Pages(80));
+    let changing = [Page::Changing; 40];
+    assert_eq!(sift(&[made(1, &changing), made(1, &changing)], 8), Pages(0));
+    assert_eq!(sift(&both, 9), Pages(0), "what was written meanwhile is");
+}
+
 #[test]
 fn contents_are_known_again_under_the_key_of_their_ages() {
     let page_size = PageSize::new(PAGE).unwrap();

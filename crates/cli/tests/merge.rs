@@ -71,6 +71,47 @@ fn slow(state: &Path, labs: &[&Lab<Region>]) -> Child {
     child.expect("the binary runs")
 }
 
+/// ksmd looks at pages that found no partner in each ninth scan only, those of two programs not in the same ones.
+#[test]
+fn what_ksmd_skips_for_ever_is_merged_all_the_same() {
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+    if ksm.value("smart_scan").is_none() {
+        return println!("skipped: this kernel skips nothing (before 6.7)");
+    }
+    let state = tempfile::tempdir().unwrap();
+    let scans = |scans: i64| {
+        let last = ksm.counter("full_scans") + scans;
+        ksm.set("run", 1);
+        until("some full scans", || ksm.counter("full_scans") >= last);
+        ksm.set("run", 0);
+    };
+    for (name, value) in [("smart_scan", 1), ("pages_to_scan", 100), ("sleep_millisecs", 1)] {
+        ksm.set(name, value);
+    }
+    let specs = ["--mergeable", "shared-content=skipped:800"];
+    let merging = |lab: &Lab<Region>| -> u64 {
+        fs::read_to_string(format!("/proc/{}/ksm_merging_pages", lab.pid())).unwrap().trim().parse().unwrap()
+    };
+    // They may have been enrolled at times at which their scans are the same.
+    let labs = (0..5).find_map(|more| {
+        let one = Lab::layout(&specs).unwrap();
+        scans(12 + more);
+        let other = Lab::layout(&specs).unwrap();
+        // The other is not new any more when it is enrolled: it has been scanned alone.
+        scans(30);
+        (merging(&other) < 100).then_some([one, other])
+    });
+    let Some(labs) = labs else { return println!("skipped: ksmd found all of it by itself") };
+    for (name, value) in [("pages_to_scan", 123), ("sleep_millisecs", 77)] {
+        ksm.set(name, value);
+    }
+    let labs: Vec<&Lab<Region>> = labs.iter().collect();
+    let merged = report(&merge(state.path(), &labs, &["--json"]), 0);
+    assert!(labs.iter().all(|lab| merging(lab) >= 800), "{merged}");
+    assert_eq!(ksm.value("smart_scan").as_deref(), Some("1"));
+    unchanged(&ksm);
+}
+
 #[test]
 fn what_is_predicted_comes_and_settings_come_back() {
     let Some(ksm) = Ksm::take_as_others_set_it() else { return };

@@ -50,6 +50,12 @@ pub fn looks(host: &dyn Host) -> Reading<Pages> {
     Ok(Pages(parse::number(&host.read("sys/kernel/mm/ksm/pages_scanned")?)?))
 }
 
+/// `pages_skipped`: looks that were saved at pages that had found no partner before; `NotOnThisKernel` before 6.7, where
+/// none is.
+pub fn skipped(host: &dyn Host) -> Reading<Pages> {
+    Ok(Pages(observe::ksm(host)?.pages_skipped?))
+}
+
 /// The targets of a plan, held to be counted again and again.
 ///
 /// The host's own counters would not do: they hold everybody's pages, and those of processes that ended until ksmd
@@ -105,6 +111,11 @@ pub fn run(session: &mut Session<'_>, pace: Pace) -> Result<(), session::Error> 
 /// Stop it, with what is merged kept.
 pub fn rest(session: &mut Session<'_>) -> Result<(), session::Error> {
     session.set(&Settings::from([(Setting::Run, "0".to_owned())]))
+}
+
+/// Have it skip pages that have found no partner for long, or look at all of them.
+pub fn skip(session: &mut Session<'_>, skip: bool) -> Result<(), session::Error> {
+    session.set(&Settings::from([(Setting::SmartScan, u8::from(skip).to_string())]))
 }
 
 /// The share of one CPU that it is given for a sweep.

@@ -3,7 +3,8 @@
 //! 1. What the programs enrolled themselves and does not pay is withdrawn for the time being, so that ksmd does not
 //!    walk it.
 //! 2. The ranges of the plan are enrolled, and ksmd goes as fast as its bound allows until nothing more comes. On
-//!    kernels before 6.11, third and further copies are enrolled once the first two of each have merged.
+//!    kernels before 6.11, third and further copies are enrolled once the first two of each have merged. Where that
+//!    falls short and ksmd has skipped pages, it goes on without skipping any ([`Settle::were_skipped`]).
 //! 3. Meanwhile merged pages of targets that run are watched, and what does not stay merged for long enough to pay is
 //!    withdrawn: see [`trial`].
 //! 4. ksmd is stopped, page tables are read, and its settings come back. Merged pages stay merged: their ranges stay
@@ -27,7 +28,7 @@ use pagefold_model::plan::{Plan, Target, Way};
 use pagefold_model::policy::{DEFAULT_PAGES_TO_SCAN, GUIDED_SLEEP_MILLISECS};
 use pagefold_model::{Absent, AddressRange, Bytes, Pages, ProcessId, Reading};
 use rustix::time::{ClockId, clock_gettime};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -149,8 +150,10 @@ pub fn carry_out<'h>(
         plan: &plan,
         trial,
         withdrawn: Pages::ZERO,
+        withdrawn_from: BTreeSet::new(),
         found_fleeting: started,
         enrolled: false,
+        unskipping: false,
         ksmd: Ksmd::find(host),
         gauge: Gauge::new(host, &plan),
         ksmd_before: Err(Absent::NotOnThisKernel),
@@ -192,11 +195,11 @@ pub fn carry_out<'h>(
     let now = verify::regions(host, &plan);
     let sum = |of: &BTreeMap<ProcessId, u64>| now.keys().filter_map(|process| of.get(process)).sum();
     let regions = (sum(&regions), sum(&now));
-    let Work { timeline, mut missed, withdrawn, trial, .. } = work;
+    let Work { timeline, mut missed, withdrawn, withdrawn_from: from, trial, .. } = work;
     for refused in trial.refused() {
         trial::note_once(&mut missed, refused.clone());
     }
-    let (watched, withdrawn) = (Watched { seen: trial.seen(), withdrawn }, withdrawn_of(&plan, trial));
+    let (watched, withdrawn) = (Watched { seen: trial.seen(), withdrawn, from }, withdrawn_of(&plan, trial));
     let given_up = |process: ProcessId| -> Vec<(AddressRange, Fate)> {
         let target = plan.targets.iter().filter(|target| target.process.id == process);
         let beside = target.flat_map(|target| target.beside_its_guest(plan.whole)).map(|range| range.range);
@@ -274,9 +277,12 @@ struct Work<'w, 'h> {
     plan: &'w Plan,
     trial: &'w mut Trial<'h>,
     withdrawn: Pages,
+    withdrawn_from: BTreeSet<ProcessId>,
     found_fleeting: Instant,
     /// Whether anybody took anything that was to be enrolled.
     enrolled: bool,
+    /// Whether ksmd was told to skip nothing.
+    unskipping: bool,
     session: &'w mut Session<'h>,
     options: &'w Options,
     started: Instant,
@@ -410,6 +416,7 @@ impl Work<'_, '_> {
         let (began, mut looked) = (Instant::now(), Instant::now());
         let mut settled: Option<Instant> = None;
         let (mut pause, mut again) = (LOOK, AGAIN);
+        let skipped = ksmd::skipped(host);
         loop {
             std::thread::sleep(pause);
             let began_to_look = Instant::now();
@@ -429,6 +436,17 @@ impl Work<'_, '_> {
                     self.run()?;
                     adapted = (Instant::now(), self.ksmd_cpu());
                     settle = Settle::new(full_scans(host).map_err(unknown)?, Some(expected));
+                    continue;
+                }
+                let skips = !self.unskipping && act::setting_now(host, Setting::SmartScan).is_ok_and(|on| on == "1");
+                let passed_over = skipped.as_ref().is_ok_and(|before| {
+                    let now = ksmd::skipped(host).unwrap_or(*before);
+                    settle.were_skipped(merged, now.saturating_sub(*before))
+                });
+                if skips && passed_over {
+                    self.unskipping = true;
+                    ksmd::skip(self.session, false)?;
+                    settle = Settle::new(scans, Some(expected));
                     continue;
                 }
                 // While merged pages are only watched, ksmd would merge again what breaks, and hide it. What breaks
@@ -479,7 +497,8 @@ impl Work<'_, '_> {
         if !gone.is_empty() {
             self.found_fleeting = Instant::now();
         }
-        self.withdrawn += gone.into_values().sum::<Pages>();
+        self.withdrawn += gone.values().copied().sum::<Pages>();
+        self.withdrawn_from.extend(gone.into_keys());
         Ok(())
     }
 
@@ -490,7 +509,8 @@ impl Work<'_, '_> {
 
     /// Stop ksmd, with what is merged kept.
     fn rest(&mut self) -> Result<(), session::Error> {
-        ksmd::rest(self.session)
+        ksmd::rest(self.session)?;
+        if std::mem::take(&mut self.unskipping) { ksmd::skip(self.session, true) } else { Ok(()) }
     }
 
     fn ksmd_cpu(&self) -> Reading<Duration> {

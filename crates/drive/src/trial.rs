@@ -17,8 +17,8 @@ use pagefold_model::lasting::Seen;
 use pagefold_model::outcome::{Change, Missed};
 use pagefold_model::plan::Plan;
 use pagefold_model::process::Process;
-use pagefold_model::{Absent, AddressRange, Pages, ProcessId};
-use std::collections::BTreeMap;
+use pagefold_model::{Absent, AddressRange, PageSize, Pages, ProcessId};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// When something is withdrawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +38,8 @@ pub struct Trial<'h> {
     /// What was seen of what is no longer watched.
     lost: Seen,
     withdrawn: BTreeMap<ProcessId, Withdrawn>,
+    /// What of that was merged and written twice.
+    thrashed: BTreeSet<(ProcessId, AddressRange)>,
     /// What was withdrawn the last time because nothing of it was merged.
     idle: BTreeMap<ProcessId, Vec<AddressRange>>,
     /// What could not be withdrawn the last time that it was tried.
@@ -72,6 +74,7 @@ impl<'h> Trial<'h> {
             watch: Watch::new(host),
             lost: Seen::default(),
             withdrawn: BTreeMap::new(),
+            thrashed: BTreeSet::new(),
             idle: BTreeMap::new(),
             refused: BTreeMap::new(),
             blind: false,
@@ -110,6 +113,11 @@ impl<'h> Trial<'h> {
         &self.withdrawn
     }
 
+    /// How often a range that was withdrawn had been written too soon.
+    pub fn times(&self, process: ProcessId, range: AddressRange) -> usize {
+        if self.thrashed.contains(&(process, range)) { 2 } else { 1 }
+    }
+
     /// What was withdrawn the last time, at the end of a round, because nothing of it was merged. It may be enrolled
     /// again.
     pub fn idle(&self, process: ProcessId) -> &[AddressRange] {
@@ -131,6 +139,7 @@ impl<'h> Trial<'h> {
 
     /// Let a range that was withdrawn be enrolled again.
     pub fn pardon(&mut self, process: ProcessId, range: AddressRange) {
+        self.thrashed.remove(&(process, range));
         if let Some(withdrawn) = self.withdrawn.get_mut(&process) {
             withdrawn.ours.retain(|other| *other != range);
             withdrawn.own.retain(|other| *other != range);
@@ -140,6 +149,7 @@ impl<'h> Trial<'h> {
     /// Forget what was withdrawn of processes that do not fit.
     pub fn retain(&mut self, fits: impl Fn(ProcessId) -> bool) {
         self.withdrawn.retain(|&process, _| fits(process));
+        self.thrashed.retain(|&(process, _)| fits(process));
     }
 
     /// Forget what is watched of a process of which nothing is merged any more.
@@ -152,7 +162,7 @@ impl<'h> Trial<'h> {
     /// be withdrawn between rounds.
     pub fn look(&mut self, whom: Whom) -> bool {
         self.blind = self.blind || !self.watch.is_empty() && self.watch.look(whom).is_err();
-        !self.is_empty() && self.watch.has_losses(|seen| seen.pays(self.host.page_size().bytes()))
+        !self.is_empty() && self.watch.has_losses(|seen| pays(seen, self.host.page_size()))
     }
 
     /// Withdraw what does not pay by the last look, as far as there is memory for it. What is refused is looked at
@@ -169,7 +179,7 @@ impl<'h> Trial<'h> {
         }
         let page_size = self.host.page_size();
         let mut by_process: BTreeMap<ProcessId, Vec<Piece>> = BTreeMap::new();
-        let pays = |seen: &Seen| seen.pays(page_size.bytes());
+        let pays = |seen: &Seen| pays(seen, page_size);
         for piece in self.watch.withdraw(pays, moment == Moment::End) {
             by_process.entry(piece.process).or_default().push(piece);
         }
@@ -205,6 +215,8 @@ impl<'h> Trial<'h> {
                 // What only found no partner may find one later.
                 let (idle, lost): (Vec<Piece>, Vec<Piece>) = pieces.into_iter().partition(|piece| pays(&piece.seen));
                 self.idle.entry(process).or_default().extend(idle.iter().map(|piece| piece.range));
+                let thrashed = lost.iter().filter(|piece| piece.seen.thrashes(page_size.bytes()));
+                self.thrashed.extend(thrashed.map(|piece| (process, piece.range)));
                 let withdrawn = self.withdrawn.entry(process).or_default();
                 let withdrawn = if stays == Stays::ForNow { &mut withdrawn.own } else { &mut withdrawn.ours };
                 withdrawn.extend(lost.iter().map(|piece| piece.range));
@@ -276,6 +288,11 @@ impl<'h> Trial<'h> {
         let room = room(self.host, &cgroup.map(str::to_owned).into_iter().collect());
         guard::judge(&Need::of(cgroup, copies, Pages::ZERO), &room, page_size).verdict
     }
+}
+
+/// Whether what was seen speaks for leaving pages merged.
+fn pays(seen: &Seen, page_size: PageSize) -> bool {
+    seen.pays(page_size.bytes()) && !seen.thrashes(page_size.bytes())
 }
 
 /// Why nothing is withdrawn while memory is waited for.

@@ -39,6 +39,8 @@ pub struct Piece {
     pub seen: Seen,
     stripes: Vec<AddressRange>,
     merged: Vec<bool>,
+    /// How often each broke, as far as it counts.
+    broke: Vec<u8>,
 }
 
 /// Whose pages are looked at.
@@ -183,8 +185,14 @@ impl<'h> Watch<'h> {
         for (piece, merged) in self.pieces.iter_mut().zip(merged) {
             let Some(&elapsed) = elapsed.get(&piece.process) else { continue };
             let were = piece.merged.iter().filter(|&&merged| merged).count() as u64;
-            let broken = piece.merged.iter().zip(&merged).filter(|&(&was, &is)| was && !is).count() as u64;
-            piece.seen.count(Pages(were), Pages(broken), elapsed);
+            let (mut broken, mut twice) = (Pages::ZERO, Pages::ZERO);
+            let pages = piece.broke.iter_mut().zip(piece.merged.iter().zip(&merged));
+            for (times, _) in pages.filter(|(_, (was, is))| **was && !**is) {
+                *times = times.saturating_add(1);
+                broken += Pages(1);
+                twice += Pages(u64::from(*times == 2));
+            }
+            piece.seen.count(Pages(were), (broken, twice), elapsed);
             piece.merged = merged;
         }
         Ok(())
@@ -231,7 +239,8 @@ impl Piece {
                 .collect()
         };
         let watched: u64 = stripes.iter().map(|stripe| stripe.bytes().0 / page).sum();
-        Self { process, range, own, seen: Seen::default(), stripes, merged: vec![false; watched as usize] }
+        let (merged, broke) = (vec![false; watched as usize], vec![0; watched as usize]);
+        Self { process, range, own, seen: Seen::default(), stripes, merged, broke }
     }
 
     /// Look at the watched pages that are not swapped out, which is not to be written: `note` gets the position of each

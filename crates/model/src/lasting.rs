@@ -43,6 +43,10 @@ pub fn ripe_after(page_bytes: u64) -> Duration {
     Duration::from_secs_f64(ripe)
 }
 
+/// Pages that broke twice within so many times what they have to last are left alone, whether they paid or not: a page
+/// that is merged and written again and again is a nuisance to its program for little.
+const THRASHES: u32 = 10;
+
 /// What was seen of merged pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Seen {
@@ -50,16 +54,20 @@ pub struct Seen {
     pub page_seconds: f64,
     /// Pages that were written meanwhile.
     pub broken: Pages,
+    /// Those of them that were merged again and written again.
+    pub twice: Pages,
     /// The most pages that were merged at one time.
     pub merged: Pages,
 }
 
 impl Seen {
-    /// Between two looks: so many pages were merged at the first, and so many of them no longer at the second.
-    pub fn count(&mut self, merged: Pages, broken: Pages, elapsed: Duration) {
+    /// Between two looks: so many pages were merged at the first, and so many of them no longer at the second, for some
+    /// of which that was the second time.
+    pub fn count(&mut self, merged: Pages, (broken, twice): (Pages, Pages), elapsed: Duration) {
         // Those that broke were merged for half of the time, as far as one can tell.
         self.page_seconds += (merged.0 as f64 - broken.0 as f64 / 2.0) * elapsed.as_secs_f64();
         self.broken += broken;
+        self.twice += twice;
         self.merged = self.merged.max(merged);
     }
 
@@ -79,6 +87,12 @@ impl Seen {
     pub fn pays(&self, page_bytes: u64) -> bool {
         self.rate_at_least() * must_last(page_bytes).as_secs_f64() <= 1.0
     }
+
+    /// Whether at least half of such pages were merged and written twice, and soon each time.
+    pub fn thrashes(&self, page_bytes: u64) -> bool {
+        let soon = (must_last(page_bytes) * THRASHES).as_secs_f64();
+        self.twice > Pages::ZERO && self.twice.0 * 2 >= self.merged.0 && self.page_seconds < self.broken.0 as f64 * soon
+    }
 }
 
 impl Add for Seen {
@@ -88,6 +102,7 @@ impl Add for Seen {
         Self {
             page_seconds: self.page_seconds + other.page_seconds,
             broken: self.broken + other.broken,
+            twice: self.twice + other.twice,
             merged: self.merged + other.merged,
         }
     }
@@ -99,7 +114,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn seen(page_seconds: f64, broken: u64) -> Seen {
-        Seen { page_seconds, broken: Pages(broken), merged: Pages(1) }
+        Seen { page_seconds, broken: Pages(broken), twice: Pages::ZERO, merged: Pages(1) }
     }
 
     #[test]
@@ -130,11 +145,29 @@ mod tests {
     #[test]
     fn a_few_writes_prove_nothing() {
         let mut few = Seen::default();
-        few.count(Pages(100), Pages(1), Duration::from_millis(100));
+        few.count(Pages(100), (Pages(1), Pages(0)), Duration::from_millis(100));
         assert!(few.pays(4096));
         let mut many = Seen::default();
-        many.count(Pages(100), Pages(40), Duration::from_millis(100));
+        many.count(Pages(100), (Pages(40), Pages(0)), Duration::from_millis(100));
         assert!(!many.pays(4096));
+    }
+
+    #[test]
+    fn what_is_written_again_and_again_thrashes_though_it_pays() {
+        let rounds = |pages: u64, every: u64, times: u64| {
+            let mut seen = Seen::default();
+            for time in 0..times {
+                let twice = if time == 1 { pages } else { 0 };
+                seen.count(Pages(100), (Pages(pages), Pages(twice)), Duration::from_secs(every));
+            }
+            (seen.pays(4096), seen.thrashes(4096))
+        };
+        assert_eq!(rounds(100, 60, 1), (true, false), "once is no harm");
+        assert_eq!(rounds(100, 60, 2), (true, true));
+        assert_eq!(rounds(100, 600, 2), (true, false), "it paid for long each time");
+        assert_eq!(rounds(50, 60, 2), (true, true));
+        assert_eq!(rounds(49, 60, 9), (true, false), "most stay merged");
+        assert_eq!(rounds(0, 60, 9), (true, false));
     }
 
     proptest! {

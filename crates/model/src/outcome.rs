@@ -5,7 +5,7 @@ use crate::lasting::Seen;
 use crate::plan::Plan;
 use crate::reading::Reading;
 use crate::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, Pid, ProcessId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// The share of what is merged in the end at which a merge counts as done. The last pages may take a scan more.
@@ -183,12 +183,14 @@ impl Fates {
 }
 
 /// Merged pages that were watched.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Watched {
     /// What was seen of a sample of them.
     pub seen: Seen,
     /// Pages of the plan that were withdrawn because they did not stay merged for long enough to pay.
     pub withdrawn: Pages,
+    /// From whom that was.
+    pub from: BTreeSet<ProcessId>,
 }
 
 /// What was to be done to a range.

@@ -76,6 +76,9 @@ pub struct Settle {
 /// Whole scans before which nothing is settled.
 const SCANS: u64 = 2;
 
+/// The part of what was expected that is missed.
+const MISSED: f64 = 0.1;
+
 impl Settle {
     /// From the count of full scans at the time of enrolling. `expected` is what should be saved, if that is known.
     pub fn new(full_scans: u64, expected: Option<Pages>) -> Self {
@@ -101,6 +104,16 @@ impl Settle {
         let gained = saved.saturating_sub(self.saved);
         (self.scan, self.saved) = (full_scans, saved);
         full_scans > self.first_scan + SCANS && gained.0 * 1000 <= saved.0
+    }
+
+    /// Whether what has not come may be what ksmd has skipped meanwhile.
+    ///
+    /// With `smart_scan` a page that has found no partner in its first looks is looked at in every second scan only, and
+    /// in the end in every ninth (mm/ksm.c, `should_skip_rmap_item`). Two pages of the same content merge in a scan that
+    /// looks at both. If they were enrolled at different times the scans of one may never be those of the other.
+    pub fn were_skipped(&self, saved: Pages, skipped: Pages) -> bool {
+        let missing = self.expected.map_or(0, |expected| expected.0.saturating_sub(saved.0));
+        missing as f64 > self.expected.map_or(0, |expected| expected.0) as f64 * MISSED && skipped.0 >= missing
     }
 }
 
@@ -162,6 +175,15 @@ mod tests {
         assert!(!settle.look(0, Pages(9990)), "more may come in the same scan");
         assert!(settle.look(1, Pages(9990)));
         assert!(!Settle::new(0, Some(Pages(10_000))).look(1, Pages(9989)));
+    }
+
+    #[test]
+    fn what_has_not_come_may_have_been_skipped() {
+        let settle = Settle::new(0, Some(Pages(100)));
+        assert!(settle.were_skipped(Pages(50), Pages(50)));
+        assert!(!settle.were_skipped(Pages(50), Pages(49)), "it was looked at");
+        assert!(!settle.were_skipped(Pages(90), Pages(1000)), "little is missing");
+        assert!(!Settle::new(0, None).were_skipped(Pages(0), Pages(1000)), "nothing was expected");
     }
 
     proptest! {

@@ -261,6 +261,7 @@ impl<'h> Worker<'h> {
             nets: outcome.nets.clone(),
             cost,
             withdrawn: page_size.of(outcome.watched.withdrawn),
+            from: outcome.watched.from.iter().copied().collect(),
             refused: missed(&outcome, Change::Enrol, &pids),
             stuck: [self.trial.stuck(), missed(&outcome, Change::Withdraw, &pids)].concat(),
             yielded: match outcome.end {
@@ -283,7 +284,9 @@ impl<'h> Worker<'h> {
     /// Count what was withdrawn because it was written too soon.
     fn count_strikes(&mut self, now: Duration) {
         for (&process, withdrawn) in self.trial.withdrawn() {
-            withdrawn.ranges().into_iter().for_each(|range| self.strikes.broke(process, range, now));
+            for range in withdrawn.ranges() {
+                self.strikes.broke(process, range, self.trial.times(process, range), now);
+            }
         }
     }
 

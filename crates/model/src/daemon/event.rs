@@ -125,6 +125,8 @@ pub struct Merged {
     pub cost: Duration,
     /// What was withdrawn because it did not last.
     pub withdrawn: Bytes,
+    /// From whom that was.
+    pub from: Vec<ProcessId>,
     /// Who refused, and why.
     pub refused: Vec<(ProcessId, String)>,
     /// In whom something should have been withdrawn and could not be, and why.

@@ -111,6 +111,8 @@ pub struct Member {
     pub enrolled: bool,
     /// Whether any of it may be merged, whoever enrolled it: it was in a merge.
     pub merged: bool,
+    /// Whether a merge of it has come to its end, so that it is known whether it loses by it.
+    pub judged: bool,
     /// Whether it may share pages with another trust domain, since its own has changed.
     pub mixed: bool,
     /// When it came into another trust domain last.
@@ -137,6 +139,8 @@ pub struct Member {
     unripe: u32,
     /// Whether the last look found nothing, not even what is too young.
     in_vain: bool,
+    /// Whether its last merge gave back less than half of what it promised, or cost more than it was worth.
+    pub merged_in_vain: bool,
     /// Its CPU time when that look began, and when it was read.
     ran_then: Option<(Duration, Duration)>,
     /// When the last look at it began.
@@ -160,6 +164,7 @@ impl Member {
             shortage: Shortage::default(),
             enrolled: false,
             merged: false,
+            judged: false,
             mixed: false,
             moved_at: None,
             looked: None,
@@ -173,6 +178,7 @@ impl Member {
             overran: 0,
             unripe: 0,
             in_vain: false,
+            merged_in_vain: false,
             ran_then: None,
             begun: now,
             seen: Bytes::ZERO,
@@ -291,9 +297,9 @@ impl Member {
         self.unripe = if ripens && !found { self.unripe + 1 } else { 0 };
         if ripens && self.unripe <= UNRIPE {
             self.pause = rules.ripens;
-        } else if found {
+        } else if found && !self.merged_in_vain {
             self.pause = (self.pause / 2).max(rules.ripens);
-        } else if !first {
+        } else if !found && !first {
             self.pause = (self.pause * 2).clamp(rules.ripens, rarest);
         }
         self.in_vain = !found && !ripens && !first;
@@ -377,7 +383,7 @@ impl Member {
 
     /// It was withdrawn. Tells why it was to be, where that was refused before.
     pub fn left(&mut self, extent: Extent) -> Option<Reason> {
-        self.enrolled = false;
+        (self.enrolled, self.judged) = (false, false);
         if extent == Extent::All {
             (self.merged, self.mixed) = (false, false);
         }

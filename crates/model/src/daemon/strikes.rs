@@ -1,4 +1,5 @@
 //! What was merged and written too soon is left alone: for a while, then for longer, and after the third time for good.
+//! What was merged and written twice before it was withdrawn has two of the three behind it.
 //!
 //! Memory that is filled when a guest boots is written, and then stays; memory that a program computes in is written
 //! again and again.
@@ -27,12 +28,12 @@ struct Piece {
 }
 
 impl Strikes {
-    /// A range was withdrawn because it was written too soon. One that is left alone already counts once.
-    pub fn broke(&mut self, process: ProcessId, range: AddressRange, now: Duration) {
+    /// A range was withdrawn because it was written too soon, so many times. One that is left alone already counts once.
+    pub fn broke(&mut self, process: ProcessId, range: AddressRange, times: usize, now: Duration) {
         let piece = self.pieces.entry((process, range.start / PIECE)).or_default();
         if piece.ranges.is_empty() {
-            piece.until = PAUSES.get(piece.count).map(|pause| now + *pause);
-            piece.count += 1;
+            piece.count += times;
+            piece.until = PAUSES.get(piece.count.saturating_sub(1)).map(|pause| now + *pause);
         }
         if !piece.ranges.contains(&range) {
             piece.ranges.push(range);
@@ -67,16 +68,28 @@ mod tests {
         let range = AddressRange { start: PIECE, end: PIECE + 4096 };
         let (mut strikes, mut now) = (Strikes::default(), Duration::ZERO);
         for pause in PAUSES {
-            strikes.broke(process, range, now);
-            strikes.broke(process, range, now);
+            strikes.broke(process, range, 1, now);
+            strikes.broke(process, range, 1, now);
             assert_eq!(strikes.over(now + pause - Duration::from_secs(1)), []);
             now += pause;
             assert_eq!(strikes.over(now), [(process, range)]);
             assert_eq!(strikes.over(now), [], "told once");
         }
-        strikes.broke(process, range, now);
+        strikes.broke(process, range, 1, now);
         assert_eq!(strikes.over(now + Duration::from_secs(1 << 30)), []);
         strikes.retain(|_| false);
         assert_eq!(strikes, Strikes::default());
+    }
+
+    #[test]
+    fn what_broke_twice_is_left_alone_for_long_at_once() {
+        let process = ProcessId { pid: Pid(1), start_time: 1 };
+        let range = AddressRange { start: PIECE, end: PIECE + 4096 };
+        let mut strikes = Strikes::default();
+        strikes.broke(process, range, 2, Duration::ZERO);
+        assert_eq!(strikes.over(PAUSES[1] - Duration::from_secs(1)), []);
+        assert_eq!(strikes.over(PAUSES[1]), [(process, range)]);
+        strikes.broke(process, range, 2, PAUSES[1]);
+        assert_eq!(strikes.over(Duration::from_secs(1 << 30)), []);
     }
 }

@@ -6,7 +6,7 @@ use super::{Censused, Decision, Event, Looked, Member, Merged, Planned, Readings
 use super::{What, Work};
 use crate::memory::Shortage;
 use crate::units::{Bytes, ProcessId};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// How much of a new measurement of what a census costs is believed at once.
@@ -272,7 +272,7 @@ impl State {
         self.work = None;
         let found = looked.withdrawn > Bytes::ZERO;
         if found {
-            let why = format!("{} were written before they paid", looked.withdrawn);
+            let why = format!("{} were written too soon", looked.withdrawn);
             actions.push(self.say(What::Withdraw, &looked.from, Reason::Broken, why));
         }
         if let Some(stuck) = looked.stuck {
@@ -298,12 +298,9 @@ impl State {
         if let Some(Work::Merge(processes)) = self.work.take() {
             self.have_merged(&processes);
         }
-        let mut fresh = BTreeSet::new();
         for process in &merged.enrolled {
-            if let Some(member) = self.members.get_mut(process)
-                && !std::mem::replace(&mut member.enrolled, true)
-            {
-                fresh.insert(*process);
+            if let Some(member) = self.members.get_mut(process) {
+                member.enrolled = true;
             }
         }
         for (process, why) in &merged.refused {
@@ -313,21 +310,27 @@ impl State {
             }
         }
         if merged.withdrawn > Bytes::ZERO {
-            let why = format!("{} were written before they paid", merged.withdrawn);
-            actions.push(self.say(What::Withdraw, &merged.enrolled, Reason::Broken, why));
+            let why = format!("{} were written too soon", merged.withdrawn);
+            actions.push(self.say(What::Withdraw, &merged.from, Reason::Broken, why));
         }
         self.stick(merged.stuck, actions);
         self.watch = (self.now + self.rules.ripens, self.rules.ripens);
         if let Some(why) = merged.yielded {
             return self.contest(why, actions);
         }
-        // Whom ksmd had not come to when it was halted loses nothing by it, as long as not all do.
-        let judged = !self.halted || merged.net.0 < 0;
+        // When it is halted there is metadata of what ksmd has only looked at so far.
+        let judged = !self.halted;
         let loses = |process: &ProcessId| judged && merged.nets.get(process).is_some_and(|net| net.0 < 0);
         let (losing, others): (Vec<ProcessId>, Vec<ProcessId>) = merged.enrolled.iter().copied().partition(loses);
         // What was merged of somebody before is not given up for what came to it; looks see what of that does not last.
-        let lost: Vec<ProcessId> = losing.iter().copied().filter(|process| fresh.contains(process)).collect();
+        let first = |process: &ProcessId| self.members.get(process).is_some_and(|member| !member.judged);
+        let lost: Vec<ProcessId> = losing.iter().copied().filter(first).collect();
         self.leave(&lost, Reason::Loses);
+        for process in merged.nets.keys().filter(|_| judged) {
+            if let Some(member) = self.members.get_mut(process) {
+                member.judged = true;
+            }
+        }
         for process in &losing {
             if let Some(member) = self.members.get_mut(process) {
                 member.refuse(self.now, &self.rules);
@@ -341,9 +344,11 @@ impl State {
             let why = format!("{reached} came back of {} predicted: it is looked at later", merged.predicted);
             actions.push(self.say(What::Leave, &others, Reason::Unprofitable, why));
         }
-        if overran || fell_short || merged.cost.as_secs_f64() > self.rules.price * mib && !self.halted {
-            for process in &others {
-                if let Some(member) = self.members.get_mut(process) {
+        let in_vain = fell_short || merged.cost.as_secs_f64() > self.rules.price * mib && !self.halted;
+        for process in &others {
+            if let Some(member) = self.members.get_mut(process) {
+                member.merged_in_vain = in_vain;
+                if overran || in_vain {
                     member.wait_longer(&self.rules);
                 }
             }

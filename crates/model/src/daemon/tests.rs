@@ -459,6 +459,23 @@ fn a_merge_that_gives_back_much_less_than_predicted_is_told_and_made_less_often(
     assert_eq!(longer, calm * 2);
 }
 
+#[test]
+fn merges_in_vain_come_later_each_time() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.predicted = Bytes(33 * MIB);
+    host.happen(arrival(1));
+    let mut merges = Vec::new();
+    for _ in 0..2000 {
+        host.run(1);
+        // Whatever it does, as much is predicted again.
+        if host.enrolled.remove(&id(1)) {
+            merges.push(host.now.as_secs());
+        }
+    }
+    let pauses: Vec<u64> = merges.windows(2).map(|two| two[1] - two[0]).collect();
+    assert!(pauses.len() > 3 && pauses.windows(2).all(|two| two[1] * 2 >= two[0] * 3), "{pauses:?}");
+}
+
 /// Until ksmd comes by, the kernel counts what has ended as merged.
 #[test]
 fn ksmd_passes_by_who_has_ended_soon_and_once_for_several() {

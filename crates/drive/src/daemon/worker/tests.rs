@@ -4,7 +4,7 @@ use super::*;
 use crate::fake::{Fake, MERGED, Trouble};
 use pagefold_model::domain::Domain;
 use pagefold_model::plan::{PlannedRange, Way};
-use pagefold_model::{AddressRange, Pid};
+use pagefold_model::{AddressRange, Pages, Pid};
 use std::sync::mpsc;
 
 const PAGE: u64 = 4096;
@@ -93,6 +93,27 @@ fn what_breaks_again_and_again_is_left_out_of_plans_for_longer_and_then_for_good
     worker.strikes.retain(|_| false);
     worker.trial.retain(|_| false);
     assert_eq!(planned(&mut worker, now).targets.len(), 1);
+}
+
+#[test]
+fn what_broke_twice_before_it_could_be_withdrawn_is_left_alone_for_long_at_once() {
+    let host = Fake::new();
+    let (mut worker, _directory) = worker(&host);
+    let (now, second) = (Duration::ZERO, Duration::from_secs(1));
+    let plan = planned(&mut worker, now);
+    merge(&mut worker, &host, &plan);
+    for number in [1, 3] {
+        worker.look(false, now).unwrap();
+        host.map(PID, (RANGE.start, RANGE.end), "", true);
+        host.ran(PID, number);
+        worker.look(false, now).unwrap();
+        assert_eq!(worker.trial.seen().twice > Pages::ZERO, number > 1);
+        host.map(PID, (RANGE.start, RANGE.end), MERGED, true);
+        host.ran(PID, number + 1);
+    }
+    assert_eq!(worker.look(true, now).unwrap().withdrawn, RANGE.bytes());
+    assert!(planned(&mut worker, now + 599 * second).targets.is_empty(), "too soon");
+    assert_eq!(planned(&mut worker, now + 600 * second).targets.len(), 1);
 }
 
 /// A process that is enrolled, of which its kernel tells by a count how much is merged.
