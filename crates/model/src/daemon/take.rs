@@ -262,8 +262,6 @@ impl State {
             // At the pace at which the budget fills up again there is no end to it.
             let share = if cost * 1.5 <= self.budget.left() { 1.0 } else { (self.rules.cpu / 2.0).clamp(0.001, 1.0) };
             let share = (share * self.slowdown.pace()).max(0.001);
-            // ksmd passes by who has ended as it goes.
-            self.sweep = None;
             self.start(Work::Merge(processes.clone()), Action::Merge { processes, share }, actions);
         }
     }

@@ -525,3 +525,18 @@ fn at_an_end_that_keeps_merges_it_says_who_was_to_be_withdrawn_before() {
         assert!(host.enrolled.contains(&id(3)));
     }
 }
+
+/// It may end before ksmd has gone around.
+#[test]
+fn a_merge_in_between_does_not_stand_for_passing_by() {
+    let is = |what: fn(&Action) -> bool| move |host: &Host| host.trace.iter().position(|(_, action)| what(action));
+    let mut host = merged(&[1, 3]);
+    host.trace.clear();
+    host.happen(arrival(5));
+    host.run(4);
+    host.happen(Event::Went(id(1)));
+    host.run(30);
+    let merge = is(|action| matches!(action, Action::Merge { .. }))(&host);
+    let sweep = is(|action| matches!(action, Action::Sweep))(&host);
+    assert!(merge.is_some() && merge < sweep, "{:?}", host.trace);
+}
