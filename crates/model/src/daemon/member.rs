@@ -4,7 +4,7 @@ use super::event::{Extent, Reason};
 use super::rules::Rules;
 use crate::domain::Domain;
 use crate::memory::Shortage;
-use crate::units::{Bytes, ProcessId};
+use crate::units::{Bytes, NetBytes, ProcessId};
 use std::time::Duration;
 
 /// Growth from which memory counts as filled anew: an eighth, and no less than this.
@@ -113,6 +113,8 @@ pub struct Member {
     pub merged: bool,
     /// Whether a merge of it has come to its end, so that it is known whether it loses by it.
     pub judged: bool,
+    /// What came of its merges until then, those that were halted among them.
+    pub net: NetBytes,
     /// Whether it may share pages with another trust domain, since its own has changed.
     pub mixed: bool,
     /// When it came into another trust domain last.
@@ -165,6 +167,7 @@ impl Member {
             enrolled: false,
             merged: false,
             judged: false,
+            net: NetBytes(0),
             mixed: false,
             moved_at: None,
             looked: None,
@@ -383,7 +386,7 @@ impl Member {
 
     /// It was withdrawn. Tells why it was to be, where that was refused before.
     pub fn left(&mut self, extent: Extent) -> Option<Reason> {
-        (self.enrolled, self.judged) = (false, false);
+        (self.enrolled, self.judged, self.net) = (false, false, NetBytes(0));
         if extent == Extent::All {
             (self.merged, self.mixed) = (false, false);
         }

@@ -6,7 +6,7 @@ use super::{Censused, Decision, Event, Looked, Member, Merged, Planned, Readings
 use super::{What, Work};
 use crate::memory::Shortage;
 use crate::units::{Bytes, ProcessId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// How much of a new measurement of what a census costs is believed at once.
@@ -321,15 +321,18 @@ impl State {
         let loses = |process: &ProcessId| judged && merged.nets.get(process).is_some_and(|net| net.0 < 0);
         let (losing, others): (Vec<ProcessId>, Vec<ProcessId>) = merged.enrolled.iter().copied().partition(loses);
         // What was merged of somebody before is not given up for what came to it; looks see what of that does not last.
-        let first = |process: &ProcessId| self.members.get(process).is_some_and(|member| !member.judged);
-        let lost: Vec<ProcessId> = losing.iter().copied().filter(first).collect();
-        self.leave(&lost, Reason::Loses);
-        for process in merged.nets.keys().filter(|_| judged) {
-            if let Some(member) = self.members.get_mut(process) {
-                member.judged = true;
+        let mut lost = Vec::new();
+        for (process, net) in &merged.nets {
+            if let Some(member) = self.members.get_mut(process).filter(|member| !member.judged) {
+                member.net.0 += net.0;
+                member.judged = judged;
+                if judged && member.enrolled && member.net.0 < 0 {
+                    lost.push(*process);
+                }
             }
         }
-        for process in &losing {
+        self.leave(&lost, Reason::Loses);
+        for process in &losing.into_iter().chain(lost).collect::<BTreeSet<ProcessId>>() {
             if let Some(member) = self.members.get_mut(process) {
                 member.refuse(self.now, &self.rules);
             }

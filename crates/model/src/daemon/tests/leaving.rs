@@ -382,6 +382,12 @@ fn a_merge_that_was_halted_tells_nothing_and_the_next_one_tells() {
     host.run(30);
     assert_eq!((host.shares().len(), host.enrolled.len()), (2, 1));
     assert_eq!(host.said(What::Withdraw, Reason::Loses), 1);
+    // Of the other nothing is new: it still lacks what the halted merge took.
+    let nets = BTreeMap::from([(id(3), NetBytes(MIB as i64 / 2))]);
+    host.happen(Event::Merged(Merged { nets, ..Merged::default() }));
+    host.run(2);
+    assert!(!host.enrolled.contains(&id(3)));
+    assert_eq!(host.said(What::Withdraw, Reason::Loses), 2);
 }
 
 #[test]
