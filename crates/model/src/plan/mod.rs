@@ -37,22 +37,23 @@ impl Plan {
     }
 
     /// Leave out what of the ranges lies in `without`, in any order. Counts shrink in proportion; what should merge of
-    /// the parts that stay is at most what should have of the whole range, and is taken for that. The rest of the
-    /// prediction stays that of the whole plan.
+    /// the parts that stay is at most what should have of the whole range, and is taken for that. The prediction becomes
+    /// that of what stays.
     pub fn leave_out(&mut self, process: ProcessId, without: Vec<AddressRange>) {
+        let before = self.sums();
         let without = AddressRange::union(without);
         for target in self.targets.iter_mut().filter(|target| target.process.id == process) {
             target.ranges = target.ranges.iter().flat_map(|range| range.without(&without)).collect();
         }
         self.targets.retain(|target| !target.ranges.is_empty());
-        self.predicted.merging = self.targets.iter().flat_map(|target| &target.ranges).map(|range| range.merging).sum();
+        self.predict_anew(before);
     }
 
     /// Keep to some processes, and to what else a plan must not do: with `whole_huge`, split a huge page; take more
     /// metadata than `metadata`, of which who gives back most for a page scanned comes first. The prediction becomes
     /// that of the ranges that stay.
     pub fn keep_to(&mut self, fits: impl Fn(ProcessId) -> bool, whole_huge: bool, metadata: Option<Bytes>) {
-        let before: Pages = self.scanned();
+        let before = self.sums();
         self.targets.retain(|target| fits(target.process.id));
         if whole_huge {
             for target in &mut self.targets {
@@ -63,13 +64,20 @@ impl Plan {
             self.keep_within(most);
         }
         self.targets.retain(|target| !target.ranges.is_empty());
-        let scanned = self.scanned();
-        if scanned == before {
+        self.predict_anew(before);
+    }
+
+    /// Make the prediction that of the ranges that stay, of which there were so many pages, and so many bytes to be
+    /// freed, before.
+    fn predict_anew(&mut self, before: (Pages, Bytes)) {
+        let (scanned, bytes) = self.sums();
+        if scanned == before.0 {
             return;
         }
-        let part = scanned.0 as f64 / before.0.max(1) as f64;
+        let part = scanned.0 as f64 / before.0.0.max(1) as f64;
         let ranges = || self.targets.iter().flat_map(|target| &target.ranges);
-        let freed = Pages((self.predicted.reach.freed.0 as f64 * part) as u64);
+        let freed = bytes.0 as f64 / before.1.0.max(1) as f64;
+        let freed = Pages((self.predicted.reach.freed.0 as f64 * freed) as u64);
         let merging = ranges().map(|range| range.merging).sum();
         let reach = Reach { freed, scanned, huge_split: ranges().map(|range| range.huge_split).sum() };
         let regions_added = ranges().map(PlannedRange::edges).sum();
@@ -77,8 +85,10 @@ impl Plan {
         self.predicted = Predicted { reach, merging, regions_added, ksmd, wall };
     }
 
-    fn scanned(&self) -> Pages {
-        self.targets.iter().flat_map(|target| &target.ranges).map(|range| range.pages).sum()
+    /// The pages of all ranges, and what of them should be freed.
+    fn sums(&self) -> (Pages, Bytes) {
+        let ranges = || self.targets.iter().flat_map(|target| &target.ranges);
+        (ranges().map(|range| range.pages).sum(), ranges().map(|range| range.freed).sum())
     }
 
     fn keep_within(&mut self, most: Bytes) {

@@ -237,6 +237,16 @@ fn a_plan_keeps_to_what_it_must_not_do() {
     assert_eq!((kept(&one), one.predicted.merging), (vec![(2, 40)], Pages(40)));
     assert_eq!(one.predicted.reach.scanned, Pages(40));
     assert!(one.predicted.reach.freed < whole.predicted.reach.freed);
+    // Of the other process the same, piece by piece: half of its one range, and then all of it.
+    let mut half = made();
+    let range = half.targets[1].ranges[0].range;
+    half.leave_out(half.targets[1].process.id, vec![AddressRange { end: range.start + 20 * PAGE, ..range }]);
+    assert_eq!((half.predicted.reach.scanned, half.predicted.merging), (Pages(70), Pages(70)));
+    let [least, some, all] = [&one, &half, &whole].map(|plan| plan.predicted.reach.freed);
+    assert!(least < some && some < all, "{least:?} {some:?} {all:?}");
+    assert_eq!(half.predicted.ksmd, whole.predicted.ksmd.mul_f64(70.0 / 90.0));
+    half.leave_out(half.targets[0].process.id, vec![AddressRange { start: 0, end: u64::MAX }]);
+    assert_eq!((half.predicted.reach.scanned, kept(&half)), (Pages(20), vec![(2, 20)]));
     // What splits huge pages is left out, and of the rest what fits into the metadata.
     let mut splitting = made();
     splitting.targets[1].ranges[0].huge_split = Pages(1);
