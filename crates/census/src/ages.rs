@@ -12,14 +12,16 @@
 
 use crate::Error;
 use crate::choose::each_page;
+use crate::group;
 use crate::index::Index;
-use pagefold_model::census::Census;
+use pagefold_model::census::{Census, SubjectCensus};
 use pagefold_model::lasting::ripe_after;
 use pagefold_model::plan::Plan;
 use pagefold_model::{AddressRange, Bytes, Fingerprint, PageClass, PageSize, ProcessId};
 use pagefold_sys::fingerprint::Hasher;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 
 /// Pages of a piece at most: what is left out together.
@@ -71,15 +73,20 @@ impl Seen {
             .map(|((address, since), &content)| (address, content, since))
     }
 
+    /// What was seen of a range, and since when it holds that.
+    fn overlaps(&self, range: AddressRange) -> impl Iterator<Item = (u64, AddressRange)> {
+        let first = self.stretches.partition_point(|stretch| stretch.range.end <= range.start);
+        let within = self.stretches[first..].iter().take_while(move |stretch| stretch.range.start < range.end);
+        within.filter_map(move |stretch| Some((stretch.since, stretch.range.overlap(range)?)))
+    }
+
     /// The pieces of a range of which most pages that were seen are not ripe.
     fn young(&self, range: AddressRange, page_bytes: u64, now: u64, least: u64) -> Vec<AddressRange> {
         let is_young = |piece: &AddressRange| {
-            let first = self.stretches.partition_point(|stretch| stretch.range.end <= piece.start);
             let (mut all, mut ripe) = (0, 0);
-            for stretch in self.stretches[first..].iter().take_while(|stretch| stretch.range.start < piece.end) {
-                let seen = stretch.range.overlap(*piece).map_or(0, |range| range.bytes().0);
-                all += seen;
-                ripe += if now.saturating_sub(stretch.since) >= least { seen } else { 0 };
+            for (since, range) in self.overlaps(*piece) {
+                all += range.bytes().0;
+                ripe += if now.saturating_sub(since) >= least { range.bytes().0 } else { 0 };
             }
             ripe * 2 < all
         };
@@ -105,7 +112,7 @@ impl Ages {
     }
 
     /// Take note of what a census under this key found at `now`, and leave those pieces out of its plan of which most
-    /// pages that should merge are not ripe. What a program enrolled itself of them is withdrawn while ksmd works,
+    /// pages that should merge are not ripe, and those of which most have nobody else to merge with. What a program enrolled itself of them is withdrawn while ksmd works,
     /// unless some of it is merged. Of processes that the census has not what is known stays. Tells how much of each
     /// was left out.
     pub fn sift(
@@ -118,17 +125,32 @@ impl Ages {
         let now = now.saturating_duration_since(self.began).as_millis() as u64;
         self.note(census, index, now);
         let least = ripe_after(self.page_size.bytes()).as_millis() as u64;
-        let young: Vec<(ProcessId, Vec<AddressRange>)> = plan
-            .targets
-            .iter()
-            .filter_map(|target| {
-                let seen = self.processes.get(&target.process.id)?;
-                let ranges = target.ranges.iter();
-                let young =
-                    ranges.flat_map(|range| seen.young(range.range, self.page_size.bytes(), now, least)).collect();
-                Some((target.process.id, young))
-            })
-            .collect();
+        let (page_bytes, nothing) = (self.page_size.bytes(), Seen::default());
+        let (mut young, mut ripe) = (BTreeMap::new(), BTreeMap::new());
+        for target in &plan.targets {
+            let seen = self.processes.get(&target.process.id).unwrap_or(&nothing);
+            let (mut not, mut old) = (Vec::new(), Vec::new());
+            for range in &target.ranges {
+                let pieces = seen.young(range.range, page_bytes, now, least);
+                old.extend(
+                    range.range.outside(&pieces).into_iter().flat_map(|rest| rest.cut_at_multiples(PIECE * page_bytes)),
+                );
+                not.extend(pieces);
+            }
+            young.insert(target.process.id, not);
+            ripe.insert(target.process.id, old);
+        }
+        // Each piece may be all that another has to merge with.
+        while young.values().any(|pieces| !pieces.is_empty()) {
+            let alone = self.alone(census, index, &ripe);
+            if alone.is_empty() {
+                break;
+            }
+            for (process, pieces) in alone {
+                ripe.entry(process).or_default().retain(|piece| !pieces.contains(piece));
+                young.entry(process).or_default().extend(pieces);
+            }
+        }
         let mut left_out = BTreeMap::new();
         for (process, ranges) in young {
             left_out.insert(process, Bytes(ranges.iter().map(|range| range.bytes().0).sum()));
@@ -139,6 +161,47 @@ impl Ages {
             }
         }
         left_out
+    }
+
+    /// Which of some pieces, ascending for each process, have most of their pages in groups of which nothing else is in
+    /// any of the pieces, or merged.
+    fn alone(
+        &self,
+        census: &Census,
+        index: &Index,
+        pieces: &BTreeMap<ProcessId, Vec<AddressRange>>,
+    ) -> Vec<(ProcessId, Vec<AddressRange>)> {
+        let of = |subject: &SubjectCensus| pieces.get(&subject.process.id).map_or(&[][..], Vec::as_slice);
+        let pieces: Vec<&[AddressRange]> = census.subjects.iter().map(of).collect();
+        let alone: Vec<Vec<AtomicU32>> =
+            pieces.iter().map(|pieces| pieces.iter().map(|_| AtomicU32::new(0)).collect()).collect();
+        let domains = group::domain_numbers(census.subjects.iter().map(|subject| &subject.domain));
+        group::walk(index, &domains, |(): &mut (), _, members| {
+            let piece = |member: &group::Member| {
+                let (.., address) = index.place(member.ordinal).filter(|_| index.mark(member.ordinal).is_covered())?;
+                let at = pieces[member.subject].partition_point(|piece| piece.end <= address);
+                pieces[member.subject].get(at).filter(|piece| piece.start <= address)?;
+                Some(&alone[member.subject][at])
+            };
+            let mut there = members.iter().filter_map(piece);
+            if let (Some(one), None) = (there.next(), there.next())
+                && !members.iter().any(|member| member.merged)
+            {
+                one.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        let nothing = Seen::default();
+        let most = |(subject, (pieces, alone)): (&SubjectCensus, (&[AddressRange], Vec<AtomicU32>))| {
+            let seen = self.processes.get(&subject.process.id).unwrap_or(&nothing);
+            let is_alone = |(piece, alone): &(&AddressRange, AtomicU32)| {
+                let alone = u64::from(alone.load(Ordering::Relaxed)) * index.page_len();
+                alone * 2 > seen.overlaps(**piece).map(|(_, range)| range.bytes().0).sum::<u64>()
+            };
+            let pieces: Vec<AddressRange> =
+                pieces.iter().zip(alone).filter(is_alone).map(|(piece, _)| *piece).collect();
+            (!pieces.is_empty()).then_some((subject.process.id, pieces))
+        };
+        census.subjects.iter().zip(pieces.iter().copied().zip(alone)).filter_map(most).collect()
     }
 
     /// Which of some ranges a program has enrolled itself, and nothing is merged in: ksmd would take them all the same.

@@ -334,6 +334,32 @@ fn what_is_young_waits_for_a_later_census() {
     assert_eq!(sift(&[vec![Hole; 1024], contents(9000)].concat(), 15), none, "elsewhere it is another page");
 }
 
+/// Who was seen with one partner before has nothing to merge with while another is too young.
+#[test]
+fn nobody_is_enrolled_for_who_is_too_young() {
+    let mut ages = Ages::new(PageSize::new(PAGE).unwrap()).unwrap();
+    let began = Instant::now();
+    let contents: Vec<Page> = (0..40).map(|i| Still(5000 + i)).chain([Still(0); 10]).collect();
+    let mut sift = |processes: &[Made], seconds: u64| {
+        let (census, index, _) = census(processes, &options(false, CHEAP));
+        let mut plan = pagefold_census::plan(&census, &index, &constraints(), &|_| None);
+        let left_out = ages.sift(&mut plan, &census, &index, began + Duration::from_secs(seconds));
+        (plan.predicted.merging, left_out.into_values().map(|bytes| bytes.0 / PAGE).collect::<Vec<_>>())
+    };
+    let full = || made(1, &contents);
+    let other = || made(1, &[Still(1); 3]);
+    assert_eq!(sift(&[full(), full(), other()], 0), (Pages(0), vec![50, 50, 3]));
+    assert_eq!(sift(&[full(), other(), full()], 6), (Pages(0), vec![50, 3, 50]), "the third has come to hold it");
+    assert_eq!(
+        sift(&[full(), full(), full()], 12),
+        (Pages(100), vec![0, 50, 0]),
+        "the second is its partner no longer"
+    );
+    // What is merged already is there to merge with.
+    let merged = made(1, &(0..40).map(|i| Merged(5000 + i)).collect::<Vec<_>>());
+    assert_eq!(sift(&[full(), other(), merged], 13).0, Pages(50));
+}
+
 /// Where CPU time is short a census has few processes, and may have nobody with whom a page is shared.
 #[test]
 fn what_is_without_a_partner_for_once_is_no_younger_for_it() {
