@@ -240,8 +240,9 @@ fn heed(mut signals: Signals, sender: Sender<Message>, options: &Options, global
     Ok(())
 }
 
-/// For how long what the doctor found is shown.
-const FINDINGS: Duration = Duration::from_secs(600);
+/// For how long what the doctor found is shown: so long, and so many times as long as it took, so that it stays below a
+/// ten-thousandth of one CPU however many programs there are.
+const FINDINGS: (Duration, u32) = (Duration::from_secs(600), 10_000);
 
 /// For how long an answer may take to be made.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -272,6 +273,7 @@ fn will_be_withdrawn(state: &State, pid: u32) -> String {
 struct Desk {
     host: &'static dyn Host,
     sender: Sender<Message>,
+    /// What the doctor found, and until when that is shown.
     findings: Mutex<Option<(Instant, Vec<FindingReport>)>>,
 }
 
@@ -312,8 +314,10 @@ impl Desk {
 
     fn status(&self, snapshot: &Snapshot) -> Status {
         let mut findings = self.findings.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if findings.as_ref().is_none_or(|(at, _)| at.elapsed() > FINDINGS) {
-            *findings = Some((Instant::now(), status::findings(self.host, &snapshot.settings)));
+        let now = Instant::now();
+        if findings.as_ref().is_none_or(|(until, _)| now >= *until) {
+            let found = status::findings(self.host, &snapshot.settings);
+            *findings = Some((now + FINDINGS.0.max(now.elapsed() * FINDINGS.1), found));
         }
         let found = findings.as_ref().map(|(_, found)| found.clone()).unwrap_or_default();
         drop(findings);
