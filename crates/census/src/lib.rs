@@ -37,6 +37,7 @@ pub mod pairs;
 mod plan;
 mod probes;
 pub mod scan;
+mod sketches;
 pub mod survey;
 pub mod tally;
 
@@ -48,6 +49,7 @@ use pairs::Pairs;
 pub use plan::plan;
 pub use probes::Probes;
 pub use scan::Progress;
+pub use sketches::sketches;
 pub use survey::{Selection, Survey};
 
 use pagefold_host::{Host, observe};

@@ -8,6 +8,7 @@ use pagefold_model::ksm::RMAP_ITEM_BYTES;
 use pagefold_model::outcome::Fate;
 use pagefold_model::plan::{Constraints, Plan, Speed};
 use pagefold_model::savings::Costs;
+use pagefold_model::sketch::rank;
 use pagefold_model::{Absent, AddressRange, Bytes, Counts, Fingerprint, PageSize, Pages, Pfn, Pid, ProcessId, Reading};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -379,6 +380,29 @@ fn what_is_without_a_partner_for_once_is_no_younger_for_it() {
     let changing = [Page::Changing; 40];
     assert_eq!(sift(&[made(1, &changing), made(1, &changing)], 8), Pages(0));
     assert_eq!(sift(&both, 9), Pages(0), "what was written meanwhile is");
+}
+
+#[test]
+fn what_any_two_hold_is_told_by_their_sketches() {
+    let still = |range: std::ops::Range<u64>| range.map(Still);
+    let other = [Still(0), Changing, Hole, Merged(7), Merged(8)];
+    let first = made(1, &still(100..140).chain(other).collect::<Vec<_>>());
+    let second = made(1, &still(115..200).chain(other).chain(still(115..120)).collect::<Vec<_>>());
+    // In another domain, where nothing is merged with them: what it holds is the same all the same.
+    let third = made(2, &[Still(130), Still(0), Still(8)]);
+    // One that holds nothing, and one of which every sixteenth content is in the sample.
+    let (empty, big) = (made(1, &[Hole; 4]), made(1, &still(120..4000).collect::<Vec<_>>()));
+    let (census, index, _) = census(&[first, empty, second, third, big], &options(false, CHEAP));
+    let held = pagefold_census::sketches(&census, &index);
+    let all = |pid: u32| &held.iter().find(|(process, _)| process.pid == Pid(pid)).unwrap().1.all;
+    let shared = |a: u32, b: u32| all(a).shared(all(b)).0;
+    assert_eq!((shared(1, 3), shared(3, 1), shared(1, 1)), (27, 27, 42), "no zeros, nothing twice");
+    assert_eq!((shared(1, 4), shared(3, 4), shared(4, 4), shared(2, 1)), (2, 2, 2, 0));
+    let rare = |range: std::ops::Range<u64>| range.filter(|&content| rank(Fingerprint(content)) >= 4).count() as u64;
+    assert_eq!((shared(1, 5), shared(3, 5)), (16 * rare(120..140), (16 * rare(120..200)).min(87)), "estimated");
+    assert_eq!(shared(5, 5), 16 * rare(120..4000));
+    let unmerged = |pid: u32| &held.iter().find(|(process, _)| process.pid == Pid(pid)).unwrap().1.unmerged;
+    assert_eq!((unmerged(1).shared(all(3)), unmerged(1).shared(all(1))), (Pages(25), Pages(40)), "7 and 8 are merged");
 }
 
 #[test]

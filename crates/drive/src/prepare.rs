@@ -9,6 +9,7 @@ use pagefold_model::domain::Domains;
 use pagefold_model::ksm::merges_at_first_look;
 use pagefold_model::plan::{Constraints, Plan, Speed};
 use pagefold_model::process::Process;
+use pagefold_model::sketch::Held;
 use pagefold_model::{Bytes, ProcessId};
 use pagefold_sys::fingerprint::Hasher;
 use std::collections::{BTreeMap, BTreeSet};
@@ -50,6 +51,8 @@ pub struct Prepared {
     pub probes: Probes,
     /// What is left out because it is not old enough.
     pub young: BTreeMap<ProcessId, Bytes>,
+    /// A sample of what each holds, comparable between censuses with the same ages; nothing without.
+    pub held: BTreeMap<ProcessId, Held>,
 }
 
 /// Take the census and make the plan. `excluded` tells why a process must not be enrolled, if it must not. With `ages`,
@@ -97,9 +100,10 @@ pub fn prepare(
         first_look: observe::kernel(host).is_ok_and(|release| merges_at_first_look(&release)),
     };
     let mut plan = plan(&census, &index, &constraints, excluded);
+    let held = if ages.is_some() { pagefold_census::sketches(&census, &index) } else { BTreeMap::new() };
     let young = ages.map(|(ages, now)| ages.sift(&mut plan, &census, &index, now)).unwrap_or_default();
     let probes = Probes::of(&plan, &census, &index, &hasher);
-    Ok(Prepared { census, plan, probes, young })
+    Ok(Prepared { census, plan, probes, young, held })
 }
 
 /// How many regions each process with anything to enrol has now: the census keeps to what there was when it began, and

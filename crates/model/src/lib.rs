@@ -34,6 +34,7 @@ pub mod reading;
 pub mod region;
 pub mod savings;
 pub mod segment;
+pub mod sketch;
 pub mod turn;
 pub mod units;
 

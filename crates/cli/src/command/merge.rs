@@ -157,19 +157,20 @@ fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBo
         max_regions: None,
         parties: 0,
     };
-    let Prepared { census, mut plan, probes, young } =
+    let mut prepared =
         progress::show(host.page_size(), stop, |progress| prepare(host, &request, &excluded, None, progress, stop))?;
+    let (census, plan) = (&prepared.census, &mut prepared.plan);
     source::seen(!census.subjects.is_empty(), &request.selection, &census.unseen, global)?;
     if census.partial {
         bail!("stopped during the census: nothing was changed");
     }
     if options.whole {
-        one_domain(host, &plan, &request.domains, options)?;
+        one_domain(host, plan, &request.domains, options)?;
         for target in &mut plan.targets {
             target.way = way(host, target, options, global)?;
         }
     }
-    Ok(Prepared { census, plan, probes, young })
+    Ok(prepared)
 }
 
 /// Refuse to enrol processes whole where other trust domains are, or have been enrolled before: in KSM's one tree all

@@ -137,6 +137,7 @@ impl Replay {
             efforts: efforts(&prepared.census),
             planned: worth(&prepared.plan),
             young: young(&prepared, &settings),
+            held: prepared.held,
             partial: false,
         })
     }

@@ -203,6 +203,7 @@ impl<'h> Worker<'h> {
             efforts: efforts(census),
             planned: worth(&prepared.plan),
             young: young(&prepared, settings),
+            held: std::mem::take(&mut prepared.held),
             partial: census.partial,
         };
         let mut counts = BTreeMap::new();

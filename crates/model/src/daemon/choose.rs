@@ -2,14 +2,20 @@
 
 use super::{Action, Cause, Extent, Leaving, Member, Mode, Reason, State, Stopping, What, Work};
 use crate::domain::Domain;
-use crate::units::{Bytes, ProcessId};
+use crate::sketch::Sketch;
+use crate::units::{Bytes, Pages, ProcessId};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// Members that are looked at beside those of their domain whose turn it is, at most: alike ones, and the biggest
-/// others.
-const PARTNERS: usize = 2;
+/// Of so many of those whose turn it is partners are sought for what they hold.
+const HEEDED: usize = 4;
+
+/// The part of what somebody has not merged that is worth looking at it soon with whoever holds that.
+const MUCH: u64 = 16;
+
+/// One look in so many has a partner that is chosen by chance.
+const BY_CHANCE: u64 = 4;
 
 /// What the index of a census may take, in bytes: so much, and this part of all memory that is managed. That, with what
 /// the daemon takes beside it, is below 32 MiB and 0.4 % of it, unless two alone take more, or members of other domains
@@ -218,8 +224,7 @@ impl State {
         due.sort_unstable();
         let mut due: Vec<ProcessId> = due.into_iter().map(|(.., process)| process).collect();
         let member = |process: &ProcessId| &self.members[process];
-        let cost: f64 = due.iter().map(|process| self.cost(member(process))).sum();
-        if cost > self.budget.left() {
+        if self.is_scarce(&due) {
             // Where CPU time is short, taking note of ever more would leave none to merge what was noted. Those who were
             // there before wait for both.
             due.sort_by_key(|process| member(process).urgency(&self.rules));
@@ -245,14 +250,17 @@ impl State {
 
     /// Those of whose turn it is, and of others beside them, for whom there is CPU time now; `None` while it is waited
     /// for.
-    fn affordable(&self, due: &[ProcessId]) -> Option<BTreeSet<ProcessId>> {
+    pub(super) fn affordable(&self, due: &[ProcessId]) -> Option<BTreeSet<ProcessId>> {
+        if self.budget.left() <= 0.0 {
+            return None;
+        }
         // Who was in a look that used up the budget is looked at with one other alone, so that it is found out who
         // costs it.
         let apart = due.first().is_some_and(|process| self.members[process].overran > 0);
         let most = if apart { 1 } else { usize::MAX };
         let managed: u64 = self.members.values().map(|member| member.resident.0).sum();
         let room = (INDEX.0 + managed / INDEX.1) * INDEXED;
-        let (mut chosen, mut cost, mut looked) = (BTreeSet::new(), 0.0, 0);
+        let (mut turns, mut chosen, mut cost, mut looked) = (Vec::new(), BTreeSet::new(), 0.0, 0);
         let mut join = |chosen: &mut BTreeSet<ProcessId>, process: ProcessId, most: usize| {
             let member = &self.members[&process];
             let (seconds, bytes) = (self.cost(member), member.resident.0);
@@ -265,18 +273,30 @@ impl State {
             }
             joins
         };
+        let scarce = self.is_scarce(due);
         for alike in due.chunk_by(|a, b| self.kind(a) == self.kind(b)) {
-            let joined: Vec<ProcessId> =
-                alike.iter().copied().filter(|&process| join(&mut chosen, process, most)).collect();
-            // One comes with another like it, before others take the room.
-            if let [one] = joined[..]
-                && let Some(like) = self.partners(&chosen).into_iter().find(|other| self.kind(other) == self.kind(&one))
+            let before = turns.len();
+            for process in self.by_content(alike, scarce) {
+                if chosen.contains(&process) || join(&mut chosen, process, most) {
+                    turns.push(process);
+                    // With whoever holds much of the same, before others take the room.
+                    if turns.len() <= HEEDED
+                        && let Some(like) = self.companion(process, &chosen).filter(|(_, much)| *much)
+                    {
+                        join(&mut chosen, like.0, most);
+                    }
+                }
+            }
+            // One comes with another like it.
+            if let [one] = turns[before..]
+                && chosen.iter().all(|other| *other == one || self.kind(other) != self.kind(&one))
+                && let Some((like, _)) = self.companion(one, &chosen)
             {
                 join(&mut chosen, like, most);
             }
         }
-        let first = *chosen.first()?;
-        let (alone, mut partners) = (chosen.len() == 1, self.partners(&chosen));
+        let first = *turns.first()?;
+        let (alone, mut partners) = (chosen.len() == 1, self.partners(&turns, &chosen));
         // The most alike one, also if it has to be waited for: a cheaper one may have nothing in common.
         partners.truncate(if apart { 1 } else { usize::MAX });
         let joined = partners.iter().filter(|partner| join(&mut chosen, **partner, most.saturating_add(1))).count();
@@ -285,10 +305,58 @@ impl State {
         (!waits).then_some(chosen)
     }
 
+    /// Whether there is CPU time for fewer than all of these.
+    fn is_scarce(&self, due: &[ProcessId]) -> bool {
+        due.iter().map(|process| self.cost(&self.members[process])).sum::<f64>() > self.budget.left()
+    }
+
     /// Members of one kind are likely to share: they may, and are alike by what is known of them.
     fn kind(&self, process: &ProcessId) -> (&Domain, &str) {
         let member = &self.members[process];
         (&member.domain, &member.likeness)
+    }
+
+    /// Those of one kind in their order; of those none of whom needs it more, first who holds most of what the first
+    /// one does.
+    fn by_content(&self, alike: &[ProcessId], scarce: bool) -> Vec<ProcessId> {
+        let mut ordered = alike.to_vec();
+        if let [first, others @ ..] = &mut ordered[..] {
+            let sought = self.sought(&[*first], &BTreeSet::new());
+            others.sort_by_cached_key(|process| {
+                let member = &self.members[process];
+                let urgency = if scarce { member.urgency(&self.rules) } else { 0 };
+                (!member.is_squeezed(&self.rules), member.overran, urgency, Reverse(self.closeness(&sought, process)))
+            });
+        }
+        ordered
+    }
+
+    /// What each of some holds that is not merged, without what others hold that are looked at beside it.
+    fn sought(&self, turns: &[ProcessId], beside: &BTreeSet<ProcessId>) -> Vec<Sketch> {
+        let of = |turn: &ProcessId| {
+            let Member { domain, held, .. } = &self.members[turn];
+            let beside = beside.iter().filter(|other| *other != turn).filter_map(|other| self.members.get(other));
+            let beside = beside.filter(|other| other.domain == *domain);
+            beside.fold(held.unmerged.clone(), |rest, other| rest.without(&other.held.all))
+        };
+        turns.iter().take(HEEDED).map(of).collect()
+    }
+
+    /// How much somebody holds of what is sought, as far as it is known: 0 for nothing, and one more for twice as many
+    /// pages, since a sample tells little more.
+    fn closeness(&self, sought: &[Sketch], process: &ProcessId) -> u32 {
+        let held = &self.members[process].held.all;
+        let shared: Pages = sought.iter().map(|sketch| sketch.shared(held)).sum();
+        shared.0.checked_ilog2().map_or(0, |power| power + 1)
+    }
+
+    /// Whether somebody else of its domain holds much of what one has not merged, and those it was looked at with do not.
+    pub(super) fn has_missed(&self, process: &ProcessId, beside: &BTreeSet<ProcessId>) -> bool {
+        let Some(one) = self.members.get(process) else { return false };
+        let sought = &self.sought(&[*process], beside)[0];
+        let others = self.members.iter().filter(|(other, _)| !beside.contains(other));
+        let mut others = others.map(|(_, member)| member).filter(|other| other.domain == one.domain && other.is_open());
+        others.any(|other| holds_much(one, sought, other))
     }
 
     /// Whether there will be CPU time at all for a census of these two.
@@ -299,36 +367,73 @@ impl State {
     /// Whether this is one, for whom with anybody else there will never be CPU time.
     fn is_alone(&self, chosen: &BTreeSet<ProcessId>) -> bool {
         let (Some(one), 1) = (chosen.first(), chosen.len()) else { return false };
-        let partners = self.partners(chosen);
+        let partners = self.partners(&[*one], chosen);
         !partners.is_empty() && !partners.iter().any(|partner| self.may_save_up_for(one, partner))
     }
 
-    /// Known members of the same domains: those that are alike by what is known of them, then the biggest; last those
-    /// that cost much to look at. Of more that are alike than have room, who is taken changes from look to look: not
-    /// all that look alike from outside hold the same.
-    fn partners(&self, chosen: &BTreeSet<ProcessId>) -> Vec<ProcessId> {
+    /// Who of its kind is best looked at beside somebody, and whether it is known to hold much of what that one has not
+    /// merged, and those who are chosen do not hold.
+    fn companion(&self, one: ProcessId, chosen: &BTreeSet<ProcessId>) -> Option<(ProcessId, bool)> {
+        let is_like = |other: &ProcessId| !chosen.contains(other) && self.kind(other) == self.kind(&one);
+        let known = self.members.iter().filter(|(other, member)| is_like(other) && member.is_open());
+        let sought = self.sought(&[one], chosen);
+        let best = take_best(&mut known.map(|(other, _)| *other).collect(), |other| self.promise(&sought, other))?;
+        Some((best, holds_much(&self.members[&one], &sought[0], &self.members[&best])))
+    }
+
+    /// Known members of the domains of those whose turn it is: of those that look alike, the one that holds most of what
+    /// they seek, and the one that holds most of the rest or, in some looks, one by chance, since not all that they hold
+    /// is in a sample; of the others the former, and the biggest, but none that is known to hold nothing of it unless
+    /// chance has it.
+    fn partners(&self, turns: &[ProcessId], chosen: &BTreeSet<ProcessId>) -> Vec<ProcessId> {
         let mut partners = Vec::new();
-        let domains: BTreeSet<_> = chosen.iter().map(|process| &self.members[process].domain).collect();
+        let domains: BTreeSet<_> = turns.iter().map(|process| &self.members[process].domain).collect();
         for domain in domains {
             let of_domain = |process: &ProcessId| &self.members[process].domain == domain;
-            let alike: BTreeSet<_> =
-                chosen.iter().filter(|process| of_domain(process)).map(|p| &self.members[p].likeness).collect();
-            let mut known: Vec<(bool, Reverse<u32>, bool, Bytes, ProcessId)> = self
-                .members
-                .iter()
-                .filter(|(process, member)| of_domain(process) && !chosen.contains(process) && member.is_open())
-                .map(|(process, member)| {
-                    let (alike, costly) = (alike.contains(&member.likeness), Reverse(member.overran));
-                    (alike, costly, member.enrolled, member.resident, *process)
-                })
-                .collect();
-            known.sort_unstable_by(|a, b| b.cmp(a));
-            let (mut like, other): (Vec<_>, Vec<_>) = known.into_iter().partition(|known| known.0);
-            if like.len() > PARTNERS {
-                like[1..].sort_by(|a, b| b.1.cmp(&a.1).then(self.spread(a.4).total_cmp(&self.spread(b.4))));
+            let turns: Vec<ProcessId> = turns.iter().copied().filter(of_domain).collect();
+            let likenesses: BTreeSet<_> = turns.iter().map(|process| &self.members[process].likeness).collect();
+            let is_known = |process: &ProcessId| !chosen.contains(process) && self.members[process].is_open();
+            let known = self.members.keys().copied().filter(of_domain).filter(is_known);
+            let (mut like, mut other): (Vec<_>, Vec<_>) =
+                known.partition(|process| likenesses.contains(&self.members[process].likeness));
+            let sought = self.sought(&turns, chosen);
+            let promise = |process: &ProcessId| self.promise(&sought, process);
+            let first = take_best(&mut like, promise);
+            let without = |sketch: &Sketch| match first {
+                Some(first) => sketch.clone().without(&self.members[&first].held.all),
+                None => Sketch::default(),
+            };
+            let by_chance = self.looks.is_multiple_of(BY_CHANCE);
+            let rest: Vec<Sketch> = if by_chance { Vec::new() } else { sought.iter().map(without).collect() };
+            let second = take_best(&mut like, |process| {
+                (Reverse(self.members[process].overran), self.closeness(&rest, process), self.dice(*process))
+            });
+            let is_unknown = |process: &ProcessId| self.members[process].held.all.is_empty();
+            if !by_chance && !turns.iter().any(is_unknown) {
+                other.retain(|process| is_unknown(process) || self.closeness(&sought, process) > 0);
             }
-            partners.extend(like.into_iter().take(PARTNERS).chain(other.into_iter().take(PARTNERS)).map(|k| k.4));
+            let biggest = |process: &ProcessId| self.promise(&[], process);
+            let others = [take_best(&mut other, promise), take_best(&mut other, biggest)];
+            partners.extend([first, second].into_iter().chain(others).flatten());
         }
         partners
     }
+
+    /// What to expect of looking at somebody beside those who seek that, the more the greater: those that cost much to
+    /// look at come last, then who holds most of it, has something merged, and is biggest.
+    fn promise(&self, sought: &[Sketch], process: &ProcessId) -> impl Ord + use<> {
+        let member = &self.members[process];
+        (Reverse(member.overran), self.closeness(sought, process), member.enrolled, member.resident, *process)
+    }
+}
+
+/// Whether another holds much of what one has not merged, of that what is sought.
+fn holds_much(one: &Member, sought: &Sketch, other: &Member) -> bool {
+    sought.shared(&other.held.all) >= Pages(one.held.unmerged.contents().0.div_ceil(MUCH).max(1))
+}
+
+/// Take out who ranks highest.
+fn take_best<K: Ord>(from: &mut Vec<ProcessId>, rank: impl Fn(&ProcessId) -> K) -> Option<ProcessId> {
+    let (at, _) = from.iter().enumerate().max_by_key(|(_, process)| rank(process))?;
+    Some(from.swap_remove(at))
 }

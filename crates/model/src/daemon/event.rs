@@ -2,6 +2,7 @@
 
 use super::{Arrival, Cause, Rules, TimeOfDay, Waits};
 use crate::memory::Shortage;
+use crate::sketch::Held;
 use crate::units::{Bytes, NetBytes, ProcessId};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -95,6 +96,8 @@ pub struct Censused {
     pub planned: Vec<Planned>,
     /// Who has something that would pay, but is not old enough to be merged.
     pub young: Vec<ProcessId>,
+    /// A sample of what each of them holds.
+    pub held: BTreeMap<ProcessId, Held>,
     /// Whether it was halted.
     pub partial: bool,
 }

@@ -4,7 +4,9 @@ use super::event::{Extent, Reason};
 use super::rules::Rules;
 use crate::domain::Domain;
 use crate::memory::Shortage;
+use crate::sketch::Held;
 use crate::units::{Bytes, NetBytes, ProcessId};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Growth from which memory counts as filled anew: an eighth, and no less than this.
@@ -105,6 +107,8 @@ pub struct Member {
     pub leaving: Option<Leaving>,
     /// Resident memory.
     pub resident: Bytes,
+    /// A sample of what it held when it was looked at last; of nothing before.
+    pub held: Arc<Held>,
     /// How short memory is in its cgroup, as far as it is known.
     pub shortage: Shortage,
     /// Whether the daemon has enrolled any of it.
@@ -163,6 +167,7 @@ impl Member {
             refused: None,
             leaving: None,
             resident,
+            held: Arc::default(),
             shortage: Shortage::default(),
             enrolled: false,
             merged: false,

@@ -7,6 +7,7 @@ use super::{What, Work};
 use crate::memory::Shortage;
 use crate::units::{Bytes, ProcessId};
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How much of a new measurement of what a census costs is believed at once.
@@ -155,6 +156,9 @@ impl State {
         let before = self.members.get(&process).map(|member| member.excluded.clone());
         match self.members.get_mut(&process) {
             Some(member) => {
+                if member.likeness != arrival.likeness {
+                    member.held = Arc::default();
+                }
                 (member.likeness, member.excluded) = (arrival.likeness, arrival.excluded);
                 // What it had merged before it must not any more is withdrawn.
                 if member.excluded.is_some() && member.merged {
@@ -192,6 +196,7 @@ impl State {
             self.census_seconds += WEIGHT * (measured - self.census_seconds);
         }
         let overran = found.partial && self.budget.left() <= 0.0;
+        let beside: BTreeSet<ProcessId> = processes.iter().copied().collect();
         for process in &processes {
             match self.members.get_mut(process) {
                 Some(member) if overran => member.overrun(),
@@ -209,6 +214,11 @@ impl State {
             return;
         }
         self.looks += 1;
+        for (process, held) in found.held {
+            if let Some(member) = self.members.get_mut(&process) {
+                member.held = Arc::new(held);
+            }
+        }
         let planned: BTreeMap<ProcessId, Planned> = found.planned.iter().map(|plan| (plan.process, *plan)).collect();
         let is_new = |process: &ProcessId| self.members.get(process).is_some_and(Member::is_new);
         // What has just come has not been there for long enough, whoever enrolled it.
@@ -228,8 +238,9 @@ impl State {
         let rarest = self.rarest();
         for &process in &turns {
             let spread = self.spread(process);
+            let soon = found.young.contains(&process) || self.has_missed(&process, &beside);
             if let Some(member) = self.members.get_mut(&process) {
-                let found = (processes.contains(&process), found.young.contains(&process));
+                let found = (processes.contains(&process), soon);
                 member.looked(self.now, found, spread, &self.rules, rarest);
             }
         }

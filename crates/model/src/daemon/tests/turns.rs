@@ -1,6 +1,26 @@
 //! Whose turn it is: who has just come, and where CPU time is short.
 
 use super::*;
+use crate::content::Fingerprint;
+use crate::memory::Shortage;
+use crate::units::Pages;
+
+#[test]
+fn what_does_not_change_is_looked_at_less_and_less() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.happen(arrival(1));
+    host.run(600);
+    let first = host.did(is_census);
+    host.run(600);
+    assert!(first <= 9 && host.did(is_census) <= first + 2, "{first}, {}", host.did(is_census));
+    let grown = Readings { resident: vec![(id(1), Bytes(200 * MIB))], spent: host.spent, ..Readings::default() };
+    let before = host.did(is_census);
+    host.happen(Event::Tick(grown));
+    assert_eq!(host.did(is_census), before, "it may fill still");
+    host.run(1);
+    assert_eq!(host.did(is_census), before + 1, "it has filled");
+    assert_eq!(host.said(What::Census, Reason::Filled), 1);
+}
 
 /// A guest whose memory is there already while it boots and is filled: only its CPU time tells when it is ready.
 #[test]
@@ -208,6 +228,146 @@ fn who_comes_meets_more_than_the_same_two() {
         .flatten()
         .collect();
     assert!(met.len() > 5, "{met:?}");
+}
+
+/// Who holds that, and has so much of it merged.
+fn holding(contents: impl Iterator<Item = u64>, merged: usize) -> Held {
+    let contents: Vec<Fingerprint> = contents.map(Fingerprint).collect();
+    let of = |from: usize| Sketch::of(Pages(contents.len() as u64), contents[from..].iter().copied());
+    Held { all: of(0), unmerged: of(merged) }
+}
+
+/// The censuses with somebody in them from some place of the trace on: the last but one decimal of each number.
+fn met(host: &Host, from: usize, whom: ProcessId) -> Vec<Vec<u32>> {
+    let censuses = host.trace[from..].iter().filter_map(|(_, action)| match action {
+        Action::Census(processes) => processes.contains(&whom).then_some(processes),
+        _ => None,
+    });
+    censuses.map(|processes| processes.iter().map(|process| process.pid.0 / 10 % 10).collect()).collect()
+}
+
+/// All look the same from outside, and each holds the same as one other, and much more. Who comes holds what three
+/// pairs do, has merged with the first, and meets one of each other.
+#[test]
+fn who_comes_is_looked_at_with_whoever_holds_the_same() {
+    let mut host = Host::new(Rules { burst: Duration::from_millis(700), ..rules(Mode::Advise) });
+    host.gain = 0;
+    let template = |number: u64| number * 10_000..number * 10_000 + 5000;
+    for pid in (10..=200_u32).step_by(10) {
+        let number = u64::from(pid) / 10 % 10;
+        host.holds_what.insert(id(pid), holding(template(number).chain(template(20 + number)), 0));
+        host.happen(arrival(pid));
+    }
+    host.run(5000);
+    let before = host.trace.len();
+    let all = template(9).chain(template(3).take(2000)).chain(template(7).take(800));
+    host.holds_what.insert(id(1000), holding(all, 5000));
+    host.happen(arrival(1000));
+    host.run(60);
+    let met = met(&host, before, id(1000));
+    // Nothing is known of it at first, and one place may be left to chance once.
+    let times = |met: &[u32], one: u32| met.iter().filter(|of| **of == one).count();
+    let is_found = |met: &Vec<u32>| [3, 7, 9].map(|one| times(met, one)) == [1, 1, 0];
+    assert!(met[1..3].iter().any(is_found) && met[1..3].iter().all(|met| met.contains(&3)), "{met:?}");
+}
+
+/// Of those whose turn it is together, each meets who holds the same.
+#[test]
+fn those_who_come_together_each_meet_whoever_holds_the_same() {
+    let mut host = Host::new(Rules { burst: Duration::from_millis(900), ..rules(Mode::Advise) });
+    host.gain = 0;
+    let template = |number: u32| (0..5000).map(move |content| u64::from(number) * 10_000 + content);
+    for pid in (10..=90).step_by(10) {
+        host.holds_what.insert(id(pid), holding(template(pid / 10), 0));
+        host.happen(arrival(pid));
+    }
+    host.run(5000);
+    let before = host.trace.len();
+    for (pid, number) in [(1000, 4), (1002, 8)] {
+        host.holds_what.insert(id(pid), holding(template(number), 0));
+        host.happen(arrival(pid));
+    }
+    host.run(60);
+    let met = met(&host, before, id(1000));
+    let is_found = |met: &Vec<u32>| [0, 4, 8].iter().all(|one| met.contains(one));
+    assert!(met[1..3].iter().any(is_found), "{met:?}");
+}
+
+/// Somebody's contents have become those of another: that is known once it was looked at, and the two meet soon after.
+#[test]
+fn those_who_come_to_hold_the_same_meet_soon_after_it_is_known() {
+    let mut host = Host::new(Rules { burst: Duration::from_secs(3600), ..rules(Mode::Advise) });
+    host.gain = 0;
+    let template = |number: u64| (0..5000).map(move |content| number * 10_000 + content);
+    for pid in (10..=90).step_by(10) {
+        host.holds_what.insert(id(pid), holding(template(u64::from(pid)), 0));
+        let Event::Came(arrival) = arrival(pid) else { unreachable!() };
+        host.happen(Event::Came(Arrival { resident: Bytes(1 << 30), ..arrival }));
+    }
+    host.run(8000);
+    let before = host.trace.len();
+    host.holds_what.insert(id(50), holding(template(60), 0));
+    while met(&host, before, id(50)).is_empty() {
+        host.run(1);
+    }
+    host.run(15);
+    let met = met(&host, before, id(50));
+    assert!(!met[0].contains(&6) && met[1..].iter().any(|met| met.contains(&6)), "{met:?}");
+}
+
+/// A small one is looked at with big ones that hold what its like does not, and else by chance alone.
+#[test]
+fn big_ones_are_not_read_for_small_ones_with_which_they_share_nothing() {
+    let gibibytes = |shared: bool| {
+        let mut host = Host::new(rules(Mode::Advise));
+        (host.gain, host.long) = (0, 0.01);
+        for pid in 1..=4_u32 {
+            let Event::Came(arrival) = arrival(2 * pid) else { unreachable!() };
+            let (resident, likeness) = if pid < 3 { (16 << 20, "small") } else { (1 << 30, "big") };
+            let contents = match pid {
+                1 => 0..10_000,
+                2 => 0..5000,
+                _ if shared => 5000..10_000,
+                _ => 10_000..20_000,
+            };
+            host.holds_what.insert(id(2 * pid), holding(contents, 0));
+            host.happen(Event::Came(Arrival { resident: Bytes(resident), likeness: likeness.to_owned(), ..arrival }));
+        }
+        host.run(60);
+        let mut read = 0;
+        for _ in 0..8 {
+            host.state.looks += 1;
+            let chosen = host.state.affordable(&[id(2)]).expect("there is CPU time");
+            read += chosen.iter().map(|process| host.state.members()[process].resident.0).sum::<u64>() >> 30;
+        }
+        read
+    };
+    assert_eq!((gibibytes(true), gibibytes(false)), (16, 4));
+}
+
+#[test]
+fn in_a_portion_are_those_that_hold_the_same_unless_others_need_it_more() {
+    for squeezed in [false, true] {
+        let mut host = Host::new(Rules { burst: Duration::from_secs(3600), ..rules(Mode::Act) });
+        for pid in 1..=8_u32 {
+            let Event::Came(arrival) = arrival(2 * pid) else { unreachable!() };
+            let contents = (0..500).map(|number| u64::from(pid % 2) * 1000 + number);
+            host.holds_what.insert(id(2 * pid), holding(contents, 0));
+            host.happen(Event::Came(Arrival { resident: Bytes(1 << 30), ..arrival }));
+        }
+        host.run(100);
+        let mut due: Vec<ProcessId> = host.state.members().keys().copied().collect();
+        if squeezed {
+            let short = Shortage { waited: Some(50.0), left: None };
+            let short = Readings { cgroups: vec![(id(6), short), (id(8), short)], ..Readings::default() };
+            host.happen(Event::Tick(short));
+            due.sort_by_key(|process| ![6, 8].contains(&process.pid.0));
+        }
+        let chosen = host.state.affordable(&due).expect("there is CPU time");
+        let pids: Vec<u32> = chosen.iter().map(|process| process.pid.0).collect();
+        // There is room for three: the first, who holds the same, and the next.
+        assert_eq!(pids, if squeezed { [6, 8, 14] } else { [2, 6, 14] });
+    }
 }
 
 #[test]

@@ -1,0 +1,42 @@
+//! A sample of what each process holds, from an index.
+
+use crate::index::Index;
+use pagefold_model::census::Census;
+use pagefold_model::sketch::{Held, Sketch, rank};
+use pagefold_model::{Fingerprint, PageClass, Pages, ProcessId};
+use rayon::prelude::*;
+use std::collections::BTreeMap;
+
+/// What everybody holds whose pages could be listed, witnesses apart: what held still and is no zeros, which is what
+/// classifying leaves in an index. Under the census's key.
+pub fn sketches(census: &Census, index: &Index) -> BTreeMap<ProcessId, Held> {
+    let pages = |subject: usize| Pages(index.pages_of(subject).len() as u64);
+    let is_seen = |subject: &usize| {
+        let unlisted = index.unlisted().iter().any(|(unlisted, _)| unlisted == subject);
+        !unlisted && !census.subjects[*subject].witness
+    };
+    let subjects: Vec<usize> = (0..census.subjects.len()).filter(is_seen).collect();
+    // One asks for a page's process, a search, and its class, a cache miss, only where the sample may have it.
+    let least = subjects.iter().filter(|subject| pages(**subject) > Pages::ZERO);
+    let least = least.map(|subject| Sketch::least(pages(*subject))).min().unwrap_or(0);
+    let mut kept: Vec<(usize, Fingerprint, bool)> = index
+        .entries
+        .par_iter()
+        .filter(|entry| entry.fingerprint() != Fingerprint::ZERO_PAGE && rank(entry.fingerprint()) >= least)
+        .map(|entry| (index.subject(entry.ordinal), entry))
+        .filter(|&(subject, entry)| rank(entry.fingerprint()) >= Sketch::least(pages(subject)))
+        .map(|(subject, entry)| {
+            (subject, entry.fingerprint(), index.mark(entry.ordinal).class() == Some(PageClass::Merged))
+        })
+        .collect();
+    kept.par_sort_unstable();
+    let of = |subject: usize| {
+        let first = kept.partition_point(|&(whose, ..)| whose < subject);
+        let own = kept[first..].iter().take_while(move |&&(whose, ..)| whose == subject);
+        let contents = own.map(|&(_, fingerprint, merged)| (fingerprint, merged));
+        let all = Sketch::of(pages(subject), contents.clone().map(|(content, _)| content));
+        let unmerged = contents.filter(|&(_, merged)| !merged).map(|(content, _)| content);
+        Held { all, unmerged: Sketch::of(pages(subject), unmerged) }
+    };
+    subjects.into_iter().map(|subject| (census.subjects[subject].process.id, of(subject))).collect()
+}
