@@ -27,6 +27,9 @@ use std::time::Instant;
 /// Pages of a piece at most: what is left out together.
 const PIECE: u64 = 1024;
 
+/// How often at most it is asked who has lost what it had to merge with to what was just left out.
+const ROUNDS: u32 = 8;
+
 /// What was seen when.
 pub struct Ages {
     hasher: Hasher,
@@ -112,9 +115,9 @@ impl Ages {
     }
 
     /// Take note of what a census under this key found at `now`, and leave those pieces out of its plan of which most
-    /// pages that should merge are not ripe, and those of which most have nobody else to merge with. What a program enrolled itself of them is withdrawn while ksmd works,
-    /// unless some of it is merged. Of processes that the census has not what is known stays. Tells how much of each
-    /// was left out.
+    /// pages that should merge are not ripe, and those of which most have nobody else to merge with then. What a program
+    /// enrolled itself of them is withdrawn while ksmd works, unless some of it is merged. Of processes that the census
+    /// has not what is known stays. Tells how much of each was left out.
     pub fn sift(
         &mut self,
         plan: &mut Plan,
@@ -141,13 +144,16 @@ impl Ages {
             ripe.insert(target.process.id, old);
         }
         // Each piece may be all that another has to merge with.
-        while young.values().any(|pieces| !pieces.is_empty()) {
-            let alone = self.alone(census, index, &ripe);
+        for _ in 0..ROUNDS {
+            if young.values().all(Vec::is_empty) {
+                break;
+            }
+            let alone = alone(census, index, &ripe);
             if alone.is_empty() {
                 break;
             }
             for (process, pieces) in alone {
-                ripe.entry(process).or_default().retain(|piece| !pieces.contains(piece));
+                ripe.entry(process).or_default().retain(|piece| pieces.binary_search(piece).is_err());
                 young.entry(process).or_default().extend(pieces);
             }
         }
@@ -161,47 +167,6 @@ impl Ages {
             }
         }
         left_out
-    }
-
-    /// Which of some pieces, ascending for each process, have most of their pages in groups of which nothing else is in
-    /// any of the pieces, or merged.
-    fn alone(
-        &self,
-        census: &Census,
-        index: &Index,
-        pieces: &BTreeMap<ProcessId, Vec<AddressRange>>,
-    ) -> Vec<(ProcessId, Vec<AddressRange>)> {
-        let of = |subject: &SubjectCensus| pieces.get(&subject.process.id).map_or(&[][..], Vec::as_slice);
-        let pieces: Vec<&[AddressRange]> = census.subjects.iter().map(of).collect();
-        let alone: Vec<Vec<AtomicU32>> =
-            pieces.iter().map(|pieces| pieces.iter().map(|_| AtomicU32::new(0)).collect()).collect();
-        let domains = group::domain_numbers(census.subjects.iter().map(|subject| &subject.domain));
-        group::walk(index, &domains, |(): &mut (), _, members| {
-            let piece = |member: &group::Member| {
-                let (.., address) = index.place(member.ordinal).filter(|_| index.mark(member.ordinal).is_covered())?;
-                let at = pieces[member.subject].partition_point(|piece| piece.end <= address);
-                pieces[member.subject].get(at).filter(|piece| piece.start <= address)?;
-                Some(&alone[member.subject][at])
-            };
-            let mut there = members.iter().filter_map(piece);
-            if let (Some(one), None) = (there.next(), there.next())
-                && !members.iter().any(|member| member.merged)
-            {
-                one.fetch_add(1, Ordering::Relaxed);
-            }
-        });
-        let nothing = Seen::default();
-        let most = |(subject, (pieces, alone)): (&SubjectCensus, (&[AddressRange], Vec<AtomicU32>))| {
-            let seen = self.processes.get(&subject.process.id).unwrap_or(&nothing);
-            let is_alone = |(piece, alone): &(&AddressRange, AtomicU32)| {
-                let alone = u64::from(alone.load(Ordering::Relaxed)) * index.page_len();
-                alone * 2 > seen.overlaps(**piece).map(|(_, range)| range.bytes().0).sum::<u64>()
-            };
-            let pieces: Vec<AddressRange> =
-                pieces.iter().zip(alone).filter(is_alone).map(|(piece, _)| *piece).collect();
-            (!pieces.is_empty()).then_some((subject.process.id, pieces))
-        };
-        census.subjects.iter().zip(pieces.iter().copied().zip(alone)).filter_map(most).collect()
     }
 
     /// Which of some ranges a program has enrolled itself, and nothing is merged in: ksmd would take them all the same.
@@ -281,6 +246,56 @@ impl Ages {
     pub fn retain(&mut self, fits: impl Fn(ProcessId) -> bool) {
         self.processes.retain(|&process, _| fits(process));
     }
+}
+
+/// Of some pieces, ascending for each process, those of which most of what should merge is in groups of which nothing
+/// else is in any of the pieces, or merged.
+fn alone(
+    census: &Census,
+    index: &Index,
+    pieces: &BTreeMap<ProcessId, Vec<AddressRange>>,
+) -> Vec<(ProcessId, Vec<AddressRange>)> {
+    let of = |subject: &SubjectCensus| pieces.get(&subject.process.id).map_or(&[][..], Vec::as_slice);
+    let pieces: Vec<&[AddressRange]> = census.subjects.iter().map(of).collect();
+    let none = || pieces.iter().map(|pieces| pieces.iter().map(|_| AtomicU32::new(0)).collect()).collect();
+    let (alone, others): (Vec<Vec<AtomicU32>>, Vec<Vec<AtomicU32>>) = (none(), none());
+    let piece_at = |subject: usize, address: u64| {
+        let at = pieces[subject].partition_point(|piece| piece.end <= address);
+        pieces[subject].get(at).is_some_and(|piece| piece.start <= address).then_some((subject, at))
+    };
+    let domains = group::domain_numbers(census.subjects.iter().map(|subject| &subject.domain));
+    group::walk(index, &domains, |there: &mut Vec<(u32, (usize, usize))>, _, members| {
+        there.clear();
+        there.extend(members.iter().filter(|member| index.mark(member.ordinal).is_covered()).filter_map(|member| {
+            let (.., address) = index.place(member.ordinal)?;
+            Some((member.frame, piece_at(member.subject, address)?))
+        }));
+        // What has one frame since a fork is one.
+        let is_one = there.iter().all(|(frame, _)| *frame == there[0].0);
+        let counts = if is_one && !members.iter().any(|member| member.merged) { &alone } else { &others };
+        for &(_, (subject, at)) in there.iter() {
+            counts[subject][at].fetch_add(1, Ordering::Relaxed);
+        }
+    });
+    let count = |counts: &[Vec<AtomicU32>], (subject, at): (usize, usize)| counts[subject][at].load(Ordering::Relaxed);
+    let most = |subject: usize| {
+        let is_alone = |at: &usize| count(&alone, (subject, *at)) > count(&others, (subject, *at));
+        if (0..pieces[subject].len()).any(|at| is_alone(&at)) {
+            let is_zero = |ordinal: u32| {
+                let mark = index.mark(ordinal);
+                mark.is_covered() && mark.class() == Some(PageClass::Zero)
+            };
+            for (_, _, address) in each_page(index, &index.pages_of(subject)).filter(|page| is_zero(page.1)) {
+                if let Some((_, at)) = piece_at(subject, address) {
+                    others[subject][at].fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        }
+        let pieces: Vec<AddressRange> =
+            (0..pieces[subject].len()).filter(is_alone).map(|at| pieces[subject][at]).collect();
+        (!pieces.is_empty()).then_some((census.subjects[subject].process.id, pieces))
+    };
+    (0..pieces.len()).filter_map(most).collect()
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ pub fn sketches(census: &Census, index: &Index) -> BTreeMap<ProcessId, Held> {
         !unlisted && !census.subjects[*subject].witness
     };
     let subjects: Vec<usize> = (0..census.subjects.len()).filter(is_seen).collect();
-    // One asks for a page's process, a search, and its class, a cache miss, only where the sample may have it.
+    // One asks for a page's process, a search, and its class, a cache miss, only where somebody's sample may have it.
     let least = subjects.iter().filter(|subject| pages(**subject) > Pages::ZERO);
     let least = least.map(|subject| Sketch::least(pages(*subject))).min().unwrap_or(0);
     let mut kept: Vec<(usize, Fingerprint, bool)> = index
@@ -25,6 +25,8 @@ pub fn sketches(census: &Census, index: &Index) -> BTreeMap<ProcessId, Held> {
         .filter(|entry| entry.fingerprint() != Fingerprint::ZERO_PAGE && rank(entry.fingerprint()) >= least)
         .map(|entry| (index.subject(entry.ordinal), entry))
         .filter(|&(subject, entry)| rank(entry.fingerprint()) >= Sketch::least(pages(subject)))
+        // What several map since a fork is the first one's: they cannot merge it with each other.
+        .filter(|(_, entry)| index.frame(entry.ordinal) == entry.ordinal)
         .map(|(subject, entry)| {
             (subject, entry.fingerprint(), index.mark(entry.ordinal).class() == Some(PageClass::Merged))
         })

@@ -359,6 +359,14 @@ fn nobody_is_enrolled_for_who_is_too_young() {
     // What is merged already is there to merge with.
     let merged = made(1, &(0..40).map(|i| Merged(5000 + i)).collect::<Vec<_>>());
     assert_eq!(sift(&[full(), other(), merged], 13).0, Pages(50));
+    // What lost its partner before does not count for it.
+    let half = |own: u64| made(1, &(0..40).map(|i| Still(if i < 20 { 7000 + i } else { own + i })).collect::<Vec<_>>());
+    assert_eq!(sift(&[half(8000), other(), half(8000)], 20), (Pages(3), vec![40, 0, 40]));
+    assert_eq!(
+        sift(&[half(8000), half(9000), other()], 26).0,
+        Pages(0),
+        "half of it is alone, the rest has one too young"
+    );
 }
 
 /// Where CPU time is short a census has few processes, and may have nobody with whom a page is shared.

@@ -9,10 +9,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// Of so many of those whose turn it is partners are sought for what they hold.
-const HEEDED: usize = 4;
+const HEEDED: usize = 8;
 
-/// The part of what somebody has not merged that is worth looking at it soon with whoever holds that.
-const MUCH: u64 = 16;
+/// Of so many of those who were looked at it is asked whom they have missed: that takes a microsecond for each of whom it
+/// may be.
+const ASKED: usize = 32;
+
+/// The part of what somebody has not merged, and the least, for which it is looked at soon with whoever holds that.
+const MUCH: (u64, Pages) = (16, Pages(256));
 
 /// One look in so many has a partner that is chosen by chance.
 const BY_CHANCE: u64 = 4;
@@ -204,7 +208,7 @@ impl State {
 
     /// Whose turn it is, in the order in which they come; only of those in whose cgroups memory is short, if it is so.
     fn due(&self, squeezed: bool) -> Vec<ProcessId> {
-        let all = |sooner: f64| -> Vec<(Cause, Duration, ProcessId)> {
+        let all = |sooner: f64| -> Vec<(Cause, Duration, u64, ProcessId)> {
             let turn = |(_, member): &(&ProcessId, &Member)| {
                 // Who waits for long may be what is needed when memory is short.
                 let short = member.is_squeezed(&self.rules);
@@ -214,7 +218,8 @@ impl State {
                     && member.next.saturating_sub(member.pause.mul_f64(sooner)) <= self.now
             };
             let due = self.members.iter().filter(turn);
-            due.map(|(process, member)| (member.cause, member.next, *process)).collect()
+            // Of those who have come together not the same ones are first each time.
+            due.map(|(process, member)| (member.cause, member.next, self.dice(*process), *process)).collect()
         };
         if all(0.0).is_empty() {
             return Vec::new();
@@ -251,7 +256,7 @@ impl State {
     /// Those of whose turn it is, and of others beside them, for whom there is CPU time now; `None` while it is waited
     /// for.
     pub(super) fn affordable(&self, due: &[ProcessId]) -> Option<BTreeSet<ProcessId>> {
-        if self.budget.left() <= 0.0 {
+        if !due.iter().any(|process| self.cost(&self.members[process]) <= self.budget.left()) {
             return None;
         }
         // Who was in a look that used up the budget is looked at with one other alone, so that it is found out who
@@ -261,6 +266,7 @@ impl State {
         let managed: u64 = self.members.values().map(|member| member.resident.0).sum();
         let room = (INDEX.0 + managed / INDEX.1) * INDEXED;
         let (mut turns, mut chosen, mut cost, mut looked) = (Vec::new(), BTreeSet::new(), 0.0, 0);
+        let mut companions = 0;
         let mut join = |chosen: &mut BTreeSet<ProcessId>, process: ProcessId, most: usize| {
             let member = &self.members[&process];
             let (seconds, bytes) = (self.cost(member), member.resident.0);
@@ -280,10 +286,10 @@ impl State {
                 if chosen.contains(&process) || join(&mut chosen, process, most) {
                     turns.push(process);
                     // With whoever holds much of the same, before others take the room.
-                    if turns.len() <= HEEDED
-                        && let Some(like) = self.companion(process, &chosen).filter(|(_, much)| *much)
+                    if companions < HEEDED
+                        && let Some((like, true)) = self.companion(process, &chosen)
                     {
-                        join(&mut chosen, like.0, most);
+                        companions += usize::from(join(&mut chosen, like, most));
                     }
                 }
             }
@@ -331,32 +337,45 @@ impl State {
         ordered
     }
 
-    /// What each of some holds that is not merged, without what others hold that are looked at beside it.
+    /// What some hold that is not merged, each without what others hold that are looked at beside it; of the first who
+    /// seek anything.
     fn sought(&self, turns: &[ProcessId], beside: &BTreeSet<ProcessId>) -> Vec<Sketch> {
-        let of = |turn: &ProcessId| {
-            let Member { domain, held, .. } = &self.members[turn];
-            let beside = beside.iter().filter(|other| *other != turn).filter_map(|other| self.members.get(other));
-            let beside = beside.filter(|other| other.domain == *domain);
-            beside.fold(held.unmerged.clone(), |rest, other| rest.without(&other.held.all))
+        turns.iter().map(|turn| self.lack(turn, beside)).filter(|rest| !rest.is_empty()).take(HEEDED).collect()
+    }
+
+    /// What one holds that is not merged, without what others hold that are looked at beside it.
+    fn lack(&self, one: &ProcessId, beside: &BTreeSet<ProcessId>) -> Sketch {
+        let Some((domain, held)) = self.members.get(one).and_then(|one| Some((&one.domain, one.held.as_ref()?))) else {
+            return Sketch::default();
         };
-        turns.iter().take(HEEDED).map(of).collect()
+        let beside = beside.iter().filter(|other| *other != one).filter_map(|other| self.members.get(other));
+        let beside = beside.filter(|other| other.domain == *domain).filter_map(|other| other.held.as_ref());
+        beside.fold(held.unmerged.clone(), |rest, other| rest.without(&other.all))
     }
 
     /// How much somebody holds of what is sought, as far as it is known: 0 for nothing, and one more for twice as many
     /// pages, since a sample tells little more.
     fn closeness(&self, sought: &[Sketch], process: &ProcessId) -> u32 {
-        let held = &self.members[process].held.all;
-        let shared: Pages = sought.iter().map(|sketch| sketch.shared(held)).sum();
+        let Some(held) = &self.members[process].held else { return 0 };
+        let shared: Pages = sought.iter().map(|sketch| sketch.shared(&held.all)).sum();
         shared.0.checked_ilog2().map_or(0, |power| power + 1)
     }
 
-    /// Whether somebody else of its domain holds much of what one has not merged, and those it was looked at with do not.
-    pub(super) fn has_missed(&self, process: &ProcessId, beside: &BTreeSet<ProcessId>) -> bool {
-        let Some(one) = self.members.get(process) else { return false };
-        let sought = &self.sought(&[*process], beside)[0];
-        let others = self.members.iter().filter(|(other, _)| !beside.contains(other));
-        let mut others = others.map(|(_, member)| member).filter(|other| other.domain == one.domain && other.is_open());
-        others.any(|other| holds_much(one, sought, other))
+    /// For whom of these, who were looked at, somebody else of its domain holds much of what it has not merged, and those
+    /// it was looked at with do not.
+    pub(super) fn who_missed(&self, turns: &[ProcessId], beside: &BTreeSet<ProcessId>) -> Vec<ProcessId> {
+        let others: Vec<&Member> = self
+            .members
+            .iter()
+            .filter(|(other, member)| !beside.contains(other) && member.is_open())
+            .map(|(_, member)| member)
+            .collect();
+        let has_missed = |turn: &&ProcessId| {
+            let Some(one) = self.members.get(turn).filter(|_| !others.is_empty()) else { return false };
+            let rest = self.lack(turn, beside);
+            others.iter().any(|other| other.domain == one.domain && holds_much(one, &rest, other))
+        };
+        turns.iter().take(ASKED).filter(has_missed).copied().collect()
     }
 
     /// Whether there will be CPU time at all for a census of these two.
@@ -376,15 +395,16 @@ impl State {
     fn companion(&self, one: ProcessId, chosen: &BTreeSet<ProcessId>) -> Option<(ProcessId, bool)> {
         let is_like = |other: &ProcessId| !chosen.contains(other) && self.kind(other) == self.kind(&one);
         let known = self.members.iter().filter(|(other, member)| is_like(other) && member.is_open());
-        let sought = self.sought(&[one], chosen);
-        let best = take_best(&mut known.map(|(other, _)| *other).collect(), |other| self.promise(&sought, other))?;
-        Some((best, holds_much(&self.members[&one], &sought[0], &self.members[&best])))
+        let rest = self.lack(&one, chosen);
+        let promise = |other: &ProcessId| self.promise(std::slice::from_ref(&rest), other);
+        let best = take_best(&mut known.map(|(other, _)| *other).collect(), promise)?;
+        Some((best, holds_much(&self.members[&one], &rest, &self.members[&best])))
     }
 
     /// Known members of the domains of those whose turn it is: of those that look alike, the one that holds most of what
-    /// they seek, and the one that holds most of the rest or, in some looks, one by chance, since not all that they hold
-    /// is in a sample; of the others the former, and the biggest, but none that is known to hold nothing of it unless
-    /// chance has it.
+    /// they seek, and the one that holds most of the rest; of the others the former, and the biggest that holds anything
+    /// of it, or of which nothing is known. In some looks one of each is drawn, since not all that they hold is in a
+    /// sample.
     fn partners(&self, turns: &[ProcessId], chosen: &BTreeSet<ProcessId>) -> Vec<ProcessId> {
         let mut partners = Vec::new();
         let domains: BTreeSet<_> = turns.iter().map(|process| &self.members[process].domain).collect();
@@ -399,21 +419,23 @@ impl State {
             let sought = self.sought(&turns, chosen);
             let promise = |process: &ProcessId| self.promise(&sought, process);
             let first = take_best(&mut like, promise);
-            let without = |sketch: &Sketch| match first {
-                Some(first) => sketch.clone().without(&self.members[&first].held.all),
-                None => Sketch::default(),
-            };
-            let by_chance = self.looks.is_multiple_of(BY_CHANCE);
+            let known = first.and_then(|first| self.members[&first].held.as_ref());
+            let without =
+                |sketch: &Sketch| known.map_or_else(Sketch::default, |held| sketch.clone().without(&held.all));
+            let by_chance = turns.first().is_some_and(|turn| self.dice(*turn).is_multiple_of(BY_CHANCE));
             let rest: Vec<Sketch> = if by_chance { Vec::new() } else { sought.iter().map(without).collect() };
-            let second = take_best(&mut like, |process| {
-                (Reverse(self.members[process].overran), self.closeness(&rest, process), self.dice(*process))
-            });
-            let is_unknown = |process: &ProcessId| self.members[process].held.all.is_empty();
-            if !by_chance && !turns.iter().any(is_unknown) {
+            let cheap = |process: &ProcessId| Reverse(self.members[process].overran);
+            let second =
+                take_best(&mut like, |process| (cheap(process), self.closeness(&rest, process), self.dice(*process)));
+            let is_unknown = |process: &ProcessId| self.members[process].held.is_none();
+            let others = if turns.iter().any(is_unknown) {
+                [take_best(&mut other, promise), take_best(&mut other, |process| self.promise(&[], process))]
+            } else if by_chance {
+                [take_best(&mut other, |process| (cheap(process), self.dice(*process))), None]
+            } else {
                 other.retain(|process| is_unknown(process) || self.closeness(&sought, process) > 0);
-            }
-            let biggest = |process: &ProcessId| self.promise(&[], process);
-            let others = [take_best(&mut other, promise), take_best(&mut other, biggest)];
+                [take_best(&mut other, promise), take_best(&mut other, |process| self.promise(&[], process))]
+            };
             partners.extend([first, second].into_iter().chain(others).flatten());
         }
         partners
@@ -427,9 +449,11 @@ impl State {
     }
 }
 
-/// Whether another holds much of what one has not merged, of that what is sought.
-fn holds_much(one: &Member, sought: &Sketch, other: &Member) -> bool {
-    sought.shared(&other.held.all) >= Pages(one.held.unmerged.contents().0.div_ceil(MUCH).max(1))
+/// Whether another holds much of what one has not merged, of the rest of that which is sought.
+fn holds_much(one: &Member, rest: &Sketch, other: &Member) -> bool {
+    let unmerged = one.held.as_ref().map_or(Pages::ZERO, |held| held.unmerged.contents());
+    let much = MUCH.1.max(Pages(unmerged.0.div_ceil(MUCH.0)));
+    other.held.as_ref().is_some_and(|held| rest.shared(&held.all) >= much)
 }
 
 /// Take out who ranks highest.

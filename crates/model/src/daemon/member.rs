@@ -28,6 +28,9 @@ const IDLE: f64 = 0.01;
 /// written all the time is never old.
 const UNRIPE: u32 = 2;
 
+/// Looks at most that come sooner because those before were without somebody who holds much of the same.
+const MISSES: u32 = 4;
+
 /// For how long who has come into another trust domain stays there: an hour.
 const SETTLED: Duration = Duration::from_secs(3600);
 
@@ -107,8 +110,8 @@ pub struct Member {
     pub leaving: Option<Leaving>,
     /// Resident memory.
     pub resident: Bytes,
-    /// A sample of what it held when it was looked at last; of nothing before.
-    pub held: Arc<Held>,
+    /// A sample of what it held when it was looked at last.
+    pub held: Option<Arc<Held>>,
     /// How short memory is in its cgroup, as far as it is known.
     pub shortage: Shortage,
     /// Whether the daemon has enrolled any of it.
@@ -143,6 +146,8 @@ pub struct Member {
     pub overran: u32,
     /// Looks one after the other that found only what was not old enough.
     unripe: u32,
+    /// Looks without somebody who is known to hold much of the same, since what it holds has changed.
+    missed: u32,
     /// Whether the last look found nothing, not even what is too young.
     in_vain: bool,
     /// Whether its last merge gave back less than half of what it promised, or cost more than it was worth.
@@ -167,7 +172,7 @@ impl Member {
             refused: None,
             leaving: None,
             resident,
-            held: Arc::default(),
+            held: None,
             shortage: Shortage::default(),
             enrolled: false,
             merged: false,
@@ -185,6 +190,7 @@ impl Member {
             busy: None,
             overran: 0,
             unripe: 0,
+            missed: 0,
             in_vain: false,
             merged_in_vain: false,
             ran_then: None,
@@ -314,6 +320,24 @@ impl Member {
         let spread = if self.pause > rules.ripens { spread / 8.0 } else { 0.0 };
         self.next = self.begun + self.pause.mul_f64(1.0 + spread);
         self.cause = Cause::Due;
+    }
+
+    /// Take note of what it holds.
+    pub fn hold(&mut self, held: Held) {
+        let before = self.held.take().unwrap_or_default();
+        if before.unmerged.shared(&held.unmerged).0 * 2 < held.unmerged.contents().0 {
+            self.missed = 0;
+        }
+        self.held = Some(Arc::new(held));
+    }
+
+    /// It was just looked at without somebody who holds much of the same: it is again, soon, unless that was in vain.
+    pub fn miss(&mut self, rules: &Rules) {
+        self.missed += 1;
+        if self.missed <= MISSES && !self.merged_in_vain {
+            (self.pause, self.in_vain) = (rules.ripens, false);
+            self.next = self.begun + self.pause;
+        }
     }
 
     /// A look in which it took part has used up the budget: it is taken to cost twice as much.

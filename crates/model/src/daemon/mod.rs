@@ -305,7 +305,7 @@ impl State {
         self.rules.mode == Mode::Act && !yields
     }
 
-    /// Between 0 and 1, by chance.
+    /// Between 0 and 1, by [`State::dice`].
     fn spread(&self, process: ProcessId) -> f64 {
         self.dice(process) as f64 / u64::MAX as f64
     }

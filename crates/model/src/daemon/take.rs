@@ -7,7 +7,6 @@ use super::{What, Work};
 use crate::memory::Shortage;
 use crate::units::{Bytes, ProcessId};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 use std::time::Duration;
 
 /// How much of a new measurement of what a census costs is believed at once.
@@ -157,7 +156,7 @@ impl State {
         match self.members.get_mut(&process) {
             Some(member) => {
                 if member.likeness != arrival.likeness {
-                    member.held = Arc::default();
+                    member.held = None;
                 }
                 (member.likeness, member.excluded) = (arrival.likeness, arrival.excluded);
                 // What it had merged before it must not any more is withdrawn.
@@ -216,7 +215,7 @@ impl State {
         self.looks += 1;
         for (process, held) in found.held {
             if let Some(member) = self.members.get_mut(&process) {
-                member.held = Arc::new(held);
+                member.hold(held);
             }
         }
         let planned: BTreeMap<ProcessId, Planned> = found.planned.iter().map(|plan| (plan.process, *plan)).collect();
@@ -238,10 +237,14 @@ impl State {
         let rarest = self.rarest();
         for &process in &turns {
             let spread = self.spread(process);
-            let soon = found.young.contains(&process) || self.has_missed(&process, &beside);
             if let Some(member) = self.members.get_mut(&process) {
-                let found = (processes.contains(&process), soon);
+                let found = (processes.contains(&process), found.young.contains(&process));
                 member.looked(self.now, found, spread, &self.rules, rarest);
+            }
+        }
+        for process in self.who_missed(&turns, &beside) {
+            if let Some(member) = self.members.get_mut(&process) {
+                member.miss(&self.rules);
             }
         }
         if young {

@@ -240,9 +240,8 @@ fn heed(mut signals: Signals, sender: Sender<Message>, options: &Options, global
     Ok(())
 }
 
-/// For how long what the doctor found is shown: so long, and so many times as long as it took, so that it stays below a
-/// ten-thousandth of one CPU however many programs there are.
-const FINDINGS: (Duration, u32) = (Duration::from_secs(600), 10_000);
+/// For how long what the doctor found is shown: ten thousand times as long as it took, but from ten minutes to an hour.
+const FINDINGS: (u32, Duration, Duration) = (10_000, Duration::from_secs(600), Duration::from_secs(3600));
 
 /// For how long an answer may take to be made.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -317,7 +316,7 @@ impl Desk {
         let now = Instant::now();
         if findings.as_ref().is_none_or(|(until, _)| now >= *until) {
             let found = status::findings(self.host, &snapshot.settings);
-            *findings = Some((now + FINDINGS.0.max(now.elapsed() * FINDINGS.1), found));
+            *findings = Some((now + (now.elapsed() * FINDINGS.0).clamp(FINDINGS.1, FINDINGS.2), found));
         }
         let found = findings.as_ref().map(|(_, found)| found.clone()).unwrap_or_default();
         drop(findings);
