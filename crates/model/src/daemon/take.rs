@@ -37,7 +37,9 @@ impl State {
             Event::Tick(readings) => self.read(readings, actions),
             Event::Came(arrival) => self.came(arrival, actions),
             Event::Went(process) => {
-                if self.members.remove(&process).is_some_and(|member| member.merged || member.enrolled) {
+                // What is in a merge may be merged, whatever comes of that.
+                let merges = matches!(&self.work, Some(Work::Merge(processes)) if processes.contains(&process));
+                if self.members.remove(&process).is_some_and(|member| merges || member.merged || member.enrolled) {
                     self.sweep.get_or_insert(self.now + SWEEP);
                 }
             }

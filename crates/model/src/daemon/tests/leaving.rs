@@ -546,3 +546,18 @@ fn a_merge_in_between_does_not_stand_for_passing_by() {
     let sweep = is(|action| matches!(action, Action::Sweep))(&host);
     assert!(merge.is_some() && merge < sweep, "{:?}", host.trace);
 }
+
+/// Who ends while it is merged for the first time is passed by, too.
+#[test]
+fn who_ends_during_its_first_merge_is_passed_by() {
+    let mut host = Host::new(rules(Mode::Act));
+    host.merging = 5.0;
+    [1, 3].into_iter().for_each(|pid| host.happen(arrival(pid)));
+    let merges = |host: &Host| host.did(|action| matches!(action, Action::Merge { .. }));
+    while merges(&host) == 0 {
+        host.run(1);
+    }
+    [1, 3].into_iter().for_each(|pid| host.happen(Event::Went(id(pid))));
+    host.run(30);
+    assert_eq!((merges(&host), host.did(|action| matches!(action, Action::Sweep))), (1, 1));
+}
