@@ -49,7 +49,7 @@ pub struct Prepared {
     pub plan: Plan,
     /// By what one can tell afterwards why it came out differently.
     pub probes: Probes,
-    /// What is left out because it is not old enough.
+    /// What is left out because it, or all that it would merge with, is not old enough.
     pub young: BTreeMap<ProcessId, Bytes>,
     /// A sample of what each holds, comparable between censuses with the same ages; nothing without.
     pub held: BTreeMap<ProcessId, Held>,
