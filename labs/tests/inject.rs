@@ -211,6 +211,8 @@ const STATES: &[&str] = &[
     "coroutine_above_zeros",
     "coroutine_above_untouched",
     "coroutine_on_main_stack",
+    "stack_in_pieces",
+    "stack_in_untouched_pieces",
     "vfork",
     "filtered",
     "filtered_throughout",
@@ -258,7 +260,15 @@ fn a_program_is_visited_at_the_same_place_each_time() {
     if !possible() {
         return;
     }
-    for state in ["spin", "threads", "coroutine", "coroutine_above_zeros", "coroutine_on_main_stack"] {
+    for state in [
+        "spin",
+        "threads",
+        "coroutine",
+        "coroutine_above_zeros",
+        "coroutine_on_main_stack",
+        "stack_in_pieces",
+        "stack_in_untouched_pieces",
+    ] {
         let victim = Victim::start(state);
         done(victim.pid(), &["mergeable"]);
         let stack = victim.status("VmStk");
@@ -266,6 +276,31 @@ fn a_program_is_visited_at_the_same_place_each_time() {
         assert_eq!(victim.status("VmStk"), stack, "{state}");
         victim.finish();
     }
+}
+
+#[test]
+fn a_stack_that_is_not_writable_throughout_is_refused() {
+    if !possible() {
+        return;
+    }
+    let victim = Victim::start("stack_with_guard");
+    let said = refused(victim.pid(), &["mergeable"]);
+    assert!(said.contains("no main stack that is readable and writable throughout"), "{said}");
+    victim.finish();
+}
+
+#[test]
+fn memory_below_a_stack_is_left_alone() {
+    if !possible() {
+        return;
+    }
+    let victim = Victim::start("stack_above_memory");
+    let said = refused(victim.pid(), &["mergeable"]);
+    assert!(said.contains("its main stack"), "{said}");
+    victim.finish();
+    let victim = Victim::start("stack_near_memory");
+    done(victim.pid(), &["mergeable", "--cycles", "20"]);
+    victim.finish();
 }
 
 #[test]
@@ -310,7 +345,7 @@ fn stops_and_continues_during_injection_are_obeyed() {
     }
     let victim = Victim::start("threads");
     let pid = victim.pid();
-    let injector = thread::spawn(move || done(pid, &["mergeable", "--cycles", &cycles(150).to_string()]));
+    let injector = thread::spawn(move || done(pid, &["mergeable", "--cycles", &cycles(60).to_string()]));
     while !injector.is_finished() {
         victim.signal(Signal::SIGSTOP);
         thread::sleep(Duration::from_micros(700));

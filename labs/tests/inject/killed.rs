@@ -91,7 +91,7 @@ macro_rules! killed_in {
 
 killed_in! {
     spin recurse sleep futex pipe epoll_again ppoll threads coroutine coroutine_above_zeros coroutine_above_untouched
-    coroutine_on_main_stack vfork sandboxed signals storm
+    coroutine_on_main_stack stack_in_pieces stack_in_untouched_pieces vfork sandboxed signals storm
 }
 
 #[test]

@@ -553,6 +553,87 @@ static void vforking(void)
 	check(waitpid(child, NULL, 0) == child, "waitpid");
 }
 
+/* Advice on a part of the stack cuts it in pieces: above an array's lower quarter, whose pages belong to this frame
+ * whether or not it has touched them. */
+static void in_pieces(int touched)
+{
+	unsigned char array[ZEROS];
+	uintptr_t page = sysconf(_SC_PAGESIZE), cut = ((uintptr_t)array + ZEROS / 4) & -page;
+	if (touched)
+		memset(array, 0x5a, sizeof array);
+	check(madvise((void *)cut, page, MADV_DONTFORK) == 0, "madvise");
+	ready();
+	while (!finish)
+		deep(100);
+	/* Its upper end was in use before. */
+	for (int i = 0; i < (touched ? ZEROS : ZEROS / 2); i++)
+		check(array[i] == (touched ? 0x5a : 0), "an array on a stack in pieces");
+}
+
+static void stack_in_pieces(void)
+{
+	in_pieces(1);
+}
+
+static void stack_in_untouched_pieces(void)
+{
+	in_pieces(0);
+}
+
+/* A part of the stack that is not to be touched, as of programs that watch how deep they are. */
+static void stack_with_guard(void)
+{
+	unsigned char array[ZEROS];
+	uintptr_t page = sysconf(_SC_PAGESIZE), guard = ((uintptr_t)array + ZEROS / 4) & -page;
+	check(mprotect((void *)guard, page, PROT_NONE) == 0, "mprotect");
+	ready();
+	while (!finish)
+		deep(100);
+	check(mprotect((void *)guard, page, PROT_READ | PROT_WRITE) == 0, "mprotect");
+	for (int i = 0; i < ZEROS / 2; i++)
+		check(array[i] == 0, "an array on a stack with a guard");
+}
+
+/* Memory of the program's own below a stack whose pages were all used: right below it, or after a gap of a page. The
+ * kernel lets a stack grow up to what may not be accessed. */
+static void above_memory(int gap, int protection)
+{
+	enum { PAGES = 4 };
+	unsigned char array[ZEROS];
+	uintptr_t page = sysconf(_SC_PAGESIZE), start = 0, end;
+	char line[512];
+	memset(array, 0x5a, sizeof array);
+	/* Deeper than anything below. */
+	deep(60);
+	FILE *maps = fopen("/proc/self/maps", "r");
+	check(maps != NULL, "maps");
+	while (fgets(line, sizeof line, maps))
+		if (strstr(line, "[stack]"))
+			check(sscanf(line, "%lx-%lx", &start, &end) == 2, "the stack");
+	fclose(maps);
+	unsigned char *place = (unsigned char *)start - (gap + PAGES) * page;
+	unsigned char *memory = mmap(place, PAGES * page, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+	check(memory == place, "mmap");
+	ready();
+	while (!finish)
+		;
+	check(mprotect(memory, PAGES * page, PROT_READ) == 0, "mprotect");
+	for (uintptr_t i = 0; i < PAGES * page; i++)
+		check(memory[i] == 0, "memory below the stack");
+	for (int i = 0; i < ZEROS; i++)
+		check(array[i] == 0x5a, "an array on the stack");
+}
+
+static void stack_above_memory(void)
+{
+	above_memory(0, PROT_READ | PROT_WRITE);
+}
+
+static void stack_near_memory(void)
+{
+	above_memory(1, PROT_NONE);
+}
+
 /* A filter that kills for madvise, process_madvise and prctl, on the main thread alone. */
 static uint32_t verdict = SECCOMP_RET_KILL_PROCESS;
 static unsigned long on_all;
@@ -712,7 +793,9 @@ static const struct {
 	{"threads", many_threads}, {"coroutine", coroutine}, {"coroutine_alone", coroutine_alone},
 	{"coroutine_above_zeros", coroutine_above_zeros}, {"coroutine_above_untouched", coroutine_above_untouched},
 	{"coroutine_on_main_stack", coroutine_on_main_stack},
-	{"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered},
+	{"stack_in_pieces", stack_in_pieces}, {"stack_in_untouched_pieces", stack_in_untouched_pieces},
+	{"stack_with_guard", stack_with_guard}, {"stack_above_memory", stack_above_memory},
+	{"stack_near_memory", stack_near_memory}, {"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered},
 	{"filtered_throughout", filtered_throughout}, {"sandboxed", sandboxed}, {"strict", strict},
 	{"forbidden", forbidden}, {"filtered_by_another", filtered_by_another},
 	{"signals", signals}, {"storm", storm}, {"execs", execs}, {"newborn", newborn}, {"churn", churn},

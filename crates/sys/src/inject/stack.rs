@@ -7,6 +7,11 @@
 //! that were ever touched, since whoever leaves a frame has touched the page below it, and what is left there says
 //! whose it has become, for the next time.
 //!
+//! The main stack is one mapping or several: where advice holds for a part of it the kernel cuts it, and so does
+//! withdrawing what was enrolled whole, range by range, for a while. Which of the mappings right below it are pieces of
+//! it, and which a program put there, nobody tells cheaply. So the pages of a stack in pieces all count as touched, none
+//! of them is taken below a stack pointer, and it is made to grow, which only a stack does.
+//!
 //! Mirrors `do_procmap_query` and `task_current_syscall` (fs/proc/task_mmu.c, lib/syscall.c, 6.18). Limits: a main
 //! thread that returns from its call and within that stop goes down by more than [`MARGIN`] meets the frame; and where
 //! a stack may not grow any more, the place is right below the stack pointer of whoever runs there. Where a killed
@@ -53,49 +58,96 @@ struct Query {
     build_id: u64,
 }
 
+/// `PROCMAP_QUERY_VMA_READABLE` with `PROCMAP_QUERY_VMA_WRITABLE`.
 const READABLE_AND_WRITABLE: u64 = 3;
+/// `PROCMAP_QUERY_VMA_SHARED`.
+const SHARED: u64 = 8;
+/// `PROCMAP_QUERY_COVERING_OR_NEXT_VMA`.
+const COVERING_OR_NEXT: u64 = 16;
+
+/// Of how many mappings a stack may be.
+const PIECES: usize = 64;
 
 nix::ioctl_readwrite!(
-    /// `PROCMAP_QUERY`: the mapping that covers an address.
+    /// `PROCMAP_QUERY`: the mapping that covers an address, or the next above it.
     procmap_query,
     b'f',
     17,
     Query
 );
 
-/// Where the main stack lies.
-#[derive(Clone, Copy)]
-struct Stack {
+/// A mapping that may be one of a stack.
+struct Piece {
     start: u64,
     end: u64,
+    is_writable: bool,
+    /// Private and of no file.
+    is_memory: bool,
 }
 
-impl Stack {
-    fn contains(self, address: u64) -> bool {
-        (self.start..self.end).contains(&address)
+/// The mapping that covers an address, or the next above it, without reading all of them while a thread is stopped.
+/// `maps` is an open `/proc/PID/maps`. Errors are the ioctl's: `ENOTTY` before 6.11.
+fn asked(maps: &File, address: u64) -> Result<Option<Piece>, Errno> {
+    let mut query = Query { size: size_of::<Query>() as u64, flags: COVERING_OR_NEXT, address, ..Query::default() };
+    // SAFETY: the descriptor is open, and `query` is the structure that the kernel reads and fills, with its size in it
+    // and no buffers asked for.
+    match unsafe { procmap_query(maps.as_raw_fd(), &raw mut query) } {
+        Ok(_) => Ok(Some(Piece {
+            start: query.start,
+            end: query.end,
+            is_writable: query.permissions & READABLE_AND_WRITABLE == READABLE_AND_WRITABLE,
+            is_memory: query.inode == 0 && query.permissions & SHARED == 0,
+        })),
+        Err(Errno::ENOENT) => Ok(None),
+        Err(errno) => Err(errno),
     }
 }
 
-/// The main stack in the text of `maps`.
-fn listed(maps: &str) -> Option<Stack> {
-    let stack = maps.lines().rev().filter_map(mapping).find(|mapping| mapping.name == "[stack]")?;
-    stack.permissions.starts_with("rw").then_some(Stack { start: stack.start, end: stack.end })
+/// The mapping that covers an address, or the next above it, in the text of `maps`.
+fn listed(maps: &str, address: u64) -> Option<Piece> {
+    let found = maps.lines().filter_map(mapping).find(|found| found.end > address)?;
+    Some(Piece {
+        start: found.start,
+        end: found.end,
+        is_writable: found.permissions.starts_with("rw"),
+        is_memory: found.inode == 0 && found.permissions.ends_with('p'),
+    })
 }
 
-/// The end of the main stack in the text of `maps`, which stays where it is.
+/// The end of the main stack, or of a piece of it, in the text of `maps`.
 pub(super) fn end(maps: &str) -> Option<u64> {
-    listed(maps).map(|stack| stack.end)
+    maps.lines().rev().filter_map(mapping).find(|mapping| mapping.name == "[stack]").map(|stack| stack.end)
 }
 
-/// The mapping that ends there, without reading all of them while a thread is stopped. `maps` is an open
-/// `/proc/PID/maps`. Errors are the ioctl's: `ENOTTY` before 6.11, `ENOENT` where there is none.
-fn ending_at(maps: &File, end: u64) -> Result<Option<Stack>, Errno> {
-    let mut query = Query { size: size_of::<Query>() as u64, address: end - 1, ..Query::default() };
-    // SAFETY: the descriptor is open, and `query` is the structure that the kernel reads and fills, with its size in it
-    // and no buffers asked for.
-    unsafe { procmap_query(maps.as_raw_fd(), &raw mut query) }?;
-    let usable = query.permissions & READABLE_AND_WRITABLE == READABLE_AND_WRITABLE;
-    Ok(usable.then_some(Stack { start: query.start, end: query.end }))
+/// Where the main stack lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stack {
+    start: u64,
+    end: u64,
+    /// Several mappings, of which the lower ones may not be the stack's.
+    in_pieces: bool,
+}
+
+impl Stack {
+    /// The stack that has its end there, of the mappings that are told for addresses and above. None where a part of it
+    /// is not readable and writable, or there are too many.
+    fn ending_at(end: u64, told: impl Fn(u64) -> Result<Option<Piece>, Errno>) -> Result<Option<Self>, Errno> {
+        let covering = |address: u64| Ok(told(address)?.filter(|piece| piece.start <= address));
+        let Some(piece) = covering(end - 1)?.filter(|piece| piece.is_writable) else { return Ok(None) };
+        let mut stack = Self { start: piece.start, end: piece.end, in_pieces: false };
+        for _ in 0..PIECES {
+            match covering(stack.start - 1)? {
+                None | Some(Piece { is_memory: false, .. }) => return Ok(Some(stack)),
+                Some(Piece { is_writable: false, .. }) => return Ok(None),
+                Some(Piece { start, .. }) => (stack.start, stack.in_pieces) = (start, true),
+            }
+        }
+        Ok(None)
+    }
+
+    fn contains(self, address: u64) -> bool {
+        (self.start..self.end).contains(&address)
+    }
 }
 
 /// Room on a stack.
@@ -114,14 +166,27 @@ fn mark(bytes: usize) -> Vec<u8> {
 
 impl Target {
     fn stack(&self) -> Result<Stack, Error> {
-        let none = || Error::Unsupported("it has no main stack".to_owned());
+        let none = || Error::Unsupported("it has no main stack that is readable and writable throughout".to_owned());
         let end = self.stack_end.ok_or_else(none)?;
-        match ending_at(&self.maps, end) {
-            Ok(stack) => stack.ok_or_else(none),
-            Err(Errno::ESRCH) => Err(Error::Gone),
-            Err(Errno::ENOENT) => Err(none()),
-            Err(_) => listed(&text(&self.directory, "maps")?).ok_or_else(none),
-        }
+        let stack = match Stack::ending_at(end, |address| asked(&self.maps, address)) {
+            Ok(stack) => stack,
+            Err(Errno::ESRCH) => return Err(Error::Gone),
+            Err(_) => {
+                let listing = text(&self.directory, "maps")?;
+                Stack::ending_at(end, |address| Ok(listed(&listing, address))).ok().flatten()
+            }
+        };
+        stack.ok_or_else(none)
+    }
+
+    /// Whether nothing is mapped from an address up to the stack.
+    fn is_free_below(&self, stack: Stack, address: u64) -> Result<bool, Error> {
+        let next = match asked(&self.maps, address) {
+            Ok(next) => next,
+            Err(Errno::ESRCH) => return Err(Error::Gone),
+            Err(_) => listed(&text(&self.directory, "maps")?, address),
+        };
+        Ok(next.is_some_and(|next| next.start == stack.start))
     }
 
     /// Where on the main stack so many bytes can be written without anybody noticing while `tid` is stopped.
@@ -141,7 +206,7 @@ impl Target {
         if let Some(room) = self.room_never_touched(stack, top, state, bytes.next_multiple_of(page_size()))? {
             return Ok(room);
         }
-        if !on_stack {
+        if !on_stack || stack.in_pieces {
             return Err(Error::Unsupported("its main stack is full".to_owned()));
         }
         let base = top.saturating_sub(bytes as u64) & !63;
@@ -166,24 +231,31 @@ impl Target {
         })
         .map_err(failed("reading which pages of its stack are in use"))?;
         let is_marked = |page: u64| self.read(page, page_size()).is_ok_and(|found| found == mark(page_size()));
-        let used = touched.iter().copied().find(|&page| !is_marked(page)).unwrap_or(reach.end);
+        let is_touched = |page: u64| touched.contains(&page);
+        let is_free = |page: u64| if is_touched(page) { is_marked(page) } else { !stack.in_pieces };
+        let used = reach.clone().step_by(page_size()).find(|&page| !is_free(page)).unwrap_or(reach.end);
         // With as much again below it, if possible: there the kernel puts the frame of a signal that comes when the
         // tracer is gone, and the stack need not grow for it.
         for base in [stack.start + len, stack.start] {
             if base + len <= used.min(top) {
-                let is_new = !touched.iter().any(|page| (base..base + len).contains(page));
+                let is_new = !(base..base + len).step_by(page_size()).any(is_touched);
                 let before = if is_new { Ok(vec![0; bytes]) } else { self.read(base, bytes) };
                 return room(base, before.map_err(failed("reading its stack"))?);
             }
-            if base + len <= top && (base..base + len).step_by(page_size()).all(|page| touched.contains(&page)) {
+            if base + len <= top && (base..base + len).step_by(page_size()).all(is_touched) {
                 let found = self.read(base, bytes).map_err(failed("reading its stack"))?;
                 if self.is_left_over(&found, state) {
                     return room(base, found);
                 }
             }
         }
-        // Reading below a stack makes it grow (mm/memory.c, `__access_remote_vm`), as far as its limit allows.
-        let base = stack.start.saturating_sub(len);
+        // Reading below a stack makes it grow (mm/memory.c, `__access_remote_vm`), as far as its limit allows, up to
+        // what is mapped there and may not be accessed.
+        let page = page_size() as u64;
+        let base = (stack.start.min(top) / page * page).saturating_sub(len);
+        if !self.is_free_below(stack, base)? {
+            return Ok(None);
+        }
         self.read(base, bytes).map_or(Ok(None), |zeros| room(base, zeros))
     }
 
@@ -243,14 +315,34 @@ mod tests {
     #[test]
     fn the_kernel_and_its_listing_tell_the_same_of_this_stack() {
         let listing = std::fs::read_to_string("/proc/self/maps").expect("maps");
-        let stack = listed(&listing).expect("a stack");
+        let end = end(&listing).expect("an end");
+        let stack = Stack::ending_at(end, |address| Ok(listed(&listing, address)));
+        assert!(stack.is_ok_and(|stack| stack.is_some_and(|stack| stack.end == end && !stack.in_pieces)));
         let maps = File::open("/proc/self/maps").expect("maps");
-        match ending_at(&maps, end(&listing).expect("an end")) {
-            Ok(found) => {
-                let found = found.expect("readable and writable");
-                assert_eq!((found.start, found.end), (stack.start, stack.end));
-            }
+        match Stack::ending_at(end, |address| asked(&maps, address)) {
+            Ok(found) => assert_eq!(Ok(found), stack),
             Err(errno) => assert_eq!(errno, Errno::ENOTTY),
         }
+    }
+
+    #[test]
+    fn a_stack_is_all_that_lies_below_its_end_without_a_gap() {
+        let stack = |maps: &str| Stack::ending_at(end(maps)?, |address| Ok(listed(maps, address))).expect("a listing");
+        let whole = Stack { start: 0x4000, end: 0x9000, in_pieces: false };
+        let gap = "1000-3000 rw-p 00000000 00:00 0\n4000-9000 rw-p 00000000 00:00 0    [stack]\n";
+        assert_eq!(stack(gap), Some(whole));
+        let pieces = "1000-2000 rw-p 00000000 00:00 0\n3000-5000 rw-p 00000000 00:00 0\n\
+                      5000-8000 rw-p 00000000 00:00 0    [stack]\n8000-9000 rw-p 00000000 00:00 0\n";
+        assert_eq!(stack(pieces), Some(Stack { start: 0x3000, end: 0x8000, in_pieces: true }));
+        let file = "2000-4000 rw-p 00000000 08:01 77    /a/file\n4000-9000 rw-p 00000000 00:00 0    [stack]\n";
+        assert_eq!(stack(file), Some(whole));
+        let guard = "3000-4000 ---p 00000000 00:00 0\n4000-9000 rw-p 00000000 00:00 0    [stack]\n";
+        assert_eq!(stack(guard), None);
+        let piece = |number: u64| format!("{:x}-{:x} rw-p 00000000 00:00 0\n", number << 12, (number + 1) << 12);
+        let many =
+            (1..=PIECES as u64 + 1).map(piece).collect::<String>() + "42000-43000 rw-p 00000000 00:00 0    [stack]\n";
+        assert_eq!(stack(&many), None);
+        assert!(stack(&many[many.find('\n').expect("lines") + 1..].replacen("2000-3000", "2800-3000", 1)).is_none());
+        assert_eq!(stack("1000-3000 rw-p 00000000 00:00 0\n"), None);
     }
 }

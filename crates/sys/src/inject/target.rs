@@ -40,7 +40,7 @@ pub struct Target {
     pub(super) memory: File,
     pub(super) maps: File,
     pub(super) pagemap: File,
-    /// Where the main stack ends.
+    /// Where the main stack ends, or the piece of it that was used first: nothing above that matters.
     pub(super) stack_end: Option<u64>,
     pub(super) home: Home,
 }
@@ -50,7 +50,7 @@ pub(super) struct Mapping<'a> {
     pub start: u64,
     pub end: u64,
     pub permissions: &'a str,
-    inode: u64,
+    pub inode: u64,
     pub name: &'a str,
 }
 
