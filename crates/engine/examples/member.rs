@@ -18,8 +18,9 @@
 //! unmap START COUNT       forsakes and unmaps; `map` maps what is unmapped, and adopts it
 //! move START COUNT        by mremap, with memory of no access in the place; `back` moves it back
 //! grow START              one page, to two, by mremap, likewise
-//! dontneed START COUNT    by MADV_DONTNEED; tells how many pages read as zeros, and as what they were merged with
-//! guard START COUNT       by MADV_GUARD_INSTALL
+//! dontneed START COUNT    by MADV_DONTNEED; tells how many pages read as zeros, and as what they were merged with;
+//!                         but for pages that came by `grow`, which would read as nothing in particular
+//! guard START COUNT       by MADV_GUARD_INSTALL, likewise
 //! protect START COUNT HOW 0 not to be accessed, 1 to be read; `expose` to be written, guarded pages too
 //! huge                    asks for huge pages
 //!
@@ -86,11 +87,18 @@ struct Page {
     holds: Content,
     /// What it may have been merged with.
     past: Vec<Content>,
+    /// It came with another one that grew, and has whatever the store has next to that one below what was written.
+    came_with_another: bool,
 }
 
 impl Page {
     fn new(at: usize) -> Self {
-        Self { at, access: Access::Write, holds: ZEROS, past: Vec::new() }
+        Self { at, access: Access::Write, holds: ZEROS, past: Vec::new(), came_with_another: false }
+    }
+
+    /// Whether it is known what it may read as once its content is dropped.
+    fn may_be_dropped(&self) -> bool {
+        self.is_readable() && !self.came_with_another
     }
 
     fn pointer(&self) -> *mut u8 {
@@ -248,7 +256,7 @@ impl Memory<'_> {
         let there = Page { at: space(2, 0), ..page.clone() };
         remap(page.at, PAGE, there.at, PAGE);
         page.hold_the_place();
-        let mut more = Page { at: there.at + PAGE, access: there.access, ..Page::new(0) };
+        let mut more = Page { at: there.at + PAGE, access: there.access, came_with_another: true, ..Page::new(0) };
         more.protect(Access::Write);
         more.fill((9, start));
         self.elsewhere.push((start as usize, vec![there, more]));
@@ -565,7 +573,7 @@ fn main() {
             }
             ("dontneed", &[start, count]) => {
                 let mut kept = 0;
-                for page in memory.some(start, count).iter_mut().filter(|page| page.is_readable()) {
+                for page in memory.some(start, count).iter_mut().filter(|page| page.may_be_dropped()) {
                     assert!(page.advise(libc::MADV_DONTNEED), "{}", std::io::Error::last_os_error());
                     kept += u64::from(page.find_out());
                 }
@@ -573,7 +581,8 @@ fn main() {
             }
             ("guard", &[start, count]) => {
                 let mut guarded = 0;
-                for page in memory.some(start, count).iter_mut().filter(|page| page.access == Access::Write) {
+                let droppable = |page: &&mut Page| page.access == Access::Write && page.may_be_dropped();
+                for page in memory.some(start, count).iter_mut().filter(droppable) {
                     if page.advise(GUARD_INSTALL) {
                         page.access = Access::Guarded;
                         guarded += 1;
