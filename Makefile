@@ -157,7 +157,7 @@ fixtures: ## Record the hosts in fixtures/recordings anew (as root; boots a gues
 	UPDATE_GOLDEN=1 $(CARGO) test $(LOCKED) -p pagefold --test golden
 
 .PHONY: aarch64
-aarch64: ## Build for 64-bit Arm, and run the tests of the portable crates under emulation
+aarch64: ## Check that it compiles for 64-bit Arm, and run the tests of the portable crates under emulation
 	LOCKED="$(LOCKED)" .ci/aarch64
 
 .PHONY: aarch64-live
