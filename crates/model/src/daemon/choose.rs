@@ -29,6 +29,9 @@ const INDEX: (u64, u64) = (16 << 20, 640);
 /// The part of the memory it is of that an index takes while it is grouped: at most 33 bytes for a page of 4 KiB.
 const INDEXED: u64 = 124;
 
+/// The part of what may be saved up for which it is waited before a merge that was halted: others have their turns, too.
+const MOST: f64 = 0.75;
+
 /// The part of its pause by which somebody is looked at earlier, where others are looked at now.
 const TOGETHER: f64 = 0.25;
 
@@ -156,8 +159,15 @@ impl State {
         }
     }
 
+    /// CPU seconds of looking at somebody.
     fn cost(&self, member: &Member) -> f64 {
         member.resident.0 as f64 / 1048576.0 * self.census_seconds * member.weight()
+    }
+
+    /// CPU seconds to save up before some are looked at: where merges of them were halted, for all of these besides, or
+    /// looking would use them up each time. No more than most of what may be saved up, unless looking alone takes more.
+    fn outlay(&self, looks: f64, unmerged: f64) -> f64 {
+        (looks + unmerged).min(looks.max(self.budget.burst() * MOST))
     }
 
     /// Take a census of those whose turn it is, as far as there is CPU time for it.
@@ -256,7 +266,11 @@ impl State {
     /// Those of whose turn it is, and of others beside them, for whom there is CPU time now; `None` while it is waited
     /// for.
     pub(super) fn affordable(&self, due: &[ProcessId]) -> Option<BTreeSet<ProcessId>> {
-        if !due.iter().any(|process| self.cost(&self.members[process]) <= self.budget.left()) {
+        let alone = |process: &ProcessId| {
+            let member = &self.members[process];
+            self.outlay(self.cost(member), member.unmerged)
+        };
+        if !due.iter().any(|process| alone(process) <= self.budget.left()) {
             return None;
         }
         // Who was in a look that used up the budget is looked at with one other alone, so that it is found out who
@@ -265,17 +279,17 @@ impl State {
         let most = if apart { 1 } else { usize::MAX };
         let managed: u64 = self.members.values().map(|member| member.resident.0).sum();
         let room = (INDEX.0 + managed / INDEX.1) * INDEXED;
-        let (mut turns, mut chosen, mut cost, mut looked) = (Vec::new(), BTreeSet::new(), 0.0, 0);
+        let (mut turns, mut chosen, mut looks, mut unmerged, mut looked) = (Vec::new(), BTreeSet::new(), 0.0, 0.0, 0);
         let mut companions = 0;
         let mut join = |chosen: &mut BTreeSet<ProcessId>, process: ProcessId, most: usize| {
             let member = &self.members[&process];
-            let (seconds, bytes) = (self.cost(member), member.resident.0);
+            let (seconds, more, bytes) = (looks + self.cost(member), unmerged + member.unmerged, member.resident.0);
             // A big host is looked at in portions, of two members at least.
             let fits = chosen.len() < most.min(2) || chosen.len() < most && looked + bytes <= room;
-            let joins = fits && cost + seconds <= self.budget.left();
+            let joins = fits && self.outlay(seconds, more) <= self.budget.left();
             if joins {
                 chosen.insert(process);
-                (cost, looked) = (cost + seconds, looked + bytes);
+                (looks, unmerged, looked) = (seconds, more, looked + bytes);
             }
             joins
         };
@@ -311,7 +325,7 @@ impl State {
         (!waits).then_some(chosen)
     }
 
-    /// Whether there is CPU time for fewer than all of these.
+    /// Whether there is CPU time to look at fewer than all of these.
     fn is_scarce(&self, due: &[ProcessId]) -> bool {
         due.iter().map(|process| self.cost(&self.members[process])).sum::<f64>() > self.budget.left()
     }

@@ -124,6 +124,8 @@ pub struct Member {
     pub net: NetBytes,
     /// Whether it may share pages with another trust domain, since its own has changed.
     pub mixed: bool,
+    /// CPU seconds that its merge wants beside a look, where the last one was halted for want of them.
+    pub unmerged: f64,
     /// When it came into another trust domain last.
     moved_at: Option<Duration>,
     /// When it was looked at last.
@@ -179,6 +181,7 @@ impl Member {
             judged: false,
             net: NetBytes(0),
             mixed: false,
+            unmerged: 0.0,
             moved_at: None,
             looked: None,
             pause: rules.ripens,
@@ -415,7 +418,7 @@ impl Member {
 
     /// It was withdrawn. Tells why it was to be, where that was refused before.
     pub fn left(&mut self, extent: Extent) -> Option<Reason> {
-        (self.enrolled, self.judged, self.net) = (false, false, NetBytes(0));
+        (self.enrolled, self.judged, self.net, self.unmerged) = (false, false, NetBytes(0), 0.0);
         if extent == Extent::All {
             (self.merged, self.mixed) = (false, false);
         }

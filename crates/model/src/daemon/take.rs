@@ -28,6 +28,10 @@ const SWEEP_AGAIN: Duration = Duration::from_secs(60);
 /// was looked.
 const KEPT: f64 = 0.5;
 
+/// CPU seconds that are saved up for a merge that was halted, in times of what ksmd should take for it: enrolling and
+/// watching take some, too, and ksmd may look at pages twice.
+const WHOLE: f64 = 2.0;
+
 /// When the right to change the host is asked for again after somebody else had it.
 const AGAIN: Duration = Duration::from_secs(10);
 
@@ -221,6 +225,11 @@ impl State {
             }
         }
         let planned: BTreeMap<ProcessId, Planned> = found.planned.iter().map(|plan| (plan.process, *plan)).collect();
+        for process in &turns {
+            if let Some(member) = self.members.get_mut(process) {
+                member.unmerged = 0.0;
+            }
+        }
         let is_new = |process: &ProcessId| self.members.get(process).is_some_and(Member::is_new);
         // What has just come has not been there for long enough, whoever enrolled it.
         let young = turns.iter().any(is_new);
@@ -258,6 +267,7 @@ impl State {
             let why = format!("it would give back {sum} (at most {most} is worth it)");
             actions.push(self.say(What::Leave, &dear, Reason::Unprofitable, why));
         }
+        let outlays: Vec<f64> = worth.iter().map(|(_, worth)| worth.ksmd.as_secs_f64() * WHOLE).collect();
         let (processes, sum) = price::sum(worth);
         if processes.is_empty() {
             return;
@@ -278,6 +288,11 @@ impl State {
             // At the pace at which the budget fills up again there is no end to it.
             let share = if cost * 1.5 <= self.budget.left() { 1.0 } else { (self.rules.cpu / 2.0).clamp(0.001, 1.0) };
             let share = (share * self.slowdown.pace()).max(0.001);
+            for (process, outlay) in processes.iter().zip(outlays) {
+                if let Some(member) = self.members.get_mut(process) {
+                    member.unmerged = outlay;
+                }
+            }
             self.start(Work::Merge(processes.clone()), Action::Merge { processes, share }, actions);
         }
     }
@@ -309,8 +324,9 @@ impl State {
     }
 
     fn merged(&mut self, merged: Merged, actions: &mut Vec<Action>) {
+        let overran = self.halted && self.budget.left() <= 0.0;
         if let Some(Work::Merge(processes)) = self.work.take() {
-            self.have_merged(&processes);
+            self.have_merged(&processes, overran);
         }
         for process in &merged.enrolled {
             if let Some(member) = self.members.get_mut(process) {
@@ -354,7 +370,6 @@ impl State {
             }
         }
         let mib = merged.net.0 as f64 / 1048576.0;
-        let overran = self.halted && self.budget.left() <= 0.0;
         let fell_short = !self.halted && (merged.net.0 as f64) < merged.predicted.0 as f64 * KEPT;
         if fell_short && !others.is_empty() {
             let reached = Bytes(merged.net.0.max(0).unsigned_abs());
@@ -372,11 +387,15 @@ impl State {
         }
     }
 
-    /// These were in a merge. Who came to be excluded meanwhile, or into another domain, is withdrawn.
-    fn have_merged(&mut self, processes: &[ProcessId]) {
+    /// These were in a merge, which may have used up the CPU time. Who came to be excluded meanwhile, or into another
+    /// domain, is withdrawn.
+    fn have_merged(&mut self, processes: &[ProcessId], overran: bool) {
         for process in processes {
             if let Some(member) = self.members.get_mut(process) {
                 member.merged = true;
+                if !overran {
+                    member.unmerged = 0.0;
+                }
                 if member.excluded.is_some() {
                     member.leave(Reason::Excluded, self.now);
                 }
@@ -431,7 +450,7 @@ impl State {
             Some(Work::Census(processes, _)) => self.back_off(&processes),
             Some(Work::Merge(processes)) => {
                 self.back_off(&processes);
-                self.have_merged(&processes);
+                self.have_merged(&processes, false);
                 // Any of them may be enrolled in part.
                 let enrolled = |process: &ProcessId| self.members.get(process).is_some_and(|member| member.enrolled);
                 let fresh: Vec<ProcessId> = processes.into_iter().filter(|process| !enrolled(process)).collect();

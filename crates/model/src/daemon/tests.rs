@@ -2,15 +2,16 @@ use super::*;
 use crate::domain::Domain;
 use crate::sketch::{Held, Sketch};
 use crate::units::{NetBytes, Pid};
-use proptest::prelude::*;
 use std::collections::BTreeSet;
 
 mod leaving;
 mod pressure;
 mod price;
+mod properties;
 mod turns;
 
 const MIB: u64 = 1 << 20;
+const TICK: Duration = Duration::from_millis(250);
 
 fn id(pid: u32) -> ProcessId {
     ProcessId { pid: Pid(pid), start_time: u64::from(pid) }
@@ -37,6 +38,9 @@ struct Host {
     second: u32,
     /// What the work under way will answer, and when.
     answer: Option<(Duration, Event)>,
+    /// CPU seconds for each second of it, and whether it can be halted.
+    rate: f64,
+    halts: bool,
     enrolled: BTreeSet<ProcessId>,
     holds: bool,
     /// What merging gives back to each, net.
@@ -48,6 +52,8 @@ struct Host {
     /// Seconds that a merge takes, and the CPU time that is told of it.
     merging: f64,
     took: Duration,
+    /// The CPU time that ksmd should take for each.
+    ksmd: Duration,
     /// The part of their time that programs wait for while it works.
     slow: f64,
     /// Milliseconds that a look takes.
@@ -78,7 +84,8 @@ struct Host {
     /// With whom in it a census takes so much longer.
     costly: Option<(ProcessId, f64)>,
     trace: Vec<(Duration, Action)>,
-    readings: Vec<(f64, f64)>,
+    /// When, the CPU seconds until then, and those of them that cannot be halted.
+    readings: Vec<(f64, f64, f64)>,
 }
 
 impl Host {
@@ -92,6 +99,8 @@ impl Host {
             pressure: 0.0,
             second: 0,
             answer: None,
+            rate: 0.0,
+            halts: false,
             enrolled: BTreeSet::new(),
             holds: false,
             gain: 16 * MIB as i64,
@@ -99,6 +108,7 @@ impl Host {
             long: 0.2,
             merging: 0.5,
             took: Duration::from_millis(100),
+            ksmd: Duration::from_millis(50),
             slow: 0.0,
             look: 0,
             stuck: Vec::new(),
@@ -115,7 +125,7 @@ impl Host {
             whole: true,
             costly: None,
             trace: Vec::new(),
-            readings: vec![(0.0, 0.0)],
+            readings: vec![(0.0, 0.0, 0.0)],
         }
     }
 
@@ -130,10 +140,14 @@ impl Host {
 
     fn answer(&mut self, seconds: f64, event: Event) {
         assert!(self.answer.is_none(), "one piece of work at a time");
+        self.halts = matches!(event, Event::Censused(_) | Event::Merged(_));
         self.answer = Some((self.now + Duration::from_secs_f64(seconds), event));
     }
 
     fn carry_out(&mut self, action: Action) {
+        if !matches!(action, Action::Say(_) | Action::Halt) {
+            self.rate = if let Action::Merge { share, .. } = action { self.cores * share } else { self.cores };
+        }
         match action {
             Action::Say(_) | Action::End { .. } => {}
             Action::Halt => {
@@ -159,7 +173,7 @@ impl Host {
                 let plan = |&process: &ProcessId| Planned {
                     process,
                     net: self.plans.get(&process).copied().unwrap_or(NetBytes(self.gain.abs())),
-                    ksmd: Duration::from_millis(50),
+                    ksmd: self.ksmd,
                 };
                 let fresh: Vec<_> = processes.iter().filter(|process| !self.enrolled.contains(process)).collect();
                 let planned = fresh.into_iter().map(plan).collect();
@@ -232,11 +246,15 @@ impl Host {
     }
 
     fn tick(&mut self) {
-        self.now += Duration::from_millis(250);
-        if self.answer.is_some() {
-            self.spent += Duration::from_secs_f64(0.25 * self.cores);
+        let began = self.now;
+        self.now += TICK;
+        let (.., mut unbounded) = self.readings[self.readings.len() - 1];
+        if let Some((ends, _)) = &self.answer {
+            let worked = ends.min(&self.now).saturating_sub(began).mul_f64(self.rate);
+            self.spent += worked;
+            unbounded += if self.halts { 0.0 } else { worked.as_secs_f64() };
         }
-        self.readings.push((self.now.as_secs_f64(), self.spent.as_secs_f64()));
+        self.readings.push((self.now.as_secs_f64(), self.spent.as_secs_f64(), unbounded));
         let readings = Readings {
             spent: self.spent,
             available: Some(self.available),
@@ -257,7 +275,7 @@ impl Host {
     fn waits(&self) -> Waits {
         let part = if self.answer.is_some() { self.slow.max(0.02) } else { 0.02 };
         let [queued, ran] = [part, 1.0 - part].map(|part| Duration::from_secs_f64(part * 0.125));
-        Waits { elapsed: Duration::from_millis(250), queued: Some((queued, ran)), ..Waits::default() }
+        Waits { elapsed: TICK, queued: Some((queued, ran)), ..Waits::default() }
     }
 
     fn shares(&self) -> Vec<f64> {
@@ -601,189 +619,4 @@ fn what_must_not_be_merged_any_more_is_withdrawn() {
     host.run(2);
     assert!(host.enrolled.is_empty());
     assert_eq!(host.said(What::Leave, Reason::Excluded), 1);
-}
-
-#[derive(Clone, Debug)]
-enum Stroke {
-    Come(u32),
-    Go(u32),
-    Withdraw(u32),
-    Enrol(u32),
-    Cling(u32),
-    LetGo(u32),
-    Fail(bool),
-    Pause,
-    Resume,
-    Contest,
-    Press(bool),
-    Gain(i64),
-    Mode(Mode),
-    Run(u64),
-}
-
-fn stroke() -> impl Strategy<Value = Stroke> {
-    prop_oneof![
-        4 => (0u32..8).prop_map(Stroke::Come),
-        1 => (0u32..8).prop_map(Stroke::Go),
-        1 => (0u32..8).prop_map(Stroke::Withdraw),
-        1 => (0u32..8).prop_map(Stroke::Enrol),
-        1 => (0u32..8).prop_map(Stroke::Cling),
-        1 => (0u32..8).prop_map(Stroke::LetGo),
-        1 => prop::sample::select(vec![true, false, false]).prop_map(Stroke::Fail),
-        1 => Just(Stroke::Pause),
-        2 => Just(Stroke::Resume),
-        1 => Just(Stroke::Contest),
-        1 => any::<bool>().prop_map(Stroke::Press),
-        1 => (-4i64..20).prop_map(|mib| Stroke::Gain(mib * MIB as i64)),
-        1 => prop::sample::select(vec![Mode::Observe, Mode::Advise, Mode::Act, Mode::Act]).prop_map(Stroke::Mode),
-        6 => (1u64..60).prop_map(Stroke::Run),
-    ]
-}
-
-fn played(strokes: &[Stroke], base: &Rules, cores: f64, long: f64) -> Host {
-    let mut host = Host::new(base.clone());
-    (host.cores, host.long) = (cores, long);
-    host.play(strokes, base);
-    host
-}
-
-impl Host {
-    /// Nobody is in its way any more.
-    fn settle(&mut self) {
-        (self.pressure, self.fails) = (0.0, false);
-        self.happen(Event::Configured(rules(Mode::Act)));
-        self.happen(Event::Tuner(None));
-        self.happen(Event::Resume);
-    }
-
-    fn play(&mut self, strokes: &[Stroke], base: &Rules) {
-        let host = self;
-        for stroke in strokes {
-            match stroke {
-                Stroke::Come(pid) => host.happen(arrival(*pid)),
-                Stroke::Go(pid) => {
-                    host.enrolled.remove(&id(*pid));
-                    host.clings.remove(&id(*pid));
-                    host.forgive(id(*pid), Event::Went(id(*pid)));
-                }
-                Stroke::Withdraw(pid) => host.happen(Event::Withdraw(id(*pid))),
-                Stroke::Enrol(pid) => host.forgive(id(*pid), Event::Enrol(id(*pid))),
-                Stroke::Cling(pid) => _ = host.clings.insert(id(*pid)),
-                Stroke::LetGo(pid) => _ = host.clings.remove(&id(*pid)),
-                Stroke::Fail(fails) => host.fails = *fails,
-                Stroke::Pause => host.happen(Event::Pause),
-                Stroke::Resume => host.happen(Event::Resume),
-                Stroke::Contest => host.happen(Event::Contested("somebody".into())),
-                Stroke::Press(high) => host.pressure = if *high { 90.0 } else { 0.0 },
-                Stroke::Gain(gain) => host.gain = *gain,
-                Stroke::Mode(mode) => host.happen(Event::Configured(Rules { mode: *mode, ..base.clone() })),
-                Stroke::Run(seconds) => host.run(*seconds),
-            }
-        }
-    }
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64.min(ProptestConfig::default().cases)))]
-
-    /// Over any time, the CPU time is within the bound, but for one tick in which nobody could have told it to stop.
-    #[test]
-    fn the_budget_is_kept_to(
-        strokes in prop::collection::vec(stroke(), 1..40),
-        cpu in 0.01f64..0.5,
-        burst in 1u64..10,
-        cores in 0.1f64..2.0,
-        long in 0.1f64..20.0,
-    ) {
-        let base = Rules { cpu, burst: Duration::from_secs(burst), price: 100.0, ..rules(Mode::Act) };
-        let host = played(&strokes, &base, cores, long);
-        // Merging at the average pace, looking and withdrawing are not halted: what they take is short here.
-        let slack = 3.0 * 0.25 * cores;
-        for (i, (from, before)) in host.readings.iter().enumerate() {
-            for (to, after) in &host.readings[i..] {
-                let bound = cpu * (to - from) + burst as f64 + slack;
-                prop_assert!(after - before <= bound, "{} > {bound} from {from} to {to}", after - before);
-            }
-        }
-    }
-
-    /// In the end nobody is enrolled whom an end with unmerging would not withdraw or name, and nothing is held.
-    #[test]
-    fn every_enrolment_has_an_inverse(strokes in prop::collection::vec(stroke(), 1..40), paused in any::<bool>()) {
-        let mut host = played(&strokes, &rules(Mode::Act), 0.5, 0.3);
-        host.settle();
-        if paused {
-            host.happen(Event::Pause);
-        }
-        host.run(2);
-        prop_assert_eq!(host.holds, !paused);
-        let from = host.trace.len();
-        host.happen(Event::Stop { unmerge: true });
-        host.run(3);
-        prop_assert!(!host.holds);
-        let named = |process: &ProcessId| {
-            let stays = (What::Refuse, Reason::Stopped);
-            let names = |said: &Decision| (said.what, said.reason) == stays && said.whom == [*process];
-            host.trace[from..].iter().any(|(_, action)| matches!(action, Action::Say(said) if names(said)))
-        };
-        prop_assert!(host.enrolled.iter().all(|who| host.clings.contains(who) && named(who)), "{:?}", host.enrolled);
-        prop_assert_eq!(host.ended(), Some(host.enrolled.is_empty() && host.out.is_empty()));
-    }
-
-    /// Who could not be withdrawn is, once there is memory for it, however often it was refused before.
-    #[test]
-    fn who_is_to_be_withdrawn_is_in_the_end(strokes in prop::collection::vec(stroke(), 1..40)) {
-        let mut host = played(&strokes, &rules(Mode::Act), 0.5, 0.3);
-        host.settle();
-        host.clings.clear();
-        (host.gain, host.out) = (16 * MIB as i64, BTreeSet::new());
-        host.run(301);
-        let leaving = host.state.members().values().filter(|member| member.leaving.is_some());
-        prop_assert_eq!(leaving.count(), 0);
-        let withdrawn = host.state.members().iter().filter(|(_, member)| member.withdrawn);
-        prop_assert!(withdrawn.clone().all(|(process, _)| !host.enrolled.contains(process)));
-    }
-
-    /// While it may not act nothing is changed, while memory is short nothing is withdrawn, and whom an operator
-    /// withdrew nobody looks at.
-    #[test]
-    fn what_must_not_be_done_is_not(strokes in prop::collection::vec(stroke(), 1..40)) {
-        let mut mode = Mode::Act;
-        let mut host = Host::new(rules(Mode::Act));
-        let mut withdrawn = BTreeSet::new();
-        for stroke in &strokes {
-            let from = host.trace.len();
-            let playing = std::slice::from_ref(stroke);
-            match stroke {
-                Stroke::Mode(new) => mode = *new,
-                Stroke::Withdraw(pid) if host.state.members().contains_key(&id(*pid)) => {
-                    withdrawn.insert(id(*pid));
-                }
-                Stroke::Enrol(pid) | Stroke::Go(pid) => {
-                    withdrawn.remove(&id(*pid));
-                }
-                _ => {}
-            }
-            let base = Rules { mode, ..rules(Mode::Act) };
-            host.play(playing, &base);
-            for (_, action) in &host.trace[from..] {
-                match action {
-                    Action::Hold | Action::Sweep | Action::Merge { .. } => prop_assert_eq!(mode, Mode::Act),
-                    Action::Census(processes) => {
-                        prop_assert!(mode != Mode::Observe);
-                        prop_assert!(processes.iter().all(|process| !withdrawn.contains(process)));
-                    }
-                    Action::Look { withdraw } => prop_assert!(!withdraw || host.pressure < 10.0),
-                    _ => {}
-                }
-            }
-        }
-    }
-
-    /// The same seed and events give the same trace.
-    #[test]
-    fn it_can_be_replayed(strokes in prop::collection::vec(stroke(), 1..30)) {
-        let [first, again] = [0, 1].map(|_| played(&strokes, &rules(Mode::Act), 0.5, 0.3).trace);
-        prop_assert_eq!(first, again);
-    }
 }

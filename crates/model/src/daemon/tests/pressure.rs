@@ -1,7 +1,9 @@
 //! Memory that is short, on the host or in somebody's cgroup.
 
+use super::properties::stroke;
 use super::*;
 use crate::memory::Shortage;
+use proptest::prelude::*;
 
 /// Memory is waited for in somebody's cgroup, or no longer.
 fn squeeze(host: &mut Host, pid: u32, short: bool) {

@@ -1,6 +1,7 @@
 //! Each member is judged by what it costs itself.
 
 use super::*;
+use proptest::prelude::*;
 
 fn merges(host: &Host) -> Vec<Vec<ProcessId>> {
     let merges = host.trace.iter().filter_map(|(_, action)| match action {

@@ -91,6 +91,53 @@ fn looking_in_vain_costs_a_two_thousandth_of_a_cpu_however_much_there_is() {
     assert!(share > 0.0001 && share < 0.0006, "{share}");
 }
 
+/// Else a look would use up all that was saved up each time, and nothing be left to merge what it finds.
+#[test]
+fn a_merge_that_was_halted_is_begun_again_once_there_is_time_for_all_of_it() {
+    let mut host = Host::new(Rules { burst: Duration::from_secs(10), ..rules(Mode::Act) });
+    (host.ksmd, host.merging) = (Duration::from_secs(1), 20.0);
+    (host.took, host.gain) = (Duration::from_secs(1), 1024 * MIB as i64);
+    host.happen(arrival(1));
+    host.happen(arrival(3));
+    let until = |host: &mut Host, wanted: fn(&Action) -> bool| {
+        let before = host.did(wanted);
+        (0..4000).find(|_| {
+            host.tick();
+            host.did(wanted) > before
+        })
+    };
+    assert!(until(&mut host, |action| *action == Action::Halt).is_some(), "it takes more than there is");
+    host.enrolled.clear();
+    assert!(host.state.budget().left() <= 0.0);
+    assert!(until(&mut host, is_census).is_some());
+    let left = host.state.budget().left();
+    assert!((4.0..5.0).contains(&left), "twice what was reckoned for each: {left}");
+    host.merging = 2.0;
+    host.run(10);
+    assert!(host.state.members().values().all(|member| member.unmerged == 0.0), "it has come to its end");
+}
+
+/// Two that can be looked at together are, however much a merge of one of them wants besides.
+#[test]
+fn who_waits_for_a_merge_can_be_looked_at_with_somebody_big() {
+    let mut host = Host::new(Rules { burst: Duration::from_secs(10), ..rules(Mode::Act) });
+    (host.ksmd, host.merging, host.gain) = (Duration::from_secs(2), 20.0, 8192 * MIB as i64);
+    // As much as is reckoned before any was measured.
+    host.long = 0.0625;
+    let big = |pid, mib| match arrival(pid) {
+        Event::Came(arrival) => Event::Came(Arrival { resident: Bytes(mib * MIB), ..arrival }),
+        other => other,
+    };
+    host.happen(big(1, 12 << 10));
+    host.happen(big(3, 6 << 10));
+    for _ in 0..2 {
+        let before = host.did(|action| *action == Action::Halt);
+        host.enrolled.clear();
+        host.run(600);
+        assert!(host.did(|action| *action == Action::Halt) > before, "merged, and halted, again");
+    }
+}
+
 /// A plan that counts on the copies of somebody who refuses comes to nothing.
 #[test]
 fn who_refuses_is_in_no_plan_of_others() {
