@@ -232,7 +232,7 @@ impl Mix {
     fn merged(&self, breaks: &Breaks) -> Result<Vec<(&'static str, u64)>> {
         let of = |(number, program): (usize, &Program)| {
             let seen = breaks.merged[number].len() as u64;
-            Ok((program.name, if program.name == MANY { counted(program.holder.pid())? } else { seen }))
+            Ok((program.name, if program.name == MANY { merged_pages(program.holder.pid())? } else { seen }))
         };
         self.0.iter().enumerate().map(of).collect()
     }
@@ -240,7 +240,7 @@ impl Mix {
 
 /// Pages of a process that are merged, those of zeros among them, by the kernel's count: `ksm_merging_pages`, which
 /// leaves these out, and `ksm_zero_pages`.
-fn counted(pid: u32) -> Result<u64> {
+pub(super) fn merged_pages(pid: u32) -> Result<u64> {
     let number = |text: &str| text.trim().parse::<u64>().unwrap_or(0);
     let stat = fs::read_to_string(format!("/proc/{pid}/ksm_stat"))?;
     let zeros = stat.lines().find_map(|line| line.strip_prefix("ksm_zero_pages ")).map_or(0, number);

@@ -3,7 +3,7 @@
 
 use super::driver::{Daemon, Driver};
 use super::guest::{Guest, NAMES};
-use super::hostile::Place;
+use super::hostile::{Place, merged_pages};
 use crate::merge::holder::Holder;
 use crate::merge::trial::pause_for;
 use crate::report::{Bar, Findings, Table};
@@ -24,8 +24,14 @@ const GRAIN: f64 = MIB;
 
 const MIB: f64 = 1048576.0;
 
-/// How long it may take until nothing more is merged.
-const PATIENCE: Duration = Duration::from_secs(600);
+/// The percentage of the memory of each process that others hold, too.
+const DUPLICATE: u64 = 33;
+
+/// How long it may take until everybody is merged, and nothing more comes to it.
+const PATIENCE: Duration = Duration::from_secs(1200);
+
+/// The part of the duplicates of each process that is merged, at least, when it counts as merged.
+const MOST: f64 = 0.5;
 
 /// What is quiet.
 #[derive(Clone, Debug)]
@@ -60,17 +66,21 @@ impl Quiet {
         let place = Place::new("pfquiet")?;
         let mib = self.mib.to_string();
         let holders: Vec<Holder> = (0..self.processes)
-            .map(|_| place.lab('q', &["mixture", "--duplicate", "33%", "--mib", &mib]))
+            .map(|_| place.lab('q', &["mixture", "--duplicate", &format!("{DUPLICATE}%"), "--mib", &mib]))
             .collect::<Result<_>>()?;
         let guests = self.start()?;
         let domain = format!("[[domain]]\nname = \"quiet\"\nvms = [\"{NAMES}-*\"]\n");
         let config = place.config("", &["qemu-system-*"]) + &domain;
         let driver = Driver::daemon(&self.pagefold, &config, log, &ksm)?;
         let daemon = driver.as_daemon().context("a daemon")?;
-        let reached = self.wait(daemon)?;
+        let pids = |least: u64| {
+            let holders = holders.iter().map(move |holder| (holder.pid(), least));
+            holders.chain(guests.iter().map(|(_, pid)| (*pid, 1)))
+        };
+        let least = (self.mib * 256 * DUPLICATE / 100) as f64 * MOST;
+        let reached = self.wait(daemon, &pids(least as u64).collect::<Vec<_>>())?;
         let peak = memory(daemon.pid(), "VmHWM:")?;
-        let pids = holders.iter().map(Holder::pid).chain(guests.iter().map(|(_, pid)| *pid));
-        let managed: f64 = pids.map(resident).sum::<Result<f64>>()?;
+        let managed: f64 = pids(0).map(|(pid, _)| resident(pid)).sum::<Result<f64>>()?;
         let looks = passes(daemon)?;
         let (began, before) = (Instant::now(), driver.cpu()?);
         let mut samples = Vec::new();
@@ -99,8 +109,8 @@ impl Quiet {
         (0..self.guests).map(ready).collect()
     }
 
-    /// Wait until it has merged and nothing more came for a while. Tells the bytes that were merged.
-    fn wait(&self, daemon: &Daemon) -> Result<f64> {
+    /// Wait until of each so many pages are merged, and nothing more came for a while. Tells the bytes that were merged.
+    fn wait(&self, daemon: &Daemon, whom: &[(u32, u64)]) -> Result<f64> {
         let (began, mut last, mut since) = (Instant::now(), (0, 0), Instant::now());
         loop {
             let status = daemon.status()?;
@@ -109,10 +119,15 @@ impl Quiet {
             if now != last {
                 (last, since) = (now, Instant::now());
             }
-            if last.0 > 0 && since.elapsed() >= self.calm {
+            let pages: Vec<u64> = whom.iter().map(|(pid, _)| merged_pages(*pid)).collect::<Result<_>>()?;
+            let all = pages.iter().zip(whom).all(|(pages, (_, least))| pages >= least);
+            if all && since.elapsed() >= self.calm {
                 return Ok(last.1 as f64);
             }
-            ensure!(began.elapsed() < PATIENCE, "it does not come to rest within {PATIENCE:?}: {last:?}");
+            ensure!(
+                began.elapsed() < PATIENCE,
+                "it does not come to rest within {PATIENCE:?}: {last:?}, pages of each {pages:?}"
+            );
             pause_for(Duration::from_secs(1))?;
         }
     }
