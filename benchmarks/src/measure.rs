@@ -6,6 +6,7 @@
 use anyhow::{Context, Result, ensure};
 use pagefold_census::pairs::Pairs;
 use pagefold_census::scan::{Progress, Scan};
+use pagefold_census::witnesses::Elsewhere;
 use pagefold_census::{DEFAULT_MAX_MAP_COUNT, Index, Options, Selection, choose, group, survey, tally};
 use pagefold_host::Host;
 use pagefold_linux::LiveHost;
@@ -112,7 +113,8 @@ impl Order {
             last = now;
         };
         let threads = rayon::ThreadPoolBuilder::new().num_threads(self.threads).build()?;
-        let survey = threads.install(|| survey::survey(host, &self.selection(), &DomainRule::User.into(), &[]))?;
+        let survey = threads
+            .install(|| survey::survey(host, &self.selection(), &DomainRule::User.into(), &[], &|_, _| false))?;
         lap("survey");
         let mut index = threads.install(|| Index::list(host, &survey, false))?;
         lap("list");
@@ -134,7 +136,7 @@ impl Order {
         let rule = group::Rule { sharing, across_domains: false };
         let groups = threads.install(|| {
             let pairs = Pairs::of(&index);
-            group::classify(&mut index, &survey, &pairs, rule, 10)
+            group::classify(&mut index, &survey, &pairs, rule, &Elsewhere::default(), 10)
         });
         lap("group");
         let huge_pages = PageSize::new(host.page_size().bytes() * 512).context("the size of a huge page")?;

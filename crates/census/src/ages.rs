@@ -14,6 +14,7 @@ use crate::Error;
 use crate::choose::each_page;
 use crate::group;
 use crate::index::Index;
+use crate::witnesses::Witnesses;
 use pagefold_model::census::{Census, SubjectCensus};
 use pagefold_model::lasting::ripe_after;
 use pagefold_model::plan::Plan;
@@ -36,6 +37,7 @@ pub struct Ages {
     page_size: PageSize,
     began: Instant,
     processes: BTreeMap<ProcessId, Seen>,
+    witnesses: Witnesses,
 }
 
 /// Pages of a process, ascending by address.
@@ -106,7 +108,12 @@ impl Ages {
     /// Nothing seen before a time.
     pub fn since(page_size: PageSize, began: Instant) -> Result<Self, Error> {
         let hasher = Hasher::random(page_size.as_len()).map_err(Error::Key)?;
-        Ok(Self { hasher, page_size, began, processes: BTreeMap::new() })
+        Ok(Self { hasher, page_size, began, processes: BTreeMap::new(), witnesses: Witnesses::new(began) })
+    }
+
+    /// What is remembered between the censuses of those who are only kept apart from, with the key of all of them.
+    pub fn witnesses(&mut self) -> (&mut Witnesses, &Hasher) {
+        (&mut self.witnesses, &self.hasher)
     }
 
     /// The fingerprint of all censuses that are compared.

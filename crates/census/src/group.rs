@@ -3,6 +3,7 @@
 use crate::index::{Entry, Index, Mark};
 use crate::pairs::{self, Pairs};
 use crate::survey::Survey;
+use crate::witnesses::Elsewhere;
 use pagefold_model::domain::Domain;
 use pagefold_model::savings::Sharing;
 use pagefold_model::{Fingerprint, PageClass, Pages};
@@ -153,8 +154,16 @@ struct Partial {
     top: BinaryHeap<Reverse<Content>>,
 }
 
-/// Group the index by content and classify every page that was read. `pairs` is of the first pass.
-pub fn classify(index: &mut Index, survey: &Survey, pairs: &Pairs, rule: Rule, top: usize) -> Groups {
+/// Group the index by content and classify every page that was read. `pairs` is of the first pass. What is `elsewhere`
+/// is not counted, but forbids.
+pub fn classify(
+    index: &mut Index,
+    survey: &Survey,
+    pairs: &Pairs,
+    rule: Rule,
+    elsewhere: &Elsewhere,
+    top: usize,
+) -> Groups {
     let mut entries = std::mem::take(&mut index.entries);
     entries.retain(|entry| pairs::belongs(index, entry));
     // Only what may have a partner is sorted. Asked in parallel, because each answer is a cache miss.
@@ -174,8 +183,9 @@ pub fn classify(index: &mut Index, survey: &Survey, pairs: &Pairs, rule: Rule, t
     let index = &*index;
     let (domains, witnesses) = (survey.domains(), survey.witnesses());
 
+    let taken = Taken { witnesses: &witnesses, elsewhere };
     let partials: Vec<Partial> = walk(index, &domains, |partial: &mut Partial, start, members| {
-        partial.visit(index, rule, &witnesses, top, start, members);
+        partial.visit(index, rule, taken, top, start, members);
     });
     let mut groups = Groups { merged_zero: merged_zeros(index, &domains), ..Groups::default() };
     let mut best = Vec::new();
@@ -202,9 +212,26 @@ pub fn classify(index: &mut Index, survey: &Survey, pairs: &Pairs, rule: Rule, t
     groups.seen.retain(|_, contents| *contents > 0);
     // With `use_zero_pages` zeros are mapped to the kernel's zero page, which everybody maps anyway.
     if !rule.across_domains && !rule.sharing.use_zero_pages {
-        forbid_zeros(index, &domains, &groups.merged_zero);
+        let merged = groups.merged_zero.keys().copied().chain(elsewhere.holder(Fingerprint::ZERO_PAGE)).collect();
+        forbid_zeros(index, &domains, &merged);
+    }
+    if !rule.across_domains && !elsewhere.is_empty() {
+        forbid_single(index, &domains, elsewhere);
     }
     groups
+}
+
+/// Forbid the pages that are in no group, but hold what another trust domain has: they may lie in a range that is
+/// enrolled for others.
+fn forbid_single(index: &Index, domains: &[u32], elsewhere: &Elsewhere) {
+    let is_single = |entry: &&Entry| index.mark(entry.ordinal).class() == Some(PageClass::Unique);
+    index.entries.par_iter().filter(is_single).for_each(|entry| {
+        let holder = elsewhere.holder(entry.fingerprint());
+        if holder.is_some_and(|holder| holder != domains[index.subject(entry.ordinal)]) {
+            let counts = index.frame(entry.ordinal) == entry.ordinal;
+            index.set_mark(entry.ordinal, Mark::duplicate(PageClass::DuplicateForeign, 1, counts).forbidden());
+        }
+    });
 }
 
 /// Pages of zeros that KSM merged with one another, by trust domain.
@@ -220,7 +247,7 @@ fn merged_zeros(index: &Index, domains: &[u32]) -> BTreeMap<u32, u64> {
 }
 
 /// Forbid the pages of zeros of all trust domains but one: the one that has merged some already, or else has the most.
-fn forbid_zeros(index: &Index, domains: &[u32], merged: &BTreeMap<u32, u64>) {
+fn forbid_zeros(index: &Index, domains: &[u32], merged: &BTreeSet<u32>) {
     let zeros = |subject: usize| {
         index.pages_of(subject).into_par_iter().filter(|&page| index.mark(page).class() == Some(PageClass::Zero))
     };
@@ -229,9 +256,9 @@ fn forbid_zeros(index: &Index, domains: &[u32], merged: &BTreeMap<u32, u64>) {
         *pages.entry(domain).or_default() += zeros(subject).count() as u64;
     }
     let most = || pages.iter().max_by_key(|&(domain, pages)| (pages, Reverse(domain))).map(|(&domain, _)| domain);
-    let chosen = match merged.keys().collect::<Vec<_>>()[..] {
-        [] => most(),
-        [&only] => Some(only),
+    let chosen = match merged.len() {
+        0 => most(),
+        1 => merged.first().copied(),
         _ => None,
     };
     for (subject, _) in domains.iter().enumerate().filter(|&(_, &domain)| Some(domain) != chosen) {
@@ -239,23 +266,41 @@ fn forbid_zeros(index: &Index, domains: &[u32], merged: &BTreeMap<u32, u64>) {
     }
 }
 
+/// By whom contents are taken that nothing is merged of.
+#[derive(Clone, Copy)]
+struct Taken<'a> {
+    /// Whether each subject is a witness.
+    witnesses: &'a [bool],
+    /// Those that were not read.
+    elsewhere: &'a Elsewhere,
+}
+
 /// The one trust domain in which a content may be merged: the one that has it merged already, or enrolled by a witness,
 /// or else the one in which that frees most. None if several have it so.
-fn domain_of(index: &Index, sharing: Sharing, witnesses: &[bool], members: &[Member]) -> Option<u32> {
+fn domain_of(
+    index: &Index,
+    sharing: Sharing,
+    taken: Taken<'_>,
+    content: Fingerprint,
+    members: &[Member],
+) -> Option<u32> {
     let mut best: Option<(Pages, u32)> = None;
-    let mut merged: Option<u32> = None;
+    let mut takers: BTreeSet<u32> = taken.elsewhere.holder(content).into_iter().collect();
     for domain in members.chunk_by(|a, b| a.domain == b.domain) {
         let number = domain[0].domain;
-        let taken = |member: &Member| member.merged || witnesses[member.subject];
-        if domain.iter().any(taken) && merged.replace(number).is_some() {
-            return None;
+        if domain.iter().any(|member| member.merged || taken.witnesses[member.subject]) {
+            takers.insert(number);
         }
         let freed = freed(index, sharing, domain, |_| true);
         if best.is_none_or(|(most, _)| freed > most) {
             best = Some((freed, number));
         }
     }
-    merged.or(best.map(|(_, number)| number))
+    match takers.len() {
+        0 => best.map(|(_, number)| number),
+        1 => takers.first().copied(),
+        _ => None,
+    }
 }
 
 /// Pages that are unique after all groups were classified.
@@ -264,7 +309,7 @@ fn unique_pages(index: &Index) -> u64 {
 }
 
 impl Partial {
-    fn visit(&mut self, index: &Index, rule: Rule, witnesses: &[bool], top: usize, start: usize, members: &[Member]) {
+    fn visit(&mut self, index: &Index, rule: Rule, taken: Taken<'_>, top: usize, start: usize, members: &[Member]) {
         let Rule { sharing, across_domains } = rule;
         self.paired += members.len() as u64;
         let fingerprint = index.entries[start].fingerprint();
@@ -289,9 +334,13 @@ impl Partial {
             let merged = members.iter().filter(|member| member.merged).count();
             frames(members.iter().filter(|member| !member.merged)) as usize + merged
         };
-        let several = members.first().map(|first| first.domain) != members.last().map(|last| last.domain);
-        let chosen =
-            if across_domains || !several { None } else { Some(domain_of(index, sharing, witnesses, members)) };
+        let several = members.first().map(|first| first.domain) != members.last().map(|last| last.domain)
+            || taken.elsewhere.holder(fingerprint).is_some();
+        let chosen = if across_domains || !several {
+            None
+        } else {
+            Some(domain_of(index, sharing, taken, fingerprint, members))
+        };
         let kept = if merged > 0 { None } else { members.first().map(|member| member.frame) };
         let shared = members.iter().any(|member| member.frame != member.ordinal);
         let mut counted = BTreeSet::new();
@@ -309,7 +358,7 @@ impl Partial {
                     (_, 2..) => PageClass::DuplicateAcross,
                     _ => PageClass::DuplicateForeign,
                 };
-                let forbidden = elsewhere || witnesses[process[0].subject];
+                let forbidden = elsewhere || taken.witnesses[process[0].subject];
                 for member in process.iter().filter(|member| !member.merged) {
                     // Of a frame with several mappings, the first stands for it.
                     let counts = Some(member.frame) != kept && (!shared || counted.insert(member.frame));

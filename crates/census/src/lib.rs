@@ -24,7 +24,8 @@
 //! none of the chosen ones if somebody who is not chosen has it enrolled ([`Options::enrolled`]). That keeps apart what
 //! is equal when the census is taken, and promises nothing for later: two covered pages of different domains whose
 //! contents become equal afterwards are merged while ksmd runs, and so are pages that programs enrolled themselves,
-//! whatever is chosen here.
+//! whatever is chosen here. Who takes censuses again and again need not read everybody for that each time:
+//! [`witnesses`].
 
 #![forbid(unsafe_code)]
 
@@ -40,6 +41,7 @@ pub mod scan;
 mod sketches;
 pub mod survey;
 pub mod tally;
+pub mod witnesses;
 
 pub use ages::Ages;
 pub use index::Index;
@@ -51,14 +53,17 @@ pub use probes::Probes;
 pub use scan::Progress;
 pub use sketches::sketches;
 pub use survey::{Selection, Survey};
+pub use witnesses::Witnesses;
 
 use pagefold_host::{Host, observe};
 use pagefold_model::census::Census;
 use pagefold_model::domain::Domains;
 use pagefold_model::savings::{Costs, Sharing};
 use pagefold_model::{Absent, PageSize, Pages, ProcessId, Reading};
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use witnesses::Elsewhere;
 
 /// How a census is taken.
 #[derive(Clone, Debug)]
@@ -182,10 +187,36 @@ pub fn take_under(
     progress: &Progress,
     stop: &AtomicBool,
 ) -> Result<(Census, Index), Error> {
+    census(None, hasher, host, options, progress, stop)
+}
+
+/// Take a census, at a time that is given, in which nobody is read for what it has enrolled alone of whom that is
+/// remembered from those before, which were under the same key.
+pub fn take_beside(
+    (witnesses, now): (&mut Witnesses, Instant),
+    hasher: &Hasher,
+    host: &dyn Host,
+    options: &Options,
+    progress: &Progress,
+    stop: &AtomicBool,
+) -> Result<(Census, Index), Error> {
+    witnesses.begin(now, &options.enrolled);
+    census(Some(witnesses), hasher, host, options, progress, stop)
+}
+
+fn census(
+    mut witnesses: Option<&mut Witnesses>,
+    hasher: &Hasher,
+    host: &dyn Host,
+    options: &Options,
+    progress: &Progress,
+    stop: &AtomicBool,
+) -> Result<(Census, Index), Error> {
     let started = Instant::now();
     let threads = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build()?;
+    let rests = |process, standing| witnesses.as_ref().is_some_and(|known| known.rests(process, standing));
     let mut survey =
-        threads.install(|| survey::survey(host, &options.selection, &options.domains, &options.enrolled))?;
+        threads.install(|| survey::survey(host, &options.selection, &options.domains, &options.enrolled, &rests))?;
     let mut sharing = observe::ksm(host).map(|ksm| Sharing::of(&ksm)).unwrap_or_default();
     sharing.use_zero_pages |= options.use_zero_pages;
     let nodes = if sharing.across_nodes { None } else { observe::Nodes::observe(host).ok() };
@@ -216,10 +247,16 @@ pub fn take_under(
     }
     let partial = stop.load(Ordering::Relaxed);
 
+    let unread: BTreeSet<usize> = failures.iter().map(|(subject, _)| *subject).collect();
     tally::note_unread(&mut survey, failures);
     let rule = group::Rule { sharing, across_domains: options.across_domains };
-    let groups = threads.install(|| group::classify(&mut index, &survey, &pairs, rule, options.top));
-    drop(pairs);
+    let elsewhere = witnesses.as_ref().map(|known| threads.install(|| Elsewhere::of(&survey, known)));
+    let elsewhere = elsewhere.unwrap_or_default();
+    let groups = threads.install(|| group::classify(&mut index, &survey, &pairs, rule, &elsewhere, options.top));
+    drop((pairs, elsewhere));
+    if let Some(witnesses) = witnesses.as_mut().filter(|_| !partial && options.sample.is_none()) {
+        threads.install(|| witnesses.note(&survey, &index, &unread));
+    }
     let page_size = host.page_size();
     let terms = choose::Terms {
         sharing,

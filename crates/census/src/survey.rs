@@ -1,6 +1,7 @@
 //! Who is counted: the chosen processes with their regions, sorted into trust domains.
 
 use crate::Error;
+use crate::witnesses::Standing;
 use globset::{Glob, GlobMatcher};
 use pagefold_host::{Host, Process as Handle, Way, observe};
 use pagefold_model::census::Unseen;
@@ -9,7 +10,7 @@ use pagefold_model::process::Process;
 use pagefold_model::region::{Ineligible, Region};
 use pagefold_model::{Absent, Pid, ProcessId, Reading};
 use rayon::prelude::*;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Which processes to look at. A process is chosen if it fits every kind of condition that is given, and within a kind
 /// any one.
@@ -76,6 +77,10 @@ pub struct Survey {
     /// Ordered by number. Processes that went away on their own are not among them unless they were asked for by
     /// number.
     pub unseen: Vec<Unseen>,
+    /// Witnesses that are not among the subjects, since it is remembered what they hold, with their trust domains.
+    pub resting: Vec<(Domain, ProcessId)>,
+    /// How much the other witnesses had run before they were looked at.
+    pub standings: BTreeMap<ProcessId, Standing>,
 }
 
 impl Survey {
@@ -90,34 +95,65 @@ impl Survey {
     }
 }
 
+/// What is found of somebody who is enrolled beside those that are chosen.
+enum Beside {
+    /// Nothing that matters: everybody is of its domain.
+    Same,
+    /// What it holds is remembered.
+    Rests(Domain, ProcessId),
+    /// It is looked at. How much it had run before is not known everywhere.
+    Looked(Box<Subject>, Reading<Standing>),
+}
+
 /// Choose processes and read their regions; of `enrolled` ones that are not chosen and of other trust domains than all
-/// that are, those regions that are enrolled.
+/// that are, those regions that are enrolled, unless it `rests`.
 pub fn survey(
     host: &dyn Host,
     selection: &Selection,
     domains: &Domains,
     enrolled: &[ProcessId],
+    rests: &(dyn Fn(ProcessId, Standing) -> bool + Sync),
 ) -> Result<Survey, Error> {
     let look = |handle: &dyn Handle, process: Process| {
         let regions = judge(handle, &process, observe::regions(handle)?);
         Ok(Subject { domain: domains.domain(&process), process, regions, witness: false })
     };
-    let (mut subjects, unseen) = choose(host, selection, look)?;
+    let (subjects, unseen) = choose(host, selection, look)?;
+    let mut survey = Survey { subjects, unseen, ..Survey::default() };
+    let subjects = &mut survey.subjects;
     let chosen: BTreeSet<ProcessId> = subjects.iter().map(|subject| subject.process.id).collect();
     let chosen_domains: BTreeSet<Domain> = subjects.iter().map(|subject| subject.domain.clone()).collect();
     let pids: Vec<Pid> = enrolled.iter().filter(|id| !chosen.contains(id)).map(|id| id.pid).collect();
     if !pids.is_empty() {
-        // What has ended meanwhile, or cannot be read, is no longer or never known to hold anything.
-        let (others, _) = choose(host, &Selection { pids, ..Selection::default() }, look)?;
-        let foreign = |subject: &Subject| chosen_domains.iter().any(|domain| *domain != subject.domain);
-        subjects.extend(others.into_iter().filter(foreign).map(|mut subject| {
+        let beside = |handle: &dyn Handle, process: Process| {
+            let domain = domains.domain(&process);
+            if !chosen_domains.iter().any(|chosen| *chosen != domain) {
+                return Ok(Beside::Same);
+            }
+            let standing = Standing::of(host, handle);
+            if standing.as_ref().is_ok_and(|standing| rests(process.id, *standing)) {
+                return Ok(Beside::Rests(domain, process.id));
+            }
+            let mut subject = look(handle, process)?;
             subject.regions.retain(|(region, _)| region.may_hold_merged());
             subject.witness = true;
-            subject
-        }));
+            Ok(Beside::Looked(Box::new(subject), standing))
+        };
+        // What has ended meanwhile, or cannot be read, is no longer or never known to hold anything.
+        let (others, _) = choose(host, &Selection { pids, ..Selection::default() }, beside)?;
+        for other in others {
+            match other {
+                Beside::Same => {}
+                Beside::Rests(domain, process) => survey.resting.push((domain, process)),
+                Beside::Looked(subject, standing) => {
+                    survey.standings.extend(standing.ok().map(|standing| (subject.process.id, standing)));
+                    subjects.push(*subject);
+                }
+            }
+        }
     }
     subjects.sort_by(|a, b| (&a.domain, a.process.id).cmp(&(&b.domain, b.process.id)));
-    Ok(Survey { subjects, unseen })
+    Ok(survey)
 }
 
 /// Take hold of each chosen process that has memory of its own, which kernel threads and zombies have not, and look at

@@ -1,6 +1,6 @@
 //! What a census chooses to enrol, on made-up hosts: never what must not be covered, always what it counts.
 
-use pagefold_census::{Ages, Index, Options, Probes, Progress, Second, take, take_under};
+use pagefold_census::{Ages, Index, Options, Probes, Progress, Second, Selection, take, take_under};
 use pagefold_host::act::{Action, Effect, Refusal};
 use pagefold_host::{FrameFlags, Host, Mapping, PageContent, PageView, Process, Run, Way};
 use pagefold_model::census::{Census, IdleRange};
@@ -14,6 +14,9 @@ use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+
+#[path = "choosing/witnesses.rs"]
+mod witnesses;
 
 const BASE: u64 = 1 << 40;
 const PAGE: u64 = 4096;
@@ -42,7 +45,18 @@ struct Made {
 
 struct MadeHost {
     processes: Vec<Made>,
+    /// Pages that were read, and how often regions were.
     read: AtomicU64,
+    listed: AtomicU64,
+    /// How much each process has run, and how many page faults it has had, where that is known.
+    ran: BTreeMap<u32, (u64, u64)>,
+}
+
+impl MadeHost {
+    fn new(processes: &[Made]) -> Self {
+        let (read, listed) = Default::default();
+        Self { processes: processes.to_vec(), read, listed, ran: BTreeMap::new() }
+    }
 }
 
 struct MadeProcess<'a> {
@@ -63,8 +77,11 @@ impl Host for MadeHost {
             _ => Err(Absent::NotOnThisKernel),
         }
     }
-    fn list(&self, _: &str) -> Reading<Vec<String>> {
-        Err(Absent::NotOnThisKernel)
+    /// One thread each.
+    fn list(&self, directory: &str) -> Reading<Vec<String>> {
+        let pid = directory.strip_prefix("proc/").and_then(|rest| rest.strip_suffix("/task"));
+        let pid = pid.filter(|pid| pid.parse().is_ok_and(|pid| self.ran.contains_key(&pid)));
+        pid.map(|pid| vec![pid.to_owned()]).ok_or(Absent::NotOnThisKernel)
     }
     fn pids(&self) -> Reading<Vec<Pid>> {
         Ok((1..=self.processes.len() as u32).map(Pid).collect())
@@ -98,8 +115,11 @@ impl Process for MadeProcess<'_> {
         let Made { uid, enrolled, pages, .. } = self.made();
         let kib = pages.len() * 4;
         let end = BASE + pages.len() as u64 * PAGE;
+        let (ran, faults) = self.host.ran.get(&self.pid).copied().unwrap_or_default();
+        self.host.listed.fetch_add(u64::from(file == "smaps"), Ordering::Relaxed);
         Ok(match file {
-            "stat" => format!("{} (made) S 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 1 0\n", self.pid),
+            "stat" => format!("{} (made) S 0 0 0 0 0 0 {faults} 0 0 0 0 0 0 0 0 0 0 0 1 0\n", self.pid),
+            file if file.ends_with("/schedstat") => format!("{ran} 0 0\n"),
             "status" => format!("Uid:\t{uid}\t{uid}\t{uid}\t{uid}\n"),
             "smaps" => {
                 let ksm = if *enrolled { kib } else { 0 };
@@ -169,7 +189,7 @@ fn options(across_domains: bool, costs: Costs) -> Options {
 }
 
 fn census(processes: &[Made], options: &Options) -> (Census, Index, u64) {
-    let host = MadeHost { processes: processes.to_vec(), read: AtomicU64::new(0) };
+    let host = MadeHost::new(processes);
     let (census, index) = take(&host, options, &Progress::default(), &AtomicBool::new(false)).unwrap();
     assert!(census.unseen.is_empty(), "{:?}", census.unseen);
     (census, index, host.read.into_inner())
@@ -417,7 +437,7 @@ fn what_any_two_hold_is_told_by_their_sketches() {
 fn contents_are_known_again_under_the_key_of_their_ages() {
     let page_size = PageSize::new(PAGE).unwrap();
     let processes = [made(1, &[Filled(7); 40]), made(1, &[Filled(7); 40])];
-    let host = MadeHost { processes: processes.to_vec(), read: AtomicU64::new(0) };
+    let host = MadeHost::new(&processes);
     let mut ages = Ages::new(page_size).unwrap();
     let began = Instant::now();
     let mut sift = |seconds: u64, own_key: bool| {
@@ -441,14 +461,14 @@ fn contents_are_known_again_under_the_key_of_their_ages() {
 fn afterwards_it_is_known_what_was_written_and_what_lost_its_partner() {
     let page_size = PageSize::new(PAGE).unwrap();
     let contents: Vec<Page> = (10..30).map(Still).collect();
-    let before = MadeHost { processes: vec![made(1, &contents), made(1, &contents)], read: AtomicU64::new(0) };
+    let before = MadeHost::new(&[made(1, &contents), made(1, &contents)]);
     let ages = Ages::new(page_size).unwrap();
     let (progress, stop) = (Progress::default(), AtomicBool::new(false));
     let (census, index) = take_under(ages.hasher(), &before, &options(false, CHEAP), &progress, &stop).unwrap();
     let plan = pagefold_census::plan(&census, &index, &constraints(), &|_| None);
     let probes = Probes::of(&plan, &census, &index, ages.hasher());
     let look = |first: &[Page], second: &[Page], given_up: &[(AddressRange, Fate)]| {
-        let host = MadeHost { processes: vec![made(1, first), made(1, second)], read: AtomicU64::new(0) };
+        let host = MadeHost::new(&[made(1, first), made(1, second)]);
         let fates = probes.look(&host, |_| given_up.to_vec()).unwrap();
         assert_eq!(fates.frees, 20.0, "all of so small a plan is followed");
         fates.lost.into_iter().collect::<Vec<_>>()

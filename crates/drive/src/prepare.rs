@@ -63,7 +63,7 @@ pub fn prepare(
     host: &dyn Host,
     request: &Request,
     excluded: &dyn Fn(&Process) -> Option<String>,
-    ages: Option<(&mut Ages, Instant)>,
+    mut ages: Option<(&mut Ages, Instant)>,
     progress: &pagefold_census::Progress,
     stop: &AtomicBool,
 ) -> Result<Prepared, pagefold_census::Error> {
@@ -84,11 +84,18 @@ pub fn prepare(
         enrolled: if apart { verify::enrolled(host).unwrap_or_default() } else { Vec::new() },
         ..Default::default()
     };
-    let hasher = match &ages {
-        Some((ages, _)) => ages.hasher().clone(),
-        None => Hasher::random(host.page_size().as_len()).map_err(pagefold_census::Error::Key)?,
+    let (hasher, (census, index)) = match &mut ages {
+        Some((ages, now)) => {
+            let (witnesses, hasher) = ages.witnesses();
+            let taken = pagefold_census::take_beside((witnesses, *now), hasher, host, &options, progress, stop)?;
+            (hasher.clone(), taken)
+        }
+        None => {
+            let hasher = Hasher::random(host.page_size().as_len()).map_err(pagefold_census::Error::Key)?;
+            let taken = pagefold_census::take_under(&hasher, host, &options, progress, stop)?;
+            (hasher, taken)
+        }
     };
-    let (census, index) = pagefold_census::take_under(&hasher, host, &options, progress, stop)?;
     let constraints = Constraints {
         page_size: host.page_size(),
         whole: request.whole,

@@ -1,0 +1,215 @@
+//! What others have enrolled in other trust domains, remembered from census to census of those who rest.
+//!
+//! Those contents must not be merged with, so whoever has enrolled any is read with each census of another domain: on a
+//! host with much that is merged that costs more than what is looked for. Of who has neither run nor had a page fault
+//! since it was read for that, contents are what they were. Others than its own threads may write its memory, too (a
+//! debugger, a device): so nobody is remembered for longer than [`LASTS`].
+//!
+//! What is swapped out then is not remembered, and comes back unseen where swap is turned off.
+//!
+//! Takes 4 bytes for each content that somebody has enrolled: half of its fingerprint. A content whose half is another's
+//! by chance, one in four billion for each that is remembered, is left alone in vain. While pages are grouped 8 more
+//! and a little are taken for each content of those who rest, and afterwards 8 to 16 for each page of others that are
+//! taken note of.
+
+use crate::index::Index;
+use crate::survey::Survey;
+use pagefold_host::{Host, Process, observe, parse};
+use pagefold_model::domain::Domain;
+use pagefold_model::{Absent, Fingerprint, PageClass, ProcessId, Reading};
+use rayon::prelude::*;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+/// For how long what somebody has enrolled is remembered.
+const LASTS: Duration = Duration::from_secs(3600);
+
+/// Contents of a bucket.
+const BUCKET: usize = 4;
+
+/// The number of no domain: for what several of them hold.
+const SEVERAL: u32 = u32::MAX;
+
+/// How much a process has run and how many page faults it has had. While neither moves none of its threads has written
+/// anything.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Standing {
+    /// Nanoseconds of all threads.
+    ran: u64,
+    faults: u64,
+}
+
+impl Standing {
+    /// Of a process now. Who has never run is of a kernel that does not count.
+    pub fn of(host: &dyn Host, handle: &dyn Process) -> Reading<Self> {
+        match observe::cpu_time(host, handle)? {
+            0 => Err(Absent::NotOnThisKernel),
+            ran => Ok(Self { ran, faults: parse::stat(&handle.read("stat")?)?.faults }),
+        }
+    }
+}
+
+/// What is remembered, under one key of fingerprints.
+pub struct Witnesses {
+    now: Instant,
+    known: BTreeMap<ProcessId, Known>,
+}
+
+struct Known {
+    /// Before it was read.
+    standing: Standing,
+    seen: Instant,
+    /// Ascending, each once.
+    contents: Vec<u32>,
+}
+
+/// By what a content is known: spread, because fingerprints of a recording may be small numbers (Fibonacci hashing:
+/// D. Knuth, The Art of Computer Programming 3, 6.4).
+fn half(content: Fingerprint) -> u32 {
+    (content.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as u32
+}
+
+impl Witnesses {
+    /// Nothing remembered yet.
+    pub fn new(now: Instant) -> Self {
+        Self { now, known: BTreeMap::new() }
+    }
+
+    /// A census begins at a time, in which these are enrolled. All others are forgotten.
+    pub(crate) fn begin(&mut self, now: Instant, enrolled: &[ProcessId]) {
+        let enrolled: BTreeSet<&ProcessId> = enrolled.iter().collect();
+        self.now = now;
+        self.known
+            .retain(|process, known| enrolled.contains(process) && now.saturating_duration_since(known.seen) < LASTS);
+    }
+
+    /// Whether it is remembered what a process has enrolled, and holds still.
+    pub(crate) fn rests(&self, process: ProcessId, standing: Standing) -> bool {
+        self.known.get(&process).is_some_and(|known| known.standing == standing)
+    }
+
+    /// Take note of the witnesses of a census that were read whole, once the index is classified.
+    pub(crate) fn note(&mut self, survey: &Survey, index: &Index, unread: &BTreeSet<usize>) {
+        let subjects = survey.subjects.iter().enumerate();
+        let noted: BTreeMap<u32, (ProcessId, Standing)> = subjects
+            .filter(|(position, subject)| subject.witness && !unread.contains(position))
+            .filter_map(|(position, subject)| {
+                let process = subject.process.id;
+                Some((position as u32, (process, *survey.standings.get(&process)?)))
+            })
+            .collect();
+        if noted.is_empty() {
+            return;
+        }
+        let mut contents: Vec<(u32, u32)> = index
+            .entries
+            .par_iter()
+            .map(|entry| (index.subject(entry.ordinal) as u32, half(entry.fingerprint())))
+            .filter(|(subject, _)| noted.contains_key(subject))
+            .collect();
+        // Pages of zeros are no entries, unless they are merged.
+        let is_zero = |ordinal: u32| index.mark(ordinal).class() == Some(PageClass::Zero);
+        let has_zeros = |subject: &&u32| index.pages_of(**subject as usize).into_par_iter().any(is_zero);
+        contents.extend(noted.keys().filter(has_zeros).map(|subject| (*subject, half(Fingerprint::ZERO_PAGE))));
+        contents.par_sort_unstable();
+        contents.dedup();
+        for (subject, (process, standing)) in noted {
+            let [first, end] = [subject, subject + 1].map(|next| contents.partition_point(|&(whose, _)| whose < next));
+            let contents = contents[first..end].iter().map(|&(_, content)| content).collect();
+            self.known.insert(process, Known { standing, seen: self.now, contents });
+        }
+    }
+}
+
+/// What those have enrolled who were not read in a census because they rest, each content with its trust domain: in
+/// buckets by its upper bits, so that asking touches few places of memory.
+#[derive(Debug, Default)]
+pub struct Elsewhere {
+    shift: u32,
+    /// Where each bucket begins, and the last one ends.
+    starts: Vec<u32>,
+    contents: Vec<(u32, u32)>,
+}
+
+impl Elsewhere {
+    /// Of those whom a survey has passed by. Domains have their numbers in the census, and those that are not in it
+    /// numbers of their own.
+    pub(crate) fn of(survey: &Survey, witnesses: &Witnesses) -> Self {
+        let numbers = survey.domains();
+        let mut others = numbers.last().map_or(0, |last| last + 1)..;
+        let mut unknown: BTreeMap<&Domain, u32> = BTreeMap::new();
+        let mut contents = Vec::new();
+        for (domain, process) in &survey.resting {
+            let known = survey.subjects.iter().position(|subject| subject.domain == *domain);
+            let number = match known {
+                Some(position) => numbers[position],
+                None => *unknown.entry(domain).or_insert_with(|| others.next().unwrap_or(SEVERAL)),
+            };
+            let held = witnesses.known.get(process).map_or(&[][..], |known| &known.contents);
+            contents.extend(held.iter().map(|&content| (content, number)));
+        }
+        Self::from(contents)
+    }
+
+    fn from(mut contents: Vec<(u32, u32)>) -> Self {
+        contents.par_sort_unstable();
+        contents.dedup_by(|next, kept| {
+            let same = next.0 == kept.0;
+            if same && next.1 != kept.1 {
+                kept.1 = SEVERAL;
+            }
+            same
+        });
+        let bits = (contents.len() / BUCKET).next_power_of_two().trailing_zeros().clamp(1, 31);
+        let shift = u32::BITS - bits;
+        let mut starts = vec![0; (1 << bits) + 1];
+        for (content, _) in &contents {
+            starts[(content >> shift) as usize + 1] += 1;
+        }
+        for bucket in 1..starts.len() {
+            starts[bucket] += starts[bucket - 1];
+        }
+        Self { shift, starts, contents }
+    }
+
+    /// Whether there is nothing.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.contents.is_empty()
+    }
+
+    /// The number of the domain that holds a content: of none in the census where several do.
+    pub(crate) fn holder(&self, content: Fingerprint) -> Option<u32> {
+        if self.is_empty() {
+            return None;
+        }
+        let half = half(content);
+        let bucket = (half >> self.shift) as usize;
+        let bucket = &self.contents[self.starts[bucket] as usize..self.starts[bucket + 1] as usize];
+        bucket.iter().find(|&&(held, _)| held == half).map(|&(_, holder)| holder)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn who_holds_a_content_is_told_and_that_several_do(
+            held in prop::collection::vec((0u64..300, 0u32..3), 0..500),
+            others in prop::collection::vec(any::<u64>(), 0..100),
+        ) {
+            let elsewhere = Elsewhere::from(held.iter().map(|&(content, holder)| (half(Fingerprint(content)), holder)).collect());
+            for asked in (0..300).chain(others).map(Fingerprint) {
+                let holders: BTreeSet<u32> =
+                    held.iter().filter(|(content, _)| *content == asked.0).map(|(_, holder)| *holder).collect();
+                let told = match holders.len() {
+                    0 | 1 => holders.first().copied(),
+                    _ => Some(SEVERAL),
+                };
+                prop_assert_eq!(elsewhere.holder(asked), told);
+            }
+        }
+    }
+}
