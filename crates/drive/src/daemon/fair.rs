@@ -3,7 +3,8 @@
 //! A walk through them takes 10 to 20 ms of CPU for a GiB, measured on a 2-core virtual machine: it is done on a thread
 //! of its own, of one process at a time, and so seldom that it takes a fixed small part of one CPU however much memory
 //! there is. The more there is, the older is what is known; what has changed since is added from cheaper counters by
-//! whoever shows it.
+//! whoever shows it. Where a walk finds what the one before did, the next comes later, until somebody is merged,
+//! withdrawn or gone: the others then take more or less, too.
 //!
 //! While one region is walked its process can map and unmap nothing (fs/proc/task_mmu.c, `show_smaps_rollup` lets go of
 //! `mmap_lock` between regions only), and a virtual machine is one region: those beyond [`LARGEST`] are not walked.
@@ -34,6 +35,13 @@ const SECOND: Duration = Duration::from_secs(1);
 /// come.
 const PAUSE: Duration = Duration::from_secs(60);
 
+/// By how much that is longer each time that nothing has changed, and how long it is at most.
+const LONGER: u32 = 4;
+const LONGEST: Duration = Duration::from_secs(3600);
+
+/// The part of it by which what a process takes may have moved when nothing has changed.
+const MOVED: u64 = 64;
+
 /// What a process took when its page tables were walked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fair {
@@ -47,11 +55,32 @@ pub struct Fair {
     pub merging: Option<Pages>,
 }
 
+impl Fair {
+    /// Whether hardly anything has changed since.
+    pub(super) fn is_like(&self, later: &Self) -> bool {
+        self.pss.0.abs_diff(later.pss.0) <= self.pss.0 / MOVED
+    }
+}
+
+/// When it is somebody's turn.
+#[derive(Clone, Copy, Debug)]
+struct Turn {
+    at: Duration,
+    /// The pause before that.
+    pause: Duration,
+}
+
+impl Turn {
+    fn after(pause: Duration, now: Duration) -> Self {
+        Self { at: now + pause, pause }
+    }
+}
+
 /// Whose turn it is.
 #[derive(Debug)]
 pub(super) struct Turns {
     /// From when on it is whose turn.
-    next: BTreeMap<ProcessId, Duration>,
+    next: BTreeMap<ProcessId, Turn>,
     /// Of whom much has just changed.
     changed: BTreeSet<ProcessId>,
     /// Whether the last walk was of one of them: others have every second one.
@@ -91,9 +120,14 @@ impl Turns {
             return None;
         }
         let mut before = std::mem::take(&mut self.next);
-        self.next = members.map(|process| (process, before.remove(&process).unwrap_or(now + PAUSE))).collect();
+        let turn = |process| (process, before.remove(&process).unwrap_or(Turn::after(PAUSE, now)));
+        self.next = members.map(turn).collect();
+        if !self.changed.is_empty() || !before.is_empty() {
+            let soon = Turn::after(PAUSE, now);
+            self.next.values_mut().filter(|turn| turn.at > soon.at).for_each(|turn| *turn = soon);
+        }
         self.changed.retain(|process| self.next.contains_key(process));
-        let longest = self.next.iter().filter(|(_, at)| **at <= now).min_by_key(|(_, at)| **at);
+        let longest = self.next.iter().filter(|(_, turn)| turn.at <= now).min_by_key(|(_, turn)| turn.at);
         let longest = longest.map(|(process, _)| *process);
         let changed = self.changed.first().copied().filter(|_| !self.was_changed || longest.is_none());
         let process = changed.or(longest)?;
@@ -102,11 +136,12 @@ impl Turns {
         Some(process)
     }
 
-    /// The walk of a process has ended, and taken so much.
-    pub fn walked(&mut self, now: Duration, process: ProcessId, cost: Duration) {
+    /// The walk of a process has ended, and taken so much; whether it found anything new.
+    pub fn walked(&mut self, now: Duration, process: ProcessId, cost: Duration, news: bool) {
         (self.walks, self.left) = (false, self.left - cost.as_secs_f64());
-        if let Some(next) = self.next.get_mut(&process) {
-            *next = now + PAUSE;
+        if let Some(turn) = self.next.get_mut(&process) {
+            let pause = if news { PAUSE } else { (turn.pause * LONGER).min(LONGEST) };
+            *turn = Turn::after(pause, now);
         }
     }
 
@@ -152,10 +187,21 @@ mod tests {
 
     /// Who is walked in so many seconds, when, and at what cost each.
     fn walks(turns: &mut Turns, from: u64, seconds: u64, members: u32, cost: Duration) -> Vec<(u64, u32)> {
+        found(turns, (from, seconds), members, cost, true)
+    }
+
+    /// The same, of walks that find something new or nothing.
+    fn found(
+        turns: &mut Turns,
+        (from, seconds): (u64, u64),
+        members: u32,
+        cost: Duration,
+        news: bool,
+    ) -> Vec<(u64, u32)> {
         let second = |second| {
             let now = Duration::from_secs(second);
             let next = turns.next(now, (1..=members).map(process))?;
-            turns.walked(now, next, cost);
+            turns.walked(now, next, cost, news);
             Some((second, next.pid.0))
         };
         (from..from + seconds).filter_map(second).collect()
@@ -180,6 +226,27 @@ mod tests {
     }
 
     #[test]
+    fn where_nothing_changes_walks_come_later_each_time_and_all_of_them_soon_when_anything_does() {
+        let mut turns = Turns::default();
+        let at = |found: &[(u64, u32)], pid| -> Vec<u64> {
+            found.iter().filter(|(_, whose)| *whose == pid).map(|(at, _)| *at).collect()
+        };
+        let first = found(&mut turns, (0, 10_000), 2, Duration::ZERO, false);
+        assert_eq!(at(&first, 1), [61, 301, 1261, 4861, 8461]);
+        turns.changed(process(2));
+        let soon = found(&mut turns, (10_000, 100), 2, Duration::ZERO, false);
+        assert_eq!((at(&soon, 1), at(&soon, 2)), (vec![10_060], vec![10_000]));
+        found(&mut turns, (10_100, 20_000), 2, Duration::ZERO, false);
+        // One has gone, with whom the other shared.
+        let alone = found(&mut turns, (30_100, 200), 1, Duration::ZERO, false);
+        assert_eq!(at(&alone, 1), [30_160]);
+        let fair =
+            |mib: u64| Fair { at: SystemTime::UNIX_EPOCH, pss: Bytes(mib << 20), own: Bytes::ZERO, merging: None };
+        assert!(fair(640).is_like(&fair(650)) && fair(640).is_like(&fair(630)));
+        assert!(!fair(640).is_like(&fair(651)) && !fair(640).is_like(&fair(629)) && !fair(0).is_like(&fair(1)));
+    }
+
+    #[test]
     fn who_was_merged_is_walked_next() {
         let mut turns = Turns::default();
         walks(&mut turns, 0, 70, 3, Duration::ZERO);
@@ -190,7 +257,7 @@ mod tests {
         assert_eq!(busy, Some(process(1)));
         let two = turns.next(Duration::from_secs(160), [process(1), process(2)].into_iter());
         assert_eq!(two, None, "one walk at a time");
-        turns.walked(Duration::from_secs(161), process(1), Duration::ZERO);
+        turns.walked(Duration::from_secs(161), process(1), Duration::ZERO, true);
         assert_eq!(turns.next(Duration::from_secs(162), [process(7)].into_iter()), None, "who has gone has no turn");
     }
 
@@ -210,7 +277,7 @@ mod tests {
         walks(&mut turns, 0, 61, 1, Duration::ZERO);
         assert_eq!(turns.next(Duration::from_secs(61), [process(1)].into_iter()), Some(process(1)));
         turns.changed(process(1));
-        turns.walked(Duration::from_secs(62), process(1), Duration::ZERO);
+        turns.walked(Duration::from_secs(62), process(1), Duration::ZERO, true);
         assert_eq!(turns.next(Duration::from_secs(63), [process(1)].into_iter()), Some(process(1)));
     }
 

@@ -493,7 +493,9 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 }
             }
             Told::Walked { process, fair, cost } => {
-                self.turns.walked(self.now, process, cost);
+                let before = snapshot.fair.get(&process);
+                let news = !before.zip(fair.as_ref().ok()).is_some_and(|(before, fair)| before.is_like(fair));
+                self.turns.walked(self.now, process, cost, news);
                 snapshot.fair.extend(fair.ok().map(|fair| (process, fair)));
             }
             Told::PutBack(was) => (self.log)(&format!("a pagefold was killed before; put back: {was}")),

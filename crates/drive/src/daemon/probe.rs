@@ -10,8 +10,10 @@ use pagefold_model::daemon::Waits;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Between two readings while the daemon rests, but for the one at which it begins to.
-const CALM: Duration = Duration::from_secs(2);
+/// Between two readings while the daemon rests, but for those at which it begins to and ends: at first, and once it has
+/// rested for [`LONG`].
+const CALM: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(8)];
+const LONG: Duration = Duration::from_secs(30);
 
 /// Threads that are looked at, in all and of one process.
 const THREADS: [usize; 2] = [64, 16];
@@ -23,8 +25,9 @@ const LISTED: Duration = Duration::from_secs(60);
 #[derive(Default)]
 pub(super) struct Probe {
     read: Option<Duration>,
-    /// Whether the daemon worked then.
+    /// Whether the daemon worked then, and since when that was so.
     worked: bool,
+    turned: Duration,
     listed: Option<Duration>,
     /// Who was there when threads were listed.
     members: Vec<ProcessId>,
@@ -45,7 +48,11 @@ impl Probe {
     ) -> Option<Waits> {
         let before = self.read;
         let turned = std::mem::replace(&mut self.worked, works) != works;
-        if !works && !turned && before.is_some_and(|at| now < at + CALM) {
+        if turned {
+            self.turned = now;
+        }
+        let calm = CALM[usize::from(now >= self.turned + LONG)];
+        if !works && !turned && before.is_some_and(|at| now < at + calm) {
             return None;
         }
         self.read = Some(now);
@@ -96,5 +103,25 @@ impl Probe {
             }
         }
         sum.map(|(queued, ran): (u64, u64)| (Duration::from_nanos(queued), Duration::from_nanos(ran)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::Fake;
+
+    #[test]
+    fn at_rest_it_is_read_seldom_and_all_the_time_at_work() {
+        let host = Fake::new();
+        let mut probe = Probe::default();
+        let mut read = |seconds: std::ops::Range<u64>, works: bool| -> Vec<u64> {
+            let read = |second: &u64| probe.read(&host, Duration::from_secs(*second), works, [].into_iter()).is_some();
+            seconds.filter(read).collect()
+        };
+        let rest: Vec<u64> = (2..30).step_by(2).chain([36, 44, 52]).collect();
+        assert_eq!(read(0..60, false), rest);
+        assert_eq!(read(60..63, true), [60, 61, 62]);
+        assert_eq!(read(63..70, false), [63, 65, 67, 69], "there is something to compare with soon again");
     }
 }
