@@ -9,11 +9,10 @@
 //!
 //! Takes 4 bytes for each content that somebody has enrolled: half of its fingerprint. A content whose half is another's
 //! by chance, one in four billion for each that is remembered, is left alone in vain. While pages are grouped 8 more
-//! and a little are taken for each content of those who rest, and afterwards 8 to 16 for each page of others that are
-//! taken note of.
+//! and a little are taken for each content of those who rest.
 
 use crate::index::Index;
-use crate::survey::Survey;
+use crate::survey::{Subject, Survey};
 use pagefold_host::{Host, Process, observe, parse};
 use pagefold_model::domain::Domain;
 use pagefold_model::{Absent, Fingerprint, PageClass, ProcessId, Reading};
@@ -90,33 +89,35 @@ impl Witnesses {
 
     /// Take note of the witnesses of a census that were read whole, once the index is classified.
     pub(crate) fn note(&mut self, survey: &Survey, index: &Index, unread: &BTreeSet<usize>) {
-        let subjects = survey.subjects.iter().enumerate();
-        let noted: BTreeMap<u32, (ProcessId, Standing)> = subjects
-            .filter(|(position, subject)| subject.witness && !unread.contains(position))
-            .filter_map(|(position, subject)| {
-                let process = subject.process.id;
-                Some((position as u32, (process, *survey.standings.get(&process)?)))
-            })
-            .collect();
-        if noted.is_empty() {
+        let seen = self.now;
+        let known = |(position, subject): (usize, &Subject)| {
+            let standing = survey.standings.get(&subject.process.id).filter(|_| !unread.contains(&position))?;
+            Some(Known { standing: *standing, seen, contents: Vec::new() })
+        };
+        let mut noted: Vec<Option<Known>> = survey.subjects.iter().enumerate().map(known).collect();
+        if noted.iter().all(Option::is_none) {
             return;
         }
-        let mut contents: Vec<(u32, u32)> = index
-            .entries
-            .par_iter()
-            .map(|entry| (index.subject(entry.ordinal) as u32, half(entry.fingerprint())))
-            .filter(|(subject, _)| noted.contains_key(subject))
-            .collect();
+        // Those that may have partners are in order, so nearly all contents of many pages are added once.
+        for entry in &index.entries {
+            if let Some(known) = &mut noted[index.subject(entry.ordinal)] {
+                let content = half(entry.fingerprint());
+                if known.contents.last() != Some(&content) {
+                    known.contents.push(content);
+                }
+            }
+        }
         // Pages of zeros are no entries, unless they are merged.
         let is_zero = |ordinal: u32| index.mark(ordinal).class() == Some(PageClass::Zero);
-        let has_zeros = |subject: &&u32| index.pages_of(**subject as usize).into_par_iter().any(is_zero);
-        contents.extend(noted.keys().filter(has_zeros).map(|subject| (*subject, half(Fingerprint::ZERO_PAGE))));
-        contents.par_sort_unstable();
-        contents.dedup();
-        for (subject, (process, standing)) in noted {
-            let [first, end] = [subject, subject + 1].map(|next| contents.partition_point(|&(whose, _)| whose < next));
-            let contents = contents[first..end].iter().map(|&(_, content)| content).collect();
-            self.known.insert(process, Known { standing, seen: self.now, contents });
+        for (position, (known, subject)) in noted.into_iter().zip(&survey.subjects).enumerate() {
+            let Some(mut known) = known else { continue };
+            if index.pages_of(position).into_par_iter().any(is_zero) {
+                known.contents.push(half(Fingerprint::ZERO_PAGE));
+            }
+            known.contents.par_sort_unstable();
+            known.contents.dedup();
+            known.contents.shrink_to_fit();
+            self.known.insert(subject.process.id, known);
         }
     }
 }
