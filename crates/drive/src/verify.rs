@@ -8,7 +8,8 @@ use pagefold_model::ksm::RMAP_ITEM_BYTES;
 use pagefold_model::outcome::Found;
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::{Absent, AddressRange, Bytes, NetBytes, Pages, Pfn, Pid, ProcessId, Reading};
-use std::collections::{BTreeMap, BTreeSet};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
 /// Pages looked at at once.
 const BATCH: u64 = 1 << 16;
@@ -52,11 +53,12 @@ pub fn has_merged(host: &dyn Host, target: &Target, range: AddressRange) -> Read
 #[derive(Debug, Default)]
 pub struct Held {
     found: Found,
+    /// Ascending, each once.
     frames: Vec<Shared>,
 }
 
 /// A KSM frame.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug)]
 struct Shared {
     frame: Pfn,
     /// How many pages of the target's ranges are mapped to it.
@@ -65,17 +67,28 @@ struct Shared {
     all: u64,
 }
 
-/// Who of some has a part in each frame that would come free without them: one that others map as well is there anyway,
-/// and who joins it takes nothing for it.
-fn taken<'h>(held: impl Iterator<Item = (usize, &'h Held)>) -> Vec<Vec<usize>> {
-    let mut frames: Vec<(Shared, usize)> =
-        held.flat_map(|(position, held)| held.frames.iter().map(move |frame| (*frame, position))).collect();
-    frames.sort_unstable();
-    let sharers = frames.chunk_by(|a, b| a.0.frame == b.0.frame).filter(|sharers| {
-        let own: u64 = sharers.iter().map(|(shared, _)| shared.own).sum();
-        sharers.iter().all(|(shared, _)| shared.all <= own)
-    });
-    sharers.map(|sharers| sharers.iter().map(|(_, position)| *position).collect()).collect()
+/// Tell who of some has a part in each frame that would come free without them, frame by frame: one that others map as
+/// well is there anyway, and who joins it takes nothing for it.
+fn each_taken<'h>(held: impl Iterator<Item = (usize, &'h Held)>, mut tell: impl FnMut(&[usize])) {
+    let mut rests: Vec<(usize, &[Shared])> = held.map(|(position, held)| (position, &held.frames[..])).collect();
+    let first = |(at, (_, frames)): (usize, &(usize, &[Shared]))| Some(Reverse((frames.first()?.frame, at)));
+    let mut next: BinaryHeap<Reverse<(Pfn, usize)>> = rests.iter().enumerate().filter_map(first).collect();
+    let mut sharers = Vec::new();
+    while let Some(&Reverse((frame, _))) = next.peek() {
+        sharers.clear();
+        let (mut own, mut all) = (0, 0);
+        while let Some(Reverse((_, at))) = next.peek().copied().filter(|Reverse((other, _))| *other == frame) {
+            next.pop();
+            let (position, frames) = &mut rests[at];
+            (own, all) = (own + frames[0].own, all.max(frames[0].all));
+            sharers.push(*position);
+            *frames = &frames[1..];
+            next.extend(frames.first().map(|shared| Reverse((shared.frame, at))));
+        }
+        if all <= own {
+            tell(&sharers);
+        }
+    }
 }
 
 /// What is merged of each target of a plan; nothing of those that have ended.
@@ -93,7 +106,8 @@ pub fn found(host: &dyn Host, plan: &Plan) -> Reading<Vec<Option<Held>>> {
 
 /// The sum over some targets, in which each frame counts once that nobody else maps.
 pub fn sum<'f>(held: impl Iterator<Item = &'f Held> + Clone) -> Found {
-    let mut sum = Found { frames: Pages(taken(held.clone().enumerate()).len() as u64), ..Found::default() };
+    let mut sum = Found::default();
+    each_taken(held.clone().enumerate(), |_| sum.frames += Pages(1));
     for Held { found, .. } in held {
         sum.merged += found.merged;
         sum.zero += found.zero;
@@ -131,11 +145,7 @@ fn saved_by_each(held: &[Option<&Held>]) -> Vec<f64> {
     let pages = |held: &Option<&Held>| held.map_or(0.0, |held| (held.found.merged + held.found.zero).0 as f64);
     let mut saved: Vec<f64> = held.iter().map(pages).collect();
     let there = held.iter().enumerate().filter_map(|(position, held)| Some((position, (*held)?)));
-    for sharers in taken(there) {
-        for position in &sharers {
-            saved[*position] -= 1.0 / sharers.len() as f64;
-        }
-    }
+    each_taken(there, |sharers| sharers.iter().for_each(|position| saved[*position] -= 1.0 / sharers.len() as f64));
     saved
 }
 
@@ -149,10 +159,13 @@ fn look(host: &dyn Host, target: &Target) -> Reading<Held> {
         held.found.present += found.present;
     }
     pages.sort_unstable();
-    let own: Vec<(Pfn, u64)> = pages.chunk_by(|a, b| a == b).map(|same| (same[0], same.len() as u64)).collect();
-    let frames: Vec<Pfn> = own.iter().map(|(frame, _)| *frame).collect();
-    let all = host.frame_mappings(&frames).unwrap_or_else(|_| vec![0; frames.len()]);
-    held.frames = own.into_iter().zip(all).map(|((frame, own), all)| Shared { frame, own, all }).collect();
+    let shared = |same: &[Pfn]| Shared { frame: same[0], own: same.len() as u64, all: 0 };
+    held.frames = pages.chunk_by(|a, b| a == b).map(shared).collect();
+    held.frames.shrink_to_fit();
+    pages.dedup();
+    if let Ok(mappings) = host.frame_mappings(&pages) {
+        held.frames.iter_mut().zip(mappings).for_each(|(shared, all)| shared.all = all);
+    }
     let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
     held.found.rmap_items.0 += ksm.rmap_items.unwrap_or(0);
     Ok(held)

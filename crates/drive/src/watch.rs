@@ -26,6 +26,9 @@ const PIECE: u64 = 1024;
 const STRIPE: u64 = 16;
 const STRIPES: u64 = 8;
 
+/// Frames that are asked for together, about: each takes 32 bytes meanwhile.
+const FRAMES: usize = 1 << 18;
+
 /// A part of a planned range that is judged by some of its pages.
 #[derive(Debug)]
 pub struct Piece {
@@ -37,10 +40,43 @@ pub struct Piece {
     pub own: bool,
     /// What was seen of it.
     pub seen: Seen,
-    stripes: Vec<AddressRange>,
-    merged: Vec<bool>,
-    /// How often each broke, as far as it counts.
-    broke: Vec<u8>,
+    pages: Box<[Page]>,
+}
+
+/// A page that is looked at.
+#[derive(Clone, Copy, Debug, Default)]
+struct Page(u8);
+
+impl Page {
+    /// Whether it was merged when it was looked at before.
+    const WAS: u8 = 1 << 7;
+    /// Whether it is by the look under way.
+    const IS: u8 = 1 << 6;
+
+    fn was_merged(self) -> bool {
+        self.0 & Self::WAS != 0
+    }
+
+    fn is_merged(self) -> bool {
+        self.0 & Self::IS != 0
+    }
+
+    /// How often it broke, as far as it counts.
+    fn broke(self) -> u8 {
+        self.0 & (Self::IS - 1)
+    }
+
+    fn set(&mut self, is_merged: bool) {
+        self.0 = self.0 & !Self::IS | if is_merged { Self::IS } else { 0 };
+    }
+
+    /// A look ends. Tells whether it broke.
+    fn pass(&mut self) -> bool {
+        let breaks = self.was_merged() && !self.is_merged();
+        let times = (self.broke() + u8::from(breaks)).min(Self::IS - 1);
+        self.0 = times | if self.is_merged() { Self::WAS | Self::IS } else { 0 };
+        breaks
+    }
 }
 
 /// Whose pages are looked at.
@@ -159,41 +195,51 @@ impl<'h> Watch<'h> {
         self.pieces.retain(|piece| self.processes.contains_key(&piece.process));
         let page = self.host.page_size().bytes();
         // A page of which nothing is known now is taken to be as it was.
-        let mut merged: Vec<Vec<bool>> = self.pieces.iter().map(|piece| piece.merged.clone()).collect();
-        let mut frames: Vec<(Pfn, usize, usize)> = Vec::new();
+        for page in self.pieces.iter_mut().flat_map(|piece| &mut piece.pages) {
+            page.set(page.was_merged());
+        }
+        let mut frames: Vec<(Pfn, u32, u32)> = Vec::new();
         let mut first = 0;
-        for pieces in self.pieces.chunk_by(|a, b| a.process == b.process) {
-            if elapsed.contains_key(&pieces[0].process)
-                && !still.contains(&pieces[0].process)
-                && let Ok(handle) = verify::open(self.host, pieces[0].process)
+        while let Some(process) = self.pieces.get(first).map(|piece| piece.process) {
+            let count = self.pieces[first..].partition_point(|piece| piece.process == process);
+            if elapsed.contains_key(&process)
+                && !still.contains(&process)
+                && let Ok(handle) = verify::open(self.host, process)
             {
-                for (piece, number) in pieces.iter().zip(first..) {
-                    piece.look(&*handle, page, &mut |at, frame| {
-                        merged[number][at] = false;
-                        frames.extend(frame.map(|frame| (frame, number, at)));
+                for number in first..first + count {
+                    self.pieces[number].look(&*handle, page, &mut |at, frame| {
+                        frames.extend(frame.map(|frame| (frame, number as u32, at as u32)));
                     });
+                    if frames.len() >= FRAMES {
+                        self.tell(&mut frames)?;
+                    }
                 }
             }
-            first += pieces.len();
+            first += count;
         }
+        self.tell(&mut frames)?;
+        for piece in &mut self.pieces {
+            let Some(&elapsed) = elapsed.get(&piece.process) else { continue };
+            let were = piece.pages.iter().filter(|page| page.was_merged()).count() as u64;
+            let (mut broken, mut twice) = (Pages::ZERO, Pages::ZERO);
+            for page in &mut piece.pages {
+                if page.pass() {
+                    broken += Pages(1);
+                    twice += Pages(u64::from(page.broke() == 2));
+                }
+            }
+            piece.seen.count(Pages(were), (broken, twice), elapsed);
+        }
+        Ok(())
+    }
+
+    /// Tell of the pages of these frames, each with its piece and its position there, whether they are merged.
+    fn tell(&mut self, frames: &mut Vec<(Pfn, u32, u32)>) -> Reading<()> {
         frames.sort_unstable();
         let numbers: Vec<Pfn> = frames.iter().map(|&(frame, ..)| frame).collect();
         let flags = self.host.frame_flags(&numbers)?;
-        for (&(_, piece, at), flags) in frames.iter().zip(&flags) {
-            merged[piece][at] = flags.is_ksm() || flags.is_zero_page();
-        }
-        for (piece, merged) in self.pieces.iter_mut().zip(merged) {
-            let Some(&elapsed) = elapsed.get(&piece.process) else { continue };
-            let were = piece.merged.iter().filter(|&&merged| merged).count() as u64;
-            let (mut broken, mut twice) = (Pages::ZERO, Pages::ZERO);
-            let pages = piece.broke.iter_mut().zip(piece.merged.iter().zip(&merged));
-            for (times, _) in pages.filter(|(_, (was, is))| **was && !**is) {
-                *times = times.saturating_add(1);
-                broken += Pages(1);
-                twice += Pages(u64::from(*times == 2));
-            }
-            piece.seen.count(Pages(were), (broken, twice), elapsed);
-            piece.merged = merged;
+        for ((_, piece, at), flags) in frames.drain(..).zip(flags) {
+            self.pieces[piece as usize].pages[at as usize].set(flags.is_ksm() || flags.is_zero_page());
         }
         Ok(())
     }
@@ -219,7 +265,7 @@ impl<'h> Watch<'h> {
     /// anybody looked, or lost their partners, and would only be scanned.
     pub fn withdraw(&mut self, pays: impl Fn(&Seen) -> bool, at_the_end: bool) -> Vec<Piece> {
         let looked_at = |piece: &Piece| self.processes.get(&piece.process).is_some_and(|watched| watched.ever_ran);
-        let idle = |piece: &Piece| at_the_end && looked_at(piece) && !piece.merged.contains(&true);
+        let idle = |piece: &Piece| at_the_end && looked_at(piece) && !piece.pages.iter().any(|page| page.was_merged());
         let keep = |piece: &Piece| pays(&piece.seen) && !idle(piece);
         let (keep, drop) = std::mem::take(&mut self.pieces).into_iter().partition(keep);
         self.pieces = keep;
@@ -229,27 +275,26 @@ impl<'h> Watch<'h> {
 
 impl Piece {
     fn new(process: ProcessId, range: AddressRange, own: bool, page: u64) -> Self {
-        let pages = range.bytes().0 / page;
-        let stripes: Vec<AddressRange> = if pages <= STRIPE * STRIPES {
-            vec![range]
-        } else {
-            (0..STRIPES)
-                .map(|i| range.start + i * pages / STRIPES * page)
-                .map(|start| AddressRange { start, end: start + STRIPE * page })
-                .collect()
-        };
-        let watched: u64 = stripes.iter().map(|stripe| stripe.bytes().0 / page).sum();
-        let (merged, broke) = (vec![false; watched as usize], vec![0; watched as usize]);
-        Self { process, range, own, seen: Seen::default(), stripes, merged, broke }
+        let watched = (range.bytes().0 / page).min(STRIPE * STRIPES);
+        Self { process, range, own, seen: Seen::default(), pages: vec![Page::default(); watched as usize].into() }
     }
 
-    /// Look at the watched pages that are not swapped out, which is not to be written: `note` gets the position of each
-    /// and its frame, if others map that too.
-    fn look(&self, handle: &dyn Process, page: u64, note: &mut dyn FnMut(usize, Option<Pfn>)) {
+    /// What of it is looked at.
+    fn stripes(&self, page: u64) -> impl Iterator<Item = AddressRange> + use<> {
+        let (range, pages) = (self.range, self.range.bytes().0 / page);
+        let (stripes, len) = if pages <= STRIPE * STRIPES { (1, pages) } else { (STRIPES, STRIPE) };
+        let starts = (0..stripes).map(move |i| range.start + i * pages / stripes * page);
+        starts.map(move |start| AddressRange { start, end: start + len * page })
+    }
+
+    /// Look at the watched pages that are not swapped out, which is not to be written: each counts as not merged until
+    /// it is told, and `note` gets the position of each with its frame, if others map that too.
+    fn look(&mut self, handle: &dyn Process, page: u64, note: &mut dyn FnMut(usize, Option<Pfn>)) {
         let mut position = 0;
-        for stripe in &self.stripes {
-            let mappings = handle.mappings(*stripe).unwrap_or_default();
+        for stripe in self.stripes(page) {
+            let mappings = handle.mappings(stripe).unwrap_or_default();
             for (mapping, at) in mappings.iter().zip(position..).filter(|(mapping, _)| !mapping.swapped) {
+                self.pages[at].set(false);
                 let shared = mapping.present && !mapping.file && !mapping.exclusive;
                 note(at, mapping.frame.filter(|_| shared));
             }
