@@ -213,6 +213,7 @@ const STATES: &[&str] = &[
     "coroutine_on_main_stack",
     "stack_in_pieces",
     "stack_in_untouched_pieces",
+    "stack_in_big_pieces",
     "vfork",
     "filtered",
     "filtered_throughout",
@@ -268,6 +269,7 @@ fn a_program_is_visited_at_the_same_place_each_time() {
         "coroutine_on_main_stack",
         "stack_in_pieces",
         "stack_in_untouched_pieces",
+        "stack_in_big_pieces",
     ] {
         let victim = Victim::start(state);
         done(victim.pid(), &["mergeable"]);

@@ -22,6 +22,7 @@
 #include <string.h>
 #include <sys/auxv.h>
 #include <sys/epoll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/prctl.h>
 #include <sys/mman.h>
@@ -555,29 +556,39 @@ static void vforking(void)
 
 /* Advice on a part of the stack cuts it in pieces: above an array's lower quarter, whose pages belong to this frame
  * whether or not it has touched them. */
-static void in_pieces(int touched)
+static void in_pieces(size_t bytes, int touched)
 {
-	unsigned char array[ZEROS];
-	uintptr_t page = sysconf(_SC_PAGESIZE), cut = ((uintptr_t)array + ZEROS / 4) & -page;
+	unsigned char array[bytes];
+	uintptr_t page = sysconf(_SC_PAGESIZE), cut = ((uintptr_t)array + bytes / 4) & -page;
 	if (touched)
-		memset(array, 0x5a, sizeof array);
+		memset(array, 0x5a, bytes);
 	check(madvise((void *)cut, page, MADV_DONTFORK) == 0, "madvise");
 	ready();
 	while (!finish)
 		deep(100);
 	/* Its upper end was in use before. */
-	for (int i = 0; i < (touched ? ZEROS : ZEROS / 2); i++)
+	for (size_t i = 0; i < (touched ? bytes : bytes / 2); i++)
 		check(array[i] == (touched ? 0x5a : 0), "an array on a stack in pieces");
 }
 
 static void stack_in_pieces(void)
 {
-	in_pieces(1);
+	in_pieces(ZEROS, 1);
 }
 
 static void stack_in_untouched_pieces(void)
 {
-	in_pieces(0);
+	in_pieces(ZEROS, 0);
+}
+
+/* The same where the lowest piece is bigger than a stack of whoever looks may be. */
+static void stack_in_big_pieces(void)
+{
+	struct rlimit limit;
+	check(getrlimit(RLIMIT_STACK, &limit) == 0 && limit.rlim_max > 64 << 20, "the limit of stacks");
+	limit.rlim_cur = limit.rlim_max;
+	check(setrlimit(RLIMIT_STACK, &limit) == 0, "setrlimit");
+	in_pieces(48 << 20, 1);
 }
 
 /* A part of the stack that is not to be touched, as of programs that watch how deep they are. */
@@ -794,6 +805,7 @@ static const struct {
 	{"coroutine_above_zeros", coroutine_above_zeros}, {"coroutine_above_untouched", coroutine_above_untouched},
 	{"coroutine_on_main_stack", coroutine_on_main_stack},
 	{"stack_in_pieces", stack_in_pieces}, {"stack_in_untouched_pieces", stack_in_untouched_pieces},
+	{"stack_in_big_pieces", stack_in_big_pieces},
 	{"stack_with_guard", stack_with_guard}, {"stack_above_memory", stack_above_memory},
 	{"stack_near_memory", stack_near_memory}, {"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered},
 	{"filtered_throughout", filtered_throughout}, {"sandboxed", sandboxed}, {"strict", strict},

@@ -22,8 +22,10 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
+use std::sync::{Mutex, PoisonError};
 
 use nix::errno::Errno;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::target::{Target, mapping, number, text};
 use super::{Error, arch, failed};
@@ -150,6 +152,21 @@ impl Stack {
     }
 }
 
+/// With a limit of this process's own stack of so many bytes, as far as it may be as high: the kernel judges by that,
+/// and not by the target's, how far another's stack may grow (mm/vma.c, `acct_stack_growth`).
+fn with_limit<T>(bytes: u64, grow: impl FnOnce() -> T) -> T {
+    static ONE: Mutex<()> = Mutex::new(());
+    let _alone = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_STACK) else { return grow() };
+    let raised = bytes > soft && setrlimit(Resource::RLIMIT_STACK, bytes.min(hard), hard).is_ok();
+    let grown = grow();
+    if raised {
+        // It is not above the hard one, which has not changed.
+        let _ = setrlimit(Resource::RLIMIT_STACK, soft, hard);
+    }
+    grown
+}
+
 /// Room on a stack.
 pub(super) struct Room {
     /// Where it begins, 64-byte aligned.
@@ -249,14 +266,16 @@ impl Target {
                 }
             }
         }
-        // Reading below a stack makes it grow (mm/memory.c, `__access_remote_vm`), as far as its limit allows, up to
-        // what is mapped there and may not be accessed.
+        // Reading below a stack makes it grow (mm/memory.c, `__access_remote_vm`), as far as a limit allows, up to what
+        // is mapped there and may not be accessed.
         let page = page_size() as u64;
         let base = (stack.start.min(top) / page * page).saturating_sub(len);
         if !self.is_free_below(stack, base)? {
             return Ok(None);
         }
-        self.read(base, bytes).map_or(Ok(None), |zeros| room(base, zeros))
+        let limit = stack.end - base + page;
+        let zeros = self.read(base, bytes).or_else(|_| with_limit(limit, || self.read(base, bytes)));
+        zeros.map_or(Ok(None), |zeros| room(base, zeros))
     }
 
     fn read(&self, base: u64, bytes: usize) -> io::Result<Vec<u8>> {
