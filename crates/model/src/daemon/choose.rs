@@ -29,8 +29,11 @@ const INDEX: (u64, u64) = (16 << 20, 640);
 /// The part of the memory it is of that an index takes while it is grouped: at most 33 bytes for a page of 4 KiB.
 const INDEXED: u64 = 124;
 
-/// The part of what may be saved up for which it is waited before a merge that was halted: others have their turns, too.
+/// The part of what may be saved up for which it is waited before a merge that was halted: others have turns, too.
 const MOST: f64 = 0.75;
+
+/// For how long that is waited for: in times of what it takes to save up all that may be, and in seconds at least.
+const PATIENCE: (f64, f64) = (2.0, 60.0);
 
 /// The part of its pause by which somebody is looked at earlier, where others are looked at now.
 const TOGETHER: f64 = 0.25;
@@ -164,6 +167,15 @@ impl State {
         member.resident.0 as f64 / 1048576.0 * self.census_seconds * member.weight()
     }
 
+    /// CPU seconds to save up for a merge of somebody that was halted: none where memory is short, nor where others
+    /// have used them up for longer than [`PATIENCE`].
+    fn unmerged(&self, process: ProcessId) -> f64 {
+        let member = &self.members[&process];
+        let patience = (self.budget.burst() / self.rules.cpu * PATIENCE.0).max(PATIENCE.1);
+        let waited = self.now.saturating_sub(member.next.max(member.halted)).as_secs_f64();
+        if waited < patience && !self.is_needed(&[process]) { member.unmerged } else { 0.0 }
+    }
+
     /// CPU seconds to save up before some are looked at: where merges of them were halted, for all of these besides, or
     /// looking would use them up each time. No more than most of what may be saved up, unless looking alone takes more.
     fn outlay(&self, looks: f64, unmerged: f64) -> f64 {
@@ -266,10 +278,7 @@ impl State {
     /// Those of whose turn it is, and of others beside them, for whom there is CPU time now; `None` while it is waited
     /// for.
     pub(super) fn affordable(&self, due: &[ProcessId]) -> Option<BTreeSet<ProcessId>> {
-        let alone = |process: &ProcessId| {
-            let member = &self.members[process];
-            self.outlay(self.cost(member), member.unmerged)
-        };
+        let alone = |process: &ProcessId| self.outlay(self.cost(&self.members[process]), self.unmerged(*process));
         if !due.iter().any(|process| alone(process) <= self.budget.left()) {
             return None;
         }
@@ -283,7 +292,8 @@ impl State {
         let mut companions = 0;
         let mut join = |chosen: &mut BTreeSet<ProcessId>, process: ProcessId, most: usize| {
             let member = &self.members[&process];
-            let (seconds, more, bytes) = (looks + self.cost(member), unmerged + member.unmerged, member.resident.0);
+            let (seconds, bytes) = (looks + self.cost(member), member.resident.0);
+            let more = unmerged + self.unmerged(process);
             // A big host is looked at in portions, of two members at least.
             let fits = chosen.len() < most.min(2) || chosen.len() < most && looked + bytes <= room;
             let joins = fits && self.outlay(seconds, more) <= self.budget.left();

@@ -126,6 +126,8 @@ pub struct Member {
     pub mixed: bool,
     /// CPU seconds that its merge wants beside a look, where the last one was halted for want of them.
     pub unmerged: f64,
+    /// When that was.
+    pub halted: Duration,
     /// When it came into another trust domain last.
     moved_at: Option<Duration>,
     /// When it was looked at last.
@@ -182,6 +184,7 @@ impl Member {
             net: NetBytes(0),
             mixed: false,
             unmerged: 0.0,
+            halted: Duration::ZERO,
             moved_at: None,
             looked: None,
             pause: rules.ripens,

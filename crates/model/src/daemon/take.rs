@@ -393,8 +393,9 @@ impl State {
         for process in processes {
             if let Some(member) = self.members.get_mut(process) {
                 member.merged = true;
-                if !overran {
-                    member.unmerged = 0.0;
+                match overran {
+                    true => member.halted = self.now,
+                    false => member.unmerged = 0.0,
                 }
                 if member.excluded.is_some() {
                     member.leave(Reason::Excluded, self.now);

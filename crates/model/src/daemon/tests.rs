@@ -220,7 +220,7 @@ impl Host {
                 );
             }
             Action::Sweep => {
-                assert!(self.holds);
+                assert!(self.holds && self.state.budget().left() > 0.0);
                 self.answer(0.1, Event::Swept { whole: self.sweeps });
             }
             Action::Withdraw(extents) => {

@@ -91,30 +91,57 @@ fn looking_in_vain_costs_a_two_thousandth_of_a_cpu_however_much_there_is() {
     assert!(share > 0.0001 && share < 0.0006, "{share}");
 }
 
-/// Else a look would use up all that was saved up each time, and nothing be left to merge what it finds.
-#[test]
-fn a_merge_that_was_halted_is_begun_again_once_there_is_time_for_all_of_it() {
+/// Tick until something is done again. Tells the ticks.
+fn until(host: &mut Host, wanted: fn(&Action) -> bool, beside: impl Fn(&mut Host)) -> usize {
+    let before = host.did(wanted);
+    let mut ticks = 0;
+    while host.did(wanted) == before {
+        assert!(ticks < 10_000, "it never is");
+        beside(host);
+        host.tick();
+        ticks += 1;
+    }
+    ticks
+}
+
+/// A merge of two, of a second of ksmd each, was halted, because it took more than could be saved up.
+fn halted() -> Host {
     let mut host = Host::new(Rules { burst: Duration::from_secs(10), ..rules(Mode::Act) });
     (host.ksmd, host.merging) = (Duration::from_secs(1), 20.0);
     (host.took, host.gain) = (Duration::from_secs(1), 1024 * MIB as i64);
     host.happen(arrival(1));
     host.happen(arrival(3));
-    let until = |host: &mut Host, wanted: fn(&Action) -> bool| {
-        let before = host.did(wanted);
-        (0..4000).find(|_| {
-            host.tick();
-            host.did(wanted) > before
-        })
-    };
-    assert!(until(&mut host, |action| *action == Action::Halt).is_some(), "it takes more than there is");
+    until(&mut host, |action| *action == Action::Halt, |_| ());
     host.enrolled.clear();
     assert!(host.state.budget().left() <= 0.0);
-    assert!(until(&mut host, is_census).is_some());
+    host
+}
+
+/// Else a look would use up all that was saved up each time, and nothing be left to merge what it finds.
+#[test]
+fn a_merge_that_was_halted_is_begun_again_once_there_is_time_for_all_of_it() {
+    let mut host = halted();
+    until(&mut host, is_census, |_| ());
     let left = host.state.budget().left();
     assert!((4.0..5.0).contains(&left), "twice what was reckoned for each: {left}");
     host.merging = 2.0;
     host.run(10);
     assert!(host.state.members().values().all(|member| member.unmerged == 0.0), "it has come to its end");
+}
+
+#[test]
+fn a_merge_that_was_halted_is_not_waited_for_where_memory_is_short_nor_for_ever() {
+    let mut host = halted();
+    host.pressure = 90.0;
+    until(&mut host, is_census, |_| ());
+    let left = host.state.budget().left();
+    assert!(left < 4.0, "{left}");
+    // Others use up all but half a second.
+    let mut host = halted();
+    let ticks = until(&mut host, is_census, |host| {
+        host.spent += Duration::from_secs_f64((host.state.budget().left() - 0.5).max(0.0));
+    });
+    assert!((800..820).contains(&ticks), "twice what it takes to save up ten seconds: {ticks}");
 }
 
 /// Two that can be looked at together are, however much a merge of one of them wants besides.
