@@ -213,7 +213,7 @@ pub fn classify(
     // With `use_zero_pages` zeros are mapped to the kernel's zero page, which everybody maps anyway.
     if !rule.across_domains && !rule.sharing.use_zero_pages {
         let merged = groups.merged_zero.keys().copied().chain(elsewhere.holder(Fingerprint::ZERO_PAGE)).collect();
-        forbid_zeros(index, &domains, &merged);
+        forbid_zeros(index, &domains, &witnesses, merged);
     }
     if !rule.across_domains && !elsewhere.is_empty() {
         forbid_single(index, &domains, elsewhere);
@@ -246,19 +246,24 @@ fn merged_zeros(index: &Index, domains: &[u32]) -> BTreeMap<u32, u64> {
     pages
 }
 
-/// Forbid the pages of zeros of all trust domains but one: the one that has merged some already, or else has the most.
-fn forbid_zeros(index: &Index, domains: &[u32], merged: &BTreeSet<u32>) {
+/// Forbid the pages of zeros of all trust domains but one: the one that has merged some already, or of which a witness
+/// has any enrolled, or else has the most. Of all, if several have them so.
+fn forbid_zeros(index: &Index, domains: &[u32], witnesses: &[bool], mut takers: BTreeSet<u32>) {
     let zeros = |subject: usize| {
         index.pages_of(subject).into_par_iter().filter(|&page| index.mark(page).class() == Some(PageClass::Zero))
     };
     let mut pages: BTreeMap<u32, u64> = BTreeMap::new();
     for (subject, &domain) in domains.iter().enumerate() {
-        *pages.entry(domain).or_default() += zeros(subject).count() as u64;
+        let count = zeros(subject).count() as u64;
+        *pages.entry(domain).or_default() += count;
+        if witnesses[subject] && count > 0 {
+            takers.insert(domain);
+        }
     }
     let most = || pages.iter().max_by_key(|&(domain, pages)| (pages, Reverse(domain))).map(|(&domain, _)| domain);
-    let chosen = match merged.len() {
+    let chosen = match takers.len() {
         0 => most(),
-        1 => merged.first().copied(),
+        1 => takers.first().copied(),
         _ => None,
     };
     for (subject, _) in domains.iter().enumerate().filter(|&(_, &domain)| Some(domain) != chosen) {

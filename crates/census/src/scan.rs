@@ -1,14 +1,20 @@
 //! Reading the pages: two passes in parallel over portions of the index.
+//!
+//! While ksmd rests, what KSM has merged is read once for all pages that are mapped to the same frame: on a host that
+//! is merged, that is most of what its processes hold.
 
 use crate::index::{Entry, Index, Mark, Unit};
 use crate::pairs::Pairs;
 use crate::survey::Survey;
 use pagefold_host::observe::Nodes;
-use pagefold_host::{Host, PageContent, PageView, Run};
-use pagefold_model::{Absent, Fingerprint, PageClass, Pages, Pfn, Reading};
+use pagefold_host::{Host, Mapping, PageContent, PageView, Process, Run, Way};
+use pagefold_model::{Absent, AddressRange, Fingerprint, PageClass, Pages, Pfn, Reading};
 use pagefold_sys::fingerprint::Hasher;
 use rayon::prelude::*;
+use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// How far a census is, for whoever watches it from another thread.
 #[derive(Debug, Default)]
@@ -102,15 +108,59 @@ type Takes<'a> = &'a dyn Fn(u32) -> bool;
 struct Seen {
     fingerprint: Option<Fingerprint>,
     merged: bool,
-    node: u8,
-    shared: Shared,
+    /// Whether nobody else maps it.
+    exclusive: bool,
+    frame: Option<Pfn>,
 }
 
-/// Whether others map a page too, KSM apart.
-enum Shared {
-    No,
-    Frame(Pfn),
-    UnknownFrame,
+/// Consecutive pages that are known are passed by if they are at least so many: a call for what lies on either side of
+/// them costs as much as reading some pages more.
+const STRETCH: usize = 8;
+
+/// The stretches of a unit's pages that are known to be merged and worth passing by.
+fn merged_stretches(index: &Index, unit: &Unit) -> Vec<Range<u32>> {
+    let is_merged = |page: &u32| index.mark(*page).class() == Some(PageClass::Merged);
+    let pages: Vec<u32> = unit.ordinals.clone().filter(is_merged).collect();
+    let stretches = pages.chunk_by(|a, b| a + 1 == *b).filter(|stretch| stretch.len() >= STRETCH);
+    stretches.map(|stretch| stretch[0]..stretch[0] + stretch.len() as u32).collect()
+}
+
+/// A page that was read while it was mapped to a frame of KSM.
+struct Merged {
+    ordinal: u32,
+    frame: Pfn,
+    content: Fingerprint,
+}
+
+/// What the frames hold that KSM has merged pages to, as far as it is known: nobody writes to one while anybody is
+/// mapped to it, and while ksmd rests none becomes another's. (The kernel may move them; for one to be told with what
+/// it held before, another merged page has to come to its place within the pass.)
+struct MergedFrames {
+    parts: [Mutex<HashMap<Pfn, Fingerprint>>; 16],
+    /// Whether there are any. None while ksmd works.
+    any: AtomicBool,
+    works: bool,
+}
+
+impl MergedFrames {
+    fn new(host: &dyn Host) -> Self {
+        let works = host.read("sys/kernel/mm/ksm/run").is_ok_and(|run| run.trim_ascii() == b"1");
+        Self { parts: Default::default(), any: AtomicBool::new(false), works }
+    }
+
+    fn part(&self, frame: Pfn) -> MutexGuard<'_, HashMap<Pfn, Fingerprint>> {
+        let part = &self.parts[frame.0 as usize % self.parts.len()];
+        part.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn note(&self, frame: Pfn, content: Fingerprint) {
+        self.part(frame).insert(frame, content);
+        self.any.store(true, Ordering::Relaxed);
+    }
+
+    fn content(&self, frame: Pfn) -> Option<Fingerprint> {
+        self.part(frame).get(&frame).copied()
+    }
 }
 
 impl Scan<'_> {
@@ -125,16 +175,15 @@ impl Scan<'_> {
             rest = after;
         }
         let shared = &*index;
+        let merged = MergedFrames::new(self.host);
         let results: Vec<_> = work
             .into_par_iter()
             // One by one: what a thread has begun as one piece cannot be taken from it by an idle one.
             .with_max_len(1)
             .map(|(unit, slots)| {
                 self.skip_unsampled(shared, &unit);
-                let (mut frames, mut indistinct) = (Vec::new(), 0);
-                let takes = |ordinal| self.sample.is_none_or(|rule| rule.takes(ordinal));
-                let takes: Option<Takes<'_>> = self.sample.is_some().then_some(&takes);
-                let outcome = self.read(shared, &unit, takes, &mut |ordinal, seen| {
+                let (mut frames, mut indistinct, mut fresh) = (Vec::new(), 0, Vec::new());
+                let mut note = |ordinal, seen: Option<Seen>| {
                     let Some(seen) = seen else { return shared.set_mark(ordinal, Mark::GONE) };
                     let class = match seen.fingerprint {
                         _ if seen.merged => PageClass::Merged,
@@ -145,14 +194,24 @@ impl Scan<'_> {
                     };
                     slots[(ordinal - unit.ordinals.start) as usize] =
                         Entry::new(seen.fingerprint.unwrap_or(Fingerprint::ZERO_PAGE), ordinal);
-                    match seen.shared {
-                        Shared::No => {}
-                        Shared::Frame(frame) => frames.push((frame, ordinal)),
-                        Shared::UnknownFrame => indistinct += 1,
+                    match (seen.frame, seen.fingerprint) {
+                        _ if seen.exclusive => {}
+                        (Some(frame), Some(content)) if seen.merged => fresh.push(Merged { ordinal, frame, content }),
+                        _ if seen.merged => {}
+                        (Some(frame), _) => frames.push((frame, ordinal)),
+                        (None, _) => indistinct += 1,
                     }
-                    shared.set_node(ordinal, seen.node);
+                    let node = self.nodes.as_ref().zip(seen.frame).map_or(0, |(nodes, frame)| nodes.of(frame) as u8);
+                    shared.set_node(ordinal, node);
                     shared.set_mark(ordinal, Mark::of(class));
-                });
+                };
+                // What cannot be told is read.
+                let told = self.tell(shared, &unit, &merged, &mut note).unwrap_or(0);
+                let takes = |ordinal| shared.mark(ordinal) == Mark::UNREAD;
+                let takes: Option<Takes<'_>> = (told > 0 || self.sample.is_some()).then_some(&takes);
+                let outcome = self.read(shared, &unit, takes, &mut note);
+                // Nothing is remembered of what cannot be confirmed.
+                let _ = self.confirm(shared, &unit, &fresh[told..], &merged);
                 if outcome == Err(Absent::Vanished) {
                     unit.ordinals.clone().filter(|&page| shared.mark(page) == Mark::UNREAD).for_each(|page| {
                         shared.set_mark(page, Mark::GONE);
@@ -167,8 +226,8 @@ impl Scan<'_> {
         results.into_iter().filter_map(|(subject, outcome, ..)| Some((subject, outcome.err()?))).collect()
     }
 
-    /// Read again and mark what changed: everything, or with `pairs` only what has anything to gain. Nothing is read of
-    /// subjects that `rested`.
+    /// Read again and mark what changed: everything that is not merged, or with `pairs` only what has anything to gain.
+    /// Nothing is read of subjects that `rested`.
     pub fn second_pass(&self, index: &Index, pairs: Option<&Pairs>, rested: &(dyn Fn(usize) -> bool + Sync)) -> Again {
         let mut units = index.units(self.survey);
         units.retain(|unit| !rested(unit.subject));
@@ -176,11 +235,17 @@ impl Scan<'_> {
             .into_par_iter()
             .with_max_len(1)
             .map(|unit| {
+                let merged = if pairs.is_none() { merged_stretches(index, &unit) } else { Vec::new() };
                 let again = |ordinal| match pairs {
                     Some(pairs) => pairs.is_candidate(index, ordinal),
-                    None => index.mark(ordinal) != Mark::SKIPPED,
+                    None => {
+                        let passed_by = merged.partition_point(|stretch| stretch.end <= ordinal);
+                        let is_merged = merged.get(passed_by).is_some_and(|stretch| stretch.contains(&ordinal));
+                        !is_merged && index.mark(ordinal) != Mark::SKIPPED
+                    }
                 };
-                let takes: Option<Takes<'_>> = (pairs.is_some() || self.sample.is_some()).then_some(&again);
+                let all = pairs.is_none() && self.sample.is_none() && merged.is_empty();
+                let takes: Option<Takes<'_>> = (!all).then_some(&again);
                 let mut pages = 0;
                 let outcome = self.read(index, &unit, takes, &mut |ordinal, seen| {
                     pages += 1;
@@ -220,6 +285,85 @@ impl Scan<'_> {
         }
     }
 
+    /// The process of a unit.
+    fn open(&self, unit: &Unit) -> Reading<Box<dyn Process + '_>> {
+        let id = self.survey.subjects[unit.subject].process.id;
+        let handle = self.host.open(id.pid)?;
+        if handle.id() == id { Ok(handle) } else { Err(Absent::Vanished) }
+    }
+
+    /// What some of a unit's pages are mapped to now: of the runs that have any that is `wanted`.
+    fn mapped(
+        &self,
+        index: &Index,
+        unit: &Unit,
+        wanted: &dyn Fn(u32) -> bool,
+        each: &mut dyn FnMut(u32, &Mapping),
+    ) -> Reading<()> {
+        let handle = self.open(unit)?;
+        let page_len = self.host.page_size().bytes();
+        for (run, first) in index.runs(unit.ordinals.clone()) {
+            if (first..first + run.pages).any(wanted) {
+                let range = AddressRange { start: run.address, end: run.address + u64::from(run.pages) * page_len };
+                handle.mappings(range)?.iter().zip(first..).for_each(|(mapping, ordinal)| each(ordinal, mapping));
+            }
+        }
+        Ok(())
+    }
+
+    /// Tell `note` of those of a unit's pages that are merged to frames of which it is known what they hold, where that
+    /// is less work than to read them. Returns how many those are.
+    fn tell(
+        &self,
+        index: &Index,
+        unit: &Unit,
+        merged: &MergedFrames,
+        note: &mut dyn FnMut(u32, Option<Seen>),
+    ) -> Reading<usize> {
+        let any = unit.way == (Way::Memory { merged: true }) && merged.any.load(Ordering::Relaxed);
+        if !any || self.stop.load(Ordering::Relaxed) {
+            return Ok(0);
+        }
+        let mut known: Vec<(u32, Pfn, Fingerprint)> = Vec::new();
+        let wanted = |ordinal| index.mark(ordinal) == Mark::UNREAD;
+        self.mapped(index, unit, &wanted, &mut |ordinal, mapping| {
+            let shared = mapping.present && !mapping.file && !mapping.exclusive;
+            let frame = mapping.frame.filter(|_| shared && wanted(ordinal));
+            known.extend(frame.and_then(|frame| Some((ordinal, frame, merged.content(frame)?))));
+        })?;
+        let stretches = known.chunk_by(|a, b| a.0 + 1 == b.0).filter(|stretch| stretch.len() >= STRETCH);
+        let mut known: Vec<(Pfn, u32, Fingerprint)> =
+            stretches.flatten().map(|&(ordinal, frame, content)| (frame, ordinal, content)).collect();
+        known.sort_unstable();
+        let mut frames: Vec<Pfn> = known.iter().map(|(frame, ..)| *frame).collect();
+        frames.dedup();
+        let flags = if frames.is_empty() { Vec::new() } else { self.host.frame_flags(&frames)? };
+        let mut told = 0;
+        for (same, _) in known.chunk_by(|a, b| a.0 == b.0).zip(flags).filter(|(_, flags)| flags.is_ksm()) {
+            told += same.len();
+            for &(frame, ordinal, content) in same {
+                let (fingerprint, frame) = (Some(content), Some(frame));
+                note(ordinal, Some(Seen { fingerprint, merged: true, exclusive: false, frame }));
+            }
+        }
+        Ok(told)
+    }
+
+    /// Remember what frames hold whose pages were read, as far as these are still mapped to them: what was read is
+    /// theirs, then, and not what somebody wrote to a copy of his own meanwhile. `read` is ascending.
+    fn confirm(&self, index: &Index, unit: &Unit, read: &[Merged], merged: &MergedFrames) -> Reading<()> {
+        if read.is_empty() || merged.works {
+            return Ok(());
+        }
+        let position = |ordinal| read.binary_search_by_key(&ordinal, |page: &Merged| page.ordinal).ok();
+        self.mapped(index, unit, &|ordinal| position(ordinal).is_some(), &mut |ordinal, mapping| {
+            let page = position(ordinal).map(|position| &read[position]);
+            if let Some(page) = page.filter(|page| mapping.present && mapping.frame == Some(page.frame)) {
+                merged.note(page.frame, page.content);
+            }
+        })
+    }
+
     /// Read a unit's pages. `note` gets each page that was looked at, `None` for one that is gone. An error says why
     /// the rest was not.
     fn read(
@@ -232,7 +376,6 @@ impl Scan<'_> {
         if self.stop.load(Ordering::Relaxed) {
             return Ok(());
         }
-        let id = self.survey.subjects[unit.subject].process.id;
         let (runs, ordinals) = self.taken(index, unit, takes);
         if runs.is_empty() {
             self.progress.advance(unit.ordinals.len() as u64, 0);
@@ -250,20 +393,10 @@ impl Scan<'_> {
                 PageContent::Volatile => None,
                 PageContent::Gone => return note(ordinal, None),
             };
-            let node = self.nodes.as_ref().zip(page.frame).map_or(0, |(nodes, frame)| nodes.of(frame) as u8);
-            let shared = match page.frame {
-                _ if page.exclusive || page.merged => Shared::No,
-                Some(frame) => Shared::Frame(frame),
-                None => Shared::UnknownFrame,
-            };
-            note(ordinal, Some(Seen { fingerprint, merged: page.merged, node, shared }));
+            let PageView { merged, exclusive, frame, .. } = page;
+            note(ordinal, Some(Seen { fingerprint, merged, exclusive, frame }));
         };
-        let outcome = self.host.open(id.pid).and_then(|handle| {
-            if handle.id() != id {
-                return Err(Absent::Vanished);
-            }
-            handle.contents(unit.way, &runs, &mut see)
-        });
+        let outcome = self.open(unit).and_then(|handle| handle.contents(unit.way, &runs, &mut see));
         self.progress.advance(unit.ordinals.len() as u64, bytes);
         outcome
     }

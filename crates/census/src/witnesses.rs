@@ -3,9 +3,11 @@
 //! Those contents must not be merged with, so whoever has enrolled any is read with each census of another domain: on a
 //! host with much that is merged that costs more than what is looked for. Of who has neither run nor had a page fault
 //! since it was read for that, contents are what they were. Others than its own threads may write its memory, too (a
-//! debugger, a device): so nobody is remembered for longer than [`LASTS`].
+//! debugger, a device, a process that shares it since a clone(2), whoever fills it by userfaultfd(2)): so nobody is
+//! remembered for longer than [`LASTS`]. Nor is who was not read whole, since pages left memory or changed meanwhile.
 //!
-//! What is swapped out then is not remembered, and comes back unseen where swap is turned off.
+//! What is swapped out then is not remembered, and comes back unseen where swap is turned off. Who is not read is
+//! nobody's partner: a page that only a resting witness of its own domain holds, too, is not enrolled for that.
 //!
 //! Takes 4 bytes for each content that somebody has enrolled: half of its fingerprint. A content whose half is another's
 //! by chance, one in four billion for each that is remembered, is left alone in vain. While pages are grouped 8 more
@@ -107,11 +109,13 @@ impl Witnesses {
                 }
             }
         }
+        let is_whole = |ordinal| index.mark(ordinal).class().is_some_and(|class| class != PageClass::Volatile);
         // Pages of zeros are no entries, unless they are merged.
-        let is_zero = |ordinal: u32| index.mark(ordinal).class() == Some(PageClass::Zero);
+        let is_zero = |ordinal| index.mark(ordinal).class() == Some(PageClass::Zero);
         for (position, (known, subject)) in noted.into_iter().zip(&survey.subjects).enumerate() {
-            let Some(mut known) = known else { continue };
-            if index.pages_of(position).into_par_iter().any(is_zero) {
+            let pages = || index.pages_of(position).into_par_iter();
+            let Some(mut known) = known.filter(|_| pages().all(is_whole)) else { continue };
+            if pages().any(is_zero) {
                 known.contents.push(half(Fingerprint::ZERO_PAGE));
             }
             known.contents.par_sort_unstable();

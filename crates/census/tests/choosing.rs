@@ -28,6 +28,8 @@ enum Page {
     /// A content, 0 for zeros.
     Still(u64),
     Merged(u64),
+    /// Was mapped to the frame of a content while it was read, but holds something else and is mapped to it no longer.
+    Parted(u64),
     /// Never the same twice.
     Changing,
     /// A byte all over, handed out as bytes and not as a fingerprint.
@@ -48,6 +50,8 @@ struct MadeHost {
     /// Pages that were read, and how often regions were.
     read: AtomicU64,
     listed: AtomicU64,
+    /// Whether nobody may know frames.
+    hidden: bool,
     /// How much each process has run, and how many page faults it has had, where that is known.
     ran: BTreeMap<u32, (u64, u64)>,
 }
@@ -55,7 +59,7 @@ struct MadeHost {
 impl MadeHost {
     fn new(processes: &[Made]) -> Self {
         let (read, listed) = Default::default();
-        Self { processes: processes.to_vec(), read, listed, ran: BTreeMap::new() }
+        Self { processes: processes.to_vec(), read, listed, hidden: false, ran: BTreeMap::new() }
     }
 }
 
@@ -148,12 +152,13 @@ impl Process for MadeProcess<'_> {
         Ok(runs)
     }
     fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>> {
+        let hides = |mapping: Mapping| Mapping { frame: mapping.frame.filter(|_| !self.host.hidden), ..mapping };
         let of = |address: u64| match self.made().pages.get(((address - BASE) / PAGE) as usize).unwrap_or(&Page::Hole) {
             Page::Hole => Mapping::default(),
             &Page::Merged(content) => Mapping { present: true, frame: Some(Pfn(content)), ..Mapping::default() },
             _ => Mapping { present: true, exclusive: true, frame: Some(Pfn(1)), ..Mapping::default() },
         };
-        Ok((range.start..range.end).step_by(PAGE as usize).map(of).collect())
+        Ok((range.start..range.end).step_by(PAGE as usize).map(of).map(hides).collect())
     }
     fn contents(&self, _: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
         let pages = runs.iter().flat_map(|run| (0..run.pages).map(move |i| (run.address - BASE) / PAGE + u64::from(i)));
@@ -162,6 +167,12 @@ impl Process for MadeProcess<'_> {
             let (fingerprint, merged) = match self.made().pages[page as usize] {
                 Page::Still(content) => (content, false),
                 Page::Merged(content) => (content, true),
+                Page::Parted(content) => {
+                    let (frame, content) = (Some(Pfn(content)), Fingerprint(1 << 40 | content));
+                    let content = PageContent::Fingerprint(content, None);
+                    sink(position, PageView { content, merged: true, exclusive: false, frame });
+                    continue;
+                }
                 Page::Changing => (1 << 32 | times, false),
                 Page::Filled(byte) => {
                     let content = PageContent::Bytes(&[byte; PAGE as usize]);
@@ -171,14 +182,16 @@ impl Process for MadeProcess<'_> {
                 Page::Hole => return Err(Absent::Malformed("a hole was read".to_owned())),
             };
             let content = PageContent::Fingerprint(Fingerprint(fingerprint), None);
-            sink(position, PageView { content, merged, exclusive: true, frame: None });
+            let frame = (merged && !self.host.hidden).then_some(Pfn(fingerprint));
+            sink(position, PageView { content, merged, exclusive: !merged, frame });
         }
         Ok(())
     }
 }
 
 fn made(uid: u32, pages: &[Page]) -> Made {
-    Made { uid, enrolled: pages.iter().any(|page| matches!(page, Page::Merged(_))), huge: false, pages: pages.to_vec() }
+    let enrolled = pages.iter().any(|page| matches!(page, Page::Merged(_) | Page::Parted(_)));
+    Made { uid, enrolled, huge: false, pages: pages.to_vec() }
 }
 
 /// Ranges are free and pages cost little, so that what is covered is what gains.
@@ -189,7 +202,10 @@ fn options(across_domains: bool, costs: Costs) -> Options {
 }
 
 fn census(processes: &[Made], options: &Options) -> (Census, Index, u64) {
-    let host = MadeHost::new(processes);
+    census_of(MadeHost::new(processes), options)
+}
+
+fn census_of(host: MadeHost, options: &Options) -> (Census, Index, u64) {
     let (census, index) = take(&host, options, &Progress::default(), &AtomicBool::new(false)).unwrap();
     assert!(census.unseen.is_empty(), "{:?}", census.unseen);
     (census, index, host.read.into_inner())
@@ -208,7 +224,7 @@ fn covered(census: &Census) -> BTreeSet<(u32, usize)> {
         .collect()
 }
 
-use Page::{Changing, Filled, Hole, Merged, Still};
+use Page::{Changing, Filled, Hole, Merged, Parted, Still};
 
 #[test]
 fn a_content_of_several_domains_is_covered_in_the_one_where_it_frees_most() {
@@ -218,6 +234,28 @@ fn a_content_of_several_domains_is_covered_in_the_one_where_it_frees_most() {
     assert_eq!(of(true).len(), 9);
     let zeros = [made(1, &[Still(0); 3]), made(2, &[Still(0); 5])];
     assert_eq!(covered(&census(&zeros, &options(false, CHEAP)).0), (0..5).map(|page| (2, page)).collect());
+}
+
+#[test]
+fn what_is_merged_is_read_once_for_all_that_are_mapped_to_it() {
+    let merged = |contents: std::ops::Range<u64>| contents.map(Merged).collect::<Vec<_>>();
+    let first = made(1, &[&merged(100..120)[..], &[Still(3)]].concat());
+    let second = made(1, &[&[Still(3)][..], &merged(110..120), &[Merged(99)]].concat());
+    // So few are read with what lies beside them.
+    let third = made(2, &[&merged(100..107)[..], &[Still(119)]].concat());
+    let once = Options { settle: Duration::ZERO, ..options(false, CHEAP) };
+    let (taken, index, read) = census(&[first.clone(), second.clone(), third.clone()], &once);
+    assert_eq!(read, 21 + 2 + 8);
+    // Nor is it read in the second pass.
+    let (.., read) = census(&[first.clone(), second.clone(), third.clone()], &options(false, CHEAP));
+    assert_eq!(read, 21 + 2 + 8 + 1 + 1 + 8);
+    assert_eq!(taken.counts.merged, Pages(20 + 11 + 7));
+    assert!((0..index.pages() as u32).all(|page| index.mark(page).was_read()));
+    assert!(!covered(&taken).contains(&(3, 7)), "user 1 has it merged");
+    // Not of pages that were written while they were read.
+    let parted: Vec<Page> = (100..120).map(Parted).collect();
+    let (.., read) = census(&[made(1, &parted), first], &once);
+    assert_eq!(read, 20 + 21);
 }
 
 #[test]
@@ -535,6 +573,12 @@ fn page() -> impl Strategy<Value = Page> {
     ]
 }
 
+/// A page, or some that are merged.
+fn stretch() -> impl Strategy<Value = Vec<Page>> {
+    let merged = (0u64..20, 1u64..20).prop_map(|(first, pages)| (first..first + pages).map(Merged).collect::<Vec<_>>());
+    prop_oneof![page().prop_map(|page| vec![page]), merged]
+}
+
 fn processes() -> impl Strategy<Value = Vec<Made>> {
     let made = (0u32..3, any::<bool>(), prop::collection::vec(page(), 1..60))
         .prop_map(|(uid, huge, pages)| Made { huge, ..made(uid, &pages) });
@@ -605,6 +649,20 @@ proptest! {
         let net = census.savings.guided.freed.0 * PAGE;
         prop_assert!(census.savings.guided.metadata() == Bytes(RMAP_ITEM_BYTES * seen as u64));
         prop_assert!(Bytes(net) == census.savings.guided.gross(PageSize::new(PAGE).unwrap()));
+    }
+
+    #[test]
+    fn what_is_not_read_again_is_found_as_if_it_were(
+        processes in prop::collection::vec((0u32..3, prop::collection::vec(stretch(), 1..8)), 1..5)
+    ) {
+        let processes: Vec<Made> = processes.into_iter().map(|(uid, pages)| made(uid, &pages.concat())).collect();
+        let options = options(false, CHEAP);
+        let (shown, _, read) = census(&processes, &options);
+        let (hidden, _, all) = census_of(MadeHost { hidden: true, ..MadeHost::new(&processes) }, &options);
+        prop_assert!(read <= all);
+        prop_assert_eq!(shown.counts, hidden.counts);
+        prop_assert_eq!(shown.ranges, hidden.ranges);
+        prop_assert_eq!(shown.seen, hidden.seen);
     }
 
     #[test]

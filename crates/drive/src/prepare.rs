@@ -70,6 +70,9 @@ pub fn prepare(
     let kernels = observe::max_map_count(host).unwrap_or(DEFAULT_MAX_MAP_COUNT);
     let max_map_count = request.max_regions.map_or(kernels, |most| most.min(kernels));
     let apart = !request.across_domains && !request.whole;
+    // Who enrols processes whole wants all that they hold, and is told who else is enrolled.
+    let enrolled = if apart { verify::enrolled(host) } else { Ok(Vec::new()) };
+    let enrolled = enrolled.map_err(|source| pagefold_census::Error::Processes { host: host.describe(), source })?;
     let options = pagefold_census::Options {
         selection: request.selection.clone(),
         domains: request.domains.clone(),
@@ -80,8 +83,7 @@ pub fn prepare(
         max_map_count,
         use_zero_pages: true,
         rows: request.parties,
-        // Who enrols processes whole wants all that they hold, and is told who else is enrolled.
-        enrolled: if apart { verify::enrolled(host).unwrap_or_default() } else { Vec::new() },
+        enrolled,
         ..Default::default()
     };
     let (hasher, (census, index)) = match &mut ages {

@@ -421,6 +421,9 @@ impl<'h, 'a> Daemon<'h, 'a> {
             self.snapshot.ranges.retain(|process, _| !withdrawn.gone.contains(process));
             withdrawn.gone.iter().for_each(|process| self.turns.changed(*process));
         }
+        if let Event::Looked(looked) = &event {
+            looked.from.iter().for_each(|process| self.turns.changed(*process));
+        }
         self.keep(&event);
         let state = self.state.take().expect("it is put back after every step");
         let (state, actions) = step(state, self.now, event);
