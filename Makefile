@@ -50,7 +50,7 @@ bench-merge: setup ## Measure what merging brings and costs under all policies (
 	target/release/pagefold-benchmarks merge $(ARGS)
 
 .PHONY: bench-daemon
-bench-daemon: setup ## Measure the daemon on guests that come and go, on a quiet host, on hostile programs, at the memory limit
+bench-daemon: setup ## Measure the daemon beside guests that come and go, look-alikes, hostile programs, on a quiet host, at a memory limit
 	$(CARGO) build $(LOCKED) --release -p pagefold -p pagefold-labs -p pagefold-benchmarks
 	target/release/pagefold-benchmarks daemon $(ARGS)
 

@@ -142,10 +142,11 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Start it, and wait until it answers. What it says goes into `log`.
+    /// Start it, and wait until it answers. What it says goes into `log`, and its configuration beside that.
     pub fn start(pagefold: &Path, config: &str, log: &Path) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         fs::write(folder.path().join("pagefold.toml"), config)?;
+        fs::write(log.with_extension("toml"), config)?;
         let mut command = command(pagefold, folder.path());
         // As the service has it: with a history, and a page that nobody looks at.
         command

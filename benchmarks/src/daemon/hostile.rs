@@ -63,12 +63,18 @@ while (1) {
 pub struct Place {
     folder: tempfile::TempDir,
     name: String,
+    enrolled: bool,
 }
 
 impl Place {
     /// With names that begin so.
     pub fn new(name: &str) -> Result<Self> {
-        Ok(Self { folder: tempfile::tempdir()?, name: format!("{name}{}", std::process::id()) })
+        Ok(Self { folder: tempfile::tempdir()?, name: format!("{name}{}", std::process::id()), enrolled: false })
+    }
+
+    /// The same, but with all memory of those that are started there enrolled from their beginning, or not.
+    pub fn enrolled(self, enrolled: bool) -> Self {
+        Self { enrolled, ..self }
     }
 
     /// A program of the lab of a kind, once it is ready.
@@ -82,7 +88,7 @@ impl Place {
         if !name.exists() {
             std::os::unix::fs::symlink(program, &name)?;
         }
-        let mut command = held(name, false)?;
+        let mut command = held(name, self.enrolled)?;
         command.args(arguments).stderr(Stdio::inherit());
         let mut holder = Holder::start(command)?;
         holder.ready()?;

@@ -5,6 +5,7 @@
 //! `benchmarks/runs/DATE-REVISION/`: settings.toml, every sample as CSV, summary.md, pictures and the daemon's log.
 //! Before anything is measured it is seen that nothing else works on the machine. As root.
 
+mod alike;
 mod churn;
 mod driver;
 mod guest;
@@ -18,6 +19,7 @@ use crate::merge::trial;
 use crate::report::Findings;
 use crate::settings::Settings;
 use crate::write;
+use alike::Alike;
 use anyhow::{Context, Result, bail, ensure};
 use churn::Churn;
 use clap::{Parser, ValueEnum};
@@ -85,6 +87,8 @@ pub struct Arguments {
 enum Section {
     /// QEMU guests that come and go
     Churn,
+    /// Programs that look alike, of which few hold the same
+    Alike,
     /// A host on which nothing happens any more
     Quiet,
     /// Programs that make it hard
@@ -97,6 +101,7 @@ impl Section {
     fn name(self) -> &'static str {
         match self {
             Self::Churn => "churn",
+            Self::Alike => "alike",
             Self::Quiet => "quiet",
             Self::Hostile => "hostile",
             Self::Oom => "oom",
@@ -196,6 +201,18 @@ fn measure(section: Section, arguments: &Arguments, program: &Path, folder: &Pat
                 keep(folder, section, &churn::findings(&churn, &runs), arguments.quick)?;
             }
             Ok(churn::findings(&churn, &runs))
+        }
+        Section::Alike => {
+            let (templates, mib, patience) = if arguments.quick { (2, 16, 60) } else { (8, 64, 300) };
+            let [burst, patience] = [Duration::from_millis(200), Duration::from_secs(patience)];
+            let alike = Alike { templates, mib, burst, patience, pagefold: program.to_owned() };
+            let mut runs = Vec::new();
+            for way in Way::ALL.into_iter().filter(|way| !arguments.alone || *way == Way::Daemon) {
+                eprintln!("alike: {}", way.name());
+                runs.push(alike.run(way, &folder.join("daemon.log"))?);
+                keep(folder, section, &alike::findings(&alike, &runs), arguments.quick)?;
+            }
+            Ok(alike::findings(&alike, &runs))
         }
         Section::Quiet => {
             let (length, calm) = (arguments.quiet, Duration::from_secs(if arguments.quick { 5 } else { 60 }));
