@@ -93,6 +93,26 @@ fn the_configuration_of_pods_is_taken() {
 }
 
 #[test]
+fn what_ksmtuned_was_told_becomes_a_configuration_that_is_taken() {
+    let directory = tempfile::tempdir().unwrap();
+    let (before, after) = (directory.path().join("ksmtuned.conf"), directory.path().join("pagefold.toml"));
+    fs::write(&before, "# For ksmtuned.\nKSM_MONITOR_INTERVAL=30\nKSM_NPAGES_MAX=1250\nKSM_THRES_COEF=30\n").unwrap();
+    let pagefold = |arguments: &[&str], file: &Path| {
+        Command::new(env!("CARGO_BIN_EXE_pagefold")).args(arguments).arg(file).output().unwrap()
+    };
+    let imported = pagefold(&["config", "import-ksmtuned"], &before);
+    let text = String::from_utf8(imported.stdout).unwrap();
+    let told =
+        ["# kept: KSM_THRES_COEF=30: ", "# left out: KSM_MONITOR_INTERVAL=30: ", "\nkeep_available = ", "\ncpu = "];
+    assert!(told.iter().all(|told| text.contains(told)), "{text}");
+    fs::write(&after, text).unwrap();
+    let output = pagefold(&["config", "check", "--config"], &after);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let absent = pagefold(&["config", "import-ksmtuned"], &directory.path().join("none"));
+    assert!(!absent.status.success() && String::from_utf8_lossy(&absent.stderr).contains("cannot read"), "{absent:?}");
+}
+
+#[test]
 fn no_script_for_slurm_fails() {
     let nothing = tempfile::tempdir().unwrap();
     for (script, job) in [("prolog.sh", ""), ("prolog.sh", "../x"), ("epilog.sh", "7"), ("epilog.sh", "x")] {
