@@ -23,7 +23,7 @@ const BY_CHANCE: u64 = 4;
 
 /// What the index of a census may take, in bytes: so much, and this part of all memory that is managed. That, with what
 /// the daemon takes beside it, is below 32 MiB and 0.4 % of it, unless two alone take more, or members of other domains
-/// that are read beside them.
+/// that are read beside them, or what is remembered of these.
 const INDEX: (u64, u64) = (16 << 20, 640);
 
 /// The part of the memory it is of that an index takes while it is grouped: at most 33 bytes for a page of 4 KiB.
