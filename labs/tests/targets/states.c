@@ -554,6 +554,27 @@ static void vforking(void)
 	check(waitpid(child, NULL, 0) == child, "waitpid");
 }
 
+/* With the stack pointer at the start of a page so far down, and nothing called from there: whether it was. */
+static int at_the_edge(size_t down, uintptr_t page)
+{
+	volatile unsigned char here[down];
+	if ((uintptr_t)here % page >= 16)
+		return 0;
+	here[0] = 1;
+	for (volatile int i = 0; i < 20000; i++)
+		;
+	return 1;
+}
+
+/* Down the stack and up again, and at its lowest with a red zone that reaches into the page below. */
+static void down_and_up(void)
+{
+	uintptr_t page = sysconf(_SC_PAGESIZE);
+	deep(100);
+	for (size_t down = 64 << 10; !at_the_edge(down, page); down += 16)
+		;
+}
+
 /* Advice on a part of the stack cuts it in pieces: above an array's lower quarter, whose pages belong to this frame
  * whether or not it has touched them. */
 static void in_pieces(size_t bytes, int touched)
@@ -563,9 +584,10 @@ static void in_pieces(size_t bytes, int touched)
 	if (touched)
 		memset(array, 0x5a, bytes);
 	check(madvise((void *)cut, page, MADV_DONTFORK) == 0, "madvise");
+	down_and_up();
 	ready();
 	while (!finish)
-		deep(100);
+		down_and_up();
 	/* Its upper end was in use before. */
 	for (size_t i = 0; i < (touched ? bytes : bytes / 2); i++)
 		check(array[i] == (touched ? 0x5a : 0), "an array on a stack in pieces");

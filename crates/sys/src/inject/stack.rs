@@ -267,9 +267,10 @@ impl Target {
             }
         }
         // Reading below a stack makes it grow (mm/memory.c, `__access_remote_vm`), as far as a limit allows, up to what
-        // is mapped there and may not be accessed.
+        // is mapped there and may not be accessed. Out of reach of the red zone of whoever is at its lowest, or the room
+        // would be in the way then, and the next visit would need another.
         let page = page_size() as u64;
-        let base = (stack.start.min(top) / page * page).saturating_sub(len);
+        let base = ((stack.start - arch::RED_ZONE).min(top) / page * page).saturating_sub(len);
         if !self.is_free_below(stack, base)? {
             return Ok(None);
         }
