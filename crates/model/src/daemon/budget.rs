@@ -38,6 +38,11 @@ impl Budget {
         (self.at, self.spent) = (self.at.max(at), self.spent.max(spent));
     }
 
+    /// The CPU time at the last reading.
+    pub fn spent(&self) -> Duration {
+        self.spent
+    }
+
     /// CPU seconds that may be spent at once; negative while too much was.
     pub fn left(&self) -> f64 {
         self.left

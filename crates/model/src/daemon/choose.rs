@@ -449,8 +449,7 @@ impl State {
             let by_chance = turns.first().is_some_and(|turn| self.dice(*turn).is_multiple_of(BY_CHANCE));
             let rest: Vec<Sketch> = if by_chance { Vec::new() } else { sought.iter().map(without).collect() };
             let cheap = |process: &ProcessId| Reverse(self.members[process].overran);
-            let second =
-                take_best(&mut like, |process| (cheap(process), self.closeness(&rest, process), self.dice(*process)));
+            let second = take_best(&mut like, |process| (self.merit(&rest, process), self.dice(*process)));
             let is_unknown = |process: &ProcessId| self.members[process].held.is_none();
             let others = if turns.iter().any(is_unknown) {
                 [take_best(&mut other, promise), take_best(&mut other, |process| self.promise(&[], process))]
@@ -465,11 +464,18 @@ impl State {
         partners
     }
 
-    /// What to expect of looking at somebody beside those who seek that, the more the greater: those that cost much to
-    /// look at come last, then who holds most of it, has something merged, and is biggest.
+    /// What to expect of looking at somebody beside those who seek that, the more the greater: who holds most of it for
+    /// what looking costs comes first, then who costs little, has something merged, and is biggest.
     fn promise(&self, sought: &[Sketch], process: &ProcessId) -> impl Ord + use<> {
         let member = &self.members[process];
-        (Reverse(member.overran), self.closeness(sought, process), member.enrolled, member.resident, *process)
+        (self.merit(sought, process), member.enrolled, member.resident, *process)
+    }
+
+    /// How much somebody holds of what is sought, half of that for each doubling of what a look is taken to cost; then
+    /// how few of these there are. A dear look is worth more than one at somebody who holds nothing of it.
+    fn merit(&self, sought: &[Sketch], process: &ProcessId) -> (u32, Reverse<u32>) {
+        let overran = self.members[process].overran;
+        (self.closeness(sought, process).saturating_sub(overran), Reverse(overran))
     }
 }
 

@@ -131,6 +131,8 @@ pub struct State {
     withdrawn: BTreeSet<ProcessId>,
     work: Option<Work>,
     halted: bool,
+    /// The CPU time that had been read when it began.
+    began: Duration,
     /// Whether trust domains have changed since it began, so that it heeds others than there are.
     outdated: bool,
     held: bool,
@@ -184,6 +186,7 @@ impl State {
             withdrawn: BTreeSet::new(),
             work: None,
             halted: false,
+            began: spent,
             outdated: false,
             held: false,
             hold_after: Duration::ZERO,
@@ -360,6 +363,7 @@ impl State {
 
     fn start(&mut self, work: Work, action: Action, actions: &mut Vec<Action>) {
         (self.work, self.halted, self.outdated) = (Some(work), false, false);
+        self.began = self.budget.spent();
         actions.push(action);
     }
 }

@@ -200,6 +200,11 @@ impl State {
             let measured = found.cost.as_secs_f64() / mib;
             self.census_seconds += WEIGHT * (measured - self.census_seconds);
         }
+        if !found.partial {
+            // What comes next begins before the next reading, and has to fit as well.
+            let read = self.budget.spent().saturating_sub(self.began);
+            self.budget.read(self.now, self.budget.spent() + found.cost.saturating_sub(read));
+        }
         let overran = found.partial && self.budget.left() <= 0.0;
         let beside: BTreeSet<ProcessId> = processes.iter().copied().collect();
         for process in &processes {

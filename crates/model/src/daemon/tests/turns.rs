@@ -417,6 +417,41 @@ fn those_who_come_to_hold_the_same_meet_soon_after_it_is_known() {
     assert!(!met[0].contains(&6) && met[1..].iter().any(|met| met.contains(&6)), "{met:?}");
 }
 
+/// Who holds the same may have been in a look that used up the budget, by itself or beside the one that seeks it:
+/// others cost less, and hold nothing of it.
+#[test]
+fn those_who_hold_the_same_meet_although_a_look_was_halted() {
+    let mut host = Host::new(Rules { burst: Duration::from_millis(700), ..rules(Mode::Advise) });
+    (host.gain, host.long) = (0, 0.05);
+    for pid in (10..=100).step_by(10).chain([1050]) {
+        let number = u64::from(pid % 1000);
+        host.holds_what.insert(id(pid), holding((0..5000).map(|content| number * 10_000 + content), 0));
+        host.happen(arrival(pid));
+        host.run(100);
+    }
+    for overran in [[0, 1], [1, 1]] {
+        for (pid, times) in [1050, 50].into_iter().zip(overran) {
+            host.state.members.get_mut(&id(pid)).expect("it has come").overran = times;
+        }
+        let chosen = host.state.affordable(&[id(1050)]).expect("there is CPU time");
+        assert!(chosen.contains(&id(50)), "{overran:?}: {chosen:?}");
+    }
+}
+
+/// The answer comes between two readings, and the others' turn has come as well.
+#[test]
+fn a_look_is_paid_for_before_the_next_one_begins() {
+    let mut host = Host::new(Rules { burst: Duration::from_millis(200), ..rules(Mode::Advise) });
+    host.gain = 0;
+    (1..=16).for_each(|pid| host.happen(arrival(2 * pid)));
+    until(&mut host, is_census, |_| ());
+    // It takes all that may be saved up.
+    let (_, event) = host.answer.take().expect("a census is under way");
+    host.happen(event);
+    assert!(host.state.budget().left() < 0.01, "{}", host.state.budget().left());
+    assert_eq!(host.did(is_census), 1, "{:?}", host.trace);
+}
+
 /// A small one is looked at with big ones that hold what its like does not, and else by chance alone.
 #[test]
 fn big_ones_are_not_read_for_small_ones_with_which_they_share_nothing() {
