@@ -34,6 +34,7 @@ test: setup setup-watch ## Run every test; as root the live ones too (real KSM, 
 .PHONY: soak
 soak: setup ## Enrol and withdraw busy programs thousands of times, a database under load among them (as root; minutes)
 	labs/soak.sh
+	$(CARGO) build $(LOCKED) --workspace --all-features --lib --bins
 	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) -p pagefold --all-features --test killed
 	$(CARGO) build $(LOCKED) --release -p pagefold-engine --examples
 	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) --release -p pagefold-engine --test members random
