@@ -64,9 +64,9 @@ fn until(what: &str, mut there: impl FnMut() -> bool) {
 }
 
 /// A merge in the background, so slow that it is still at it when a test acts.
-fn slow(state: &Path, labs: &[&Lab<Region>]) -> Child {
+fn slow(state: &Path, labs: &[&Lab<Region>], more: &[&str]) -> Child {
     let pids: Vec<u32> = labs.iter().map(|lab| lab.pid()).collect();
-    let arguments = ["--json", "--cpu", "0.1", "--settle", "0", "--watch", "0"];
+    let arguments = [&["--json", "--cpu", "0.1", "--settle", "0", "--watch", "0"], more].concat();
     let child = command(state, &pids, &arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
     child.expect("the binary runs")
 }
@@ -253,7 +253,7 @@ fn another_writer_is_yielded_to() {
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=y:8000"];
     let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
-    let child = slow(state.path(), &labs.iter().collect::<Vec<_>>());
+    let child = slow(state.path(), &labs.iter().collect::<Vec<_>>(), &[]);
     until("ksmd", || ksm.counter("run") == 1);
     ksm.set("sleep_millisecs", 4321);
     let merged = report(&child.wait_with_output().unwrap(), 3);
@@ -267,15 +267,17 @@ fn another_writer_is_yielded_to() {
 fn an_interrupt_ends_it_early_with_a_report() {
     let Some(ksm) = Ksm::take_as_others_set_it() else { return };
     let state = tempfile::tempdir().unwrap();
-    let specs = ["shared-content=i:8000"];
-    let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
-    let child = slow(state.path(), &labs.iter().collect::<Vec<_>>());
-    until("ksmd", || ksm.counter("run") == 1);
-    let pid = rustix::process::Pid::from_child(&child);
-    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
-    let merged = report(&child.wait_with_output().unwrap(), 3);
-    assert_eq!(merged["outcome"]["end"], "stopped", "{merged}");
-    unchanged(&ksm);
+    for more in [&[][..], &["--keep"]] {
+        let specs = ["shared-content=i:8000"];
+        let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
+        let child = slow(state.path(), &labs.iter().collect::<Vec<_>>(), more);
+        until("ksmd", || ksm.counter("run") == 1);
+        let pid = rustix::process::Pid::from_child(&child);
+        rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+        let merged = report(&child.wait_with_output().unwrap(), 3);
+        assert_eq!(merged["outcome"]["end"], "stopped", "{merged}");
+        unchanged(&ksm);
+    }
 }
 
 #[test]
@@ -285,7 +287,7 @@ fn what_a_killed_merge_left_is_put_back_by_the_next() {
     let specs = ["shared-content=k:8000"];
     let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
     let labs: Vec<&Lab<Region>> = labs.iter().collect();
-    let mut child = slow(state.path(), &labs);
+    let mut child = slow(state.path(), &labs, &[]);
     until("ksmd", || ksm.counter("run") == 1);
     let busy = merge(state.path(), &labs, &[]);
     assert_eq!(busy.status.code(), Some(2));
@@ -497,6 +499,9 @@ fn bad_input_is_one_clear_line_and_changes_nothing() {
     let nobody = command(state.path(), &[u32::MAX / 4], &[]).output().unwrap();
     refused(&nobody, "there is no process");
     refused(&nobody, "run pagefold there");
+    let lab = Lab::layout(&["zero=2000"]).unwrap();
+    let no_guest = command(state.path(), &[lab.pid()], &["--whole", "--qmp", "/nowhere"]).output().unwrap();
+    refused(&no_guest, "is no virtual machine");
     // A namespace in which /sys is read-only.
     let script = r#"mount -o remount,bind,ro /sys && exec "$0" merge --state "$1" --pid $$"#;
     let state_text = state.path().to_str().unwrap();

@@ -214,7 +214,10 @@ pub fn carry_out<'h>(
     };
     let fates = probes.look(host, given_up).map_err(unknown)?;
     session.done()?;
-    if options.after == After::Slowly && !matches!(end, End::Yielded(_)) {
+    // Who stops it does not want ksmd to go on.
+    let stopped = end == End::Stopped && options.after == After::Slowly;
+    let becomes = if stopped { After::PutBack } else { options.after };
+    if becomes == After::Slowly && !matches!(end, End::Yielded(_)) {
         let slowly = session.set(&Settings::from([
             (Setting::PagesToScan, DEFAULT_PAGES_TO_SCAN.to_string()),
             (Setting::SleepMillisecs, GUIDED_SLEEP_MILLISECS.to_string()),
@@ -225,8 +228,8 @@ pub fn carry_out<'h>(
             set => set?,
         }
     }
-    let after_all = if matches!(end, End::Yielded(_)) { After::PutBack } else { options.after };
-    let remains = match after_all {
+    let becomes = if matches!(end, End::Yielded(_)) { After::PutBack } else { becomes };
+    let remains = match becomes {
         After::PutBack => session.finish()?,
         After::Slowly => session.keep("guided")?,
         After::Resting => Vec::new(),

@@ -21,7 +21,7 @@ pub enum Control {
 /// Ask a process that runs a virtual machine at its control socket: at `named` or where its command line says.
 ///
 /// # Errors
-/// If the socket that was named is of no use.
+/// If a socket was named that is of no use, or for a process that is no virtual machine.
 pub fn control(
     handle: &dyn Handle,
     process: &Process,
@@ -29,7 +29,14 @@ pub fn control(
     inject: bool,
     global: &Global,
 ) -> anyhow::Result<Control> {
-    let Some(vm) = process.identity.vm.as_ref().filter(|_| !inject && global.host == "live") else {
+    if inject || global.host != "live" {
+        return Ok(Control::None);
+    }
+    let Some(vm) = &process.identity.vm else {
+        if named.is_some() {
+            let (comm, pid) = (&process.comm, process.id.pid);
+            bail!("{comm}[{pid}] is no virtual machine as far as its command line tells: leave --qmp out");
+        }
         return Ok(Control::None);
     };
     let Some(socket) = named.map(Path::to_owned).or_else(|| qmp::socket_of(handle, vm)) else {

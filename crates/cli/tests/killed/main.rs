@@ -3,8 +3,9 @@
 //! that are to last ([`policies`]), and of programs that it starts and stays beside ([`programs`]).
 //!
 //! Each kind of change names the fault points that it reaches, and all that there are in the code are named. They are
-//! dealt among the kinds, anew each day, so that each is hit in every run. `PAGEFOLD_SOAK=1` takes every one of each
-//! kind, as often as it is reached. Needs root and KSM, and the feature `fault-points`.
+//! dealt among the kinds, anew each day, so that each is hit in every run (`PAGEFOLD_DAY` repeats another day's).
+//! `PAGEFOLD_SOAK=1` takes every one of each kind, as often as it is reached. Needs root and KSM, and the feature
+//! `fault-points`.
 
 #![cfg(feature = "fault-points")]
 
@@ -175,9 +176,10 @@ fn soak() -> bool {
     std::env::var_os("PAGEFOLD_SOAK").is_some()
 }
 
-/// The days since 1970, by which points are dealt.
+/// The days since 1970, by which points are dealt; `PAGEFOLD_DAY` has another day's again.
 fn day() -> u64 {
-    UNIX_EPOCH.elapsed().unwrap().as_secs() / 86_400
+    let told = std::env::var("PAGEFOLD_DAY").ok();
+    told.map_or_else(|| UNIX_EPOCH.elapsed().unwrap().as_secs() / 86_400, |day| day.parse().expect("a number of days"))
 }
 
 /// Kill a kind of change at the points that are its today, all of them in the long form, as it has reached them when
@@ -197,7 +199,7 @@ fn killed_at_any(kind: &str, reached: &BTreeMap<String, u64>, kill: impl Fn(&str
         assert!(hit > 0 || kill(&format!("1 {name}")), "{kind} was not killed at {name:?}");
         (tried, killed) = (tried + times.len(), killed + hit);
     }
-    println!("{kind}: killed {killed} times of {tried} tried, in {:.1?}", began.elapsed());
+    println!("{kind}: killed {killed} times of {tried} tried on day {day}, in {:.1?}", began.elapsed());
     assert!(!soak || killed * 10 >= tried * 9, "killed {killed} times of {tried} tried");
 }
 
