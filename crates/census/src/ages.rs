@@ -17,7 +17,7 @@ use crate::index::Index;
 use crate::witnesses::Witnesses;
 use pagefold_model::census::{Census, SubjectCensus};
 use pagefold_model::lasting::ripe_after;
-use pagefold_model::plan::Plan;
+use pagefold_model::plan::{Plan, Target};
 use pagefold_model::{AddressRange, Bytes, Fingerprint, PageClass, PageSize, ProcessId};
 use pagefold_sys::fingerprint::Hasher;
 use rayon::prelude::*;
@@ -167,41 +167,14 @@ impl Ages {
         let mut left_out = BTreeMap::new();
         for (process, ranges) in young {
             left_out.insert(process, Bytes(ranges.iter().map(|range| range.bytes().0).sum()));
-            let own = self.unmerged(plan, census, index, process, &ranges);
-            plan.leave_out(process, ranges);
-            for target in plan.targets.iter_mut().filter(|target| target.process.id == process) {
-                target.narrowed = AddressRange::union([&target.narrowed[..], &own[..]].concat());
+            if let Some(target) = plan.targets.iter().find(|target| target.process.id == process) {
+                let own = unmerged(target, census, index, &ranges);
+                let process = target.process.clone();
+                plan.narrow(&process, own);
             }
+            plan.leave_out(process, ranges);
         }
         left_out
-    }
-
-    /// Which of some ranges a program has enrolled itself, and nothing is merged in: ksmd would take them all the same.
-    fn unmerged(
-        &self,
-        plan: &Plan,
-        census: &Census,
-        index: &Index,
-        process: ProcessId,
-        ranges: &[AddressRange],
-    ) -> Vec<AddressRange> {
-        let Some(target) = plan.targets.iter().find(|target| target.process.id == process) else { return Vec::new() };
-        let is_own = |range: &&AddressRange| {
-            target.ranges.iter().any(|planned| planned.enrolled && planned.range.overlap(**range).is_some())
-        };
-        let own: Vec<AddressRange> = ranges.iter().filter(is_own).copied().collect();
-        let subject = census.subjects.iter().position(|subject| subject.process.id == process);
-        let Some(subject) = subject.filter(|_| !own.is_empty()) else { return Vec::new() };
-        let is_merged = |ordinal: u32| index.mark(ordinal).class() == Some(PageClass::Merged);
-        let merged: Vec<u64> = each_page(index, &index.pages_of(subject))
-            .filter(|&(_, ordinal, _)| is_merged(ordinal))
-            .map(|(.., address)| address)
-            .collect();
-        let has_none = |range: &AddressRange| {
-            let first = merged.partition_point(|&address| address < range.start);
-            merged.get(first).is_none_or(|&address| address >= range.end)
-        };
-        own.into_iter().filter(has_none).collect()
     }
 
     fn note(&mut self, census: &Census, index: &Index, now: u64) {
@@ -253,6 +226,27 @@ impl Ages {
     pub fn retain(&mut self, fits: impl Fn(ProcessId) -> bool) {
         self.processes.retain(|&process, _| fits(process));
     }
+}
+
+/// Which of some ranges the program of a target has enrolled itself, and nothing is merged in: ksmd would take them all
+/// the same.
+fn unmerged(target: &Target, census: &Census, index: &Index, ranges: &[AddressRange]) -> Vec<AddressRange> {
+    let is_own = |range: &&AddressRange| {
+        target.ranges.iter().any(|planned| planned.enrolled && planned.range.overlap(**range).is_some())
+    };
+    let own: Vec<AddressRange> = ranges.iter().filter(is_own).copied().collect();
+    let subject = census.subjects.iter().position(|subject| subject.process.id == target.process.id);
+    let Some(subject) = subject.filter(|_| !own.is_empty()) else { return Vec::new() };
+    let is_merged = |ordinal: u32| index.mark(ordinal).class() == Some(PageClass::Merged);
+    let merged: Vec<u64> = each_page(index, &index.pages_of(subject))
+        .filter(|&(_, ordinal, _)| is_merged(ordinal))
+        .map(|(.., address)| address)
+        .collect();
+    let has_none = |range: &AddressRange| {
+        let first = merged.partition_point(|&address| address < range.start);
+        merged.get(first).is_none_or(|&address| address >= range.end)
+    };
+    own.into_iter().filter(has_none).collect()
 }
 
 /// Of some pieces, ascending for each process, those of which most of what should merge is in groups of which nothing

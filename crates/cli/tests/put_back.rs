@@ -44,9 +44,9 @@ fn what_programs_enrolled_themselves_is_enrolled_again() {
     let pids = labs.each_ref().map(|lab| format!("--pid={}", lab.pid()));
     let output = pagefold(state.path(), "merge").args(&pids).output().unwrap();
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    for target in report["plan"]["targets"].as_array().unwrap() {
-        assert!(target["narrowed_bytes"].as_u64() >= Some(3000 * PAGE), "{target}");
-    }
+    let narrowed = report["plan"]["narrowed"].as_array().unwrap();
+    assert!(narrowed.iter().all(|of| of["bytes"].as_u64() >= Some(3000 * PAGE)), "{narrowed:?}");
+    assert_eq!(narrowed.len(), 2);
     assert_eq!(report["outcome"]["not_put_back"], Value::Array(Vec::new()));
     // What pays besides is enrolled by then too.
     assert!(labs.iter().zip(&before).all(|(lab, before)| before.is_subset(&enrolled(lab))));

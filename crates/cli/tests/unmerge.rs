@@ -270,6 +270,10 @@ fn a_socket_that_is_held_or_a_stranger_s_is_left_alone() -> Outcome {
     assert!(error.contains(&format!("is held by process {}, not by {}", second.pid, first.pid)), "{error}");
     assert_eq!(error.lines().count(), 1, "{error}");
 
+    let (status, _, error) = unmerge(&["--vm", "held-0", "--vm", "held-1", "--qmp", &first.qmp])?;
+    assert_eq!(status, Some(2));
+    assert!(error.contains("--qmp is of one virtual machine, and 2 are chosen"), "{error}");
+
     let held = UnixStream::connect(&first.qmp)?;
     BufReader::new(&held).read_line(&mut String::new())?;
     let (status, _, error) = unmerge(&["--vm", "held-0", "--qmp", &first.qmp])?;

@@ -12,8 +12,8 @@
 use crate::merge::{self, Planned, carry_out};
 use crate::prepare::{Prepared, Request, prepare};
 use crate::session::{self, Remains, Session};
-use crate::trial::{Moment, Trial};
-use crate::watch::Whom;
+use crate::trial::Trial;
+use crate::watch::{Moment, Whom};
 use pagefold_census::{Ages, Selection};
 use pagefold_host::Host;
 use pagefold_model::Pid;

@@ -1,30 +1,31 @@
 //! Carrying out a plan: enrol, let ksmd work within its bound, watch what does not stay merged, verify.
 //!
 //! 1. What the programs enrolled themselves and does not pay is withdrawn for the time being, so that ksmd does not
-//!    walk it.
+//!    walk it; of those who have nothing else to gain, too.
 //! 2. The ranges of the plan are enrolled, and ksmd goes as fast as its bound allows until nothing more comes. On
 //!    kernels before 6.11, third and further copies are enrolled once the first two of each have merged. Where that
 //!    falls short and ksmd has skipped pages, it goes on without skipping any ([`Settle::were_skipped`]).
 //! 3. Meanwhile merged pages of targets that run are watched, and what does not stay merged for long enough to pay is
 //!    withdrawn: see [`trial`].
 //! 4. ksmd is stopped, page tables are read, and its settings come back. Merged pages stay merged: their ranges stay
-//!    enrolled, because withdrawing them would unmerge.
+//!    enrolled, because withdrawing them would unmerge. Where that is cut short, pieces of which nothing is merged yet
+//!    are withdrawn, unless ksmd is to go on with them.
 //!
 //! KSM has one tree and one ksmd: it also looks at what others have enrolled. The timeline is made of the targets' own
 //! counters, and the verdict of their page tables.
 
 use crate::ksmd::{self, Gauge, Ksmd, full_scans, looks};
 use crate::session::{self, Session, Stays};
-use crate::trial::{self, Moment, Trial, Withdrawn};
+use crate::trial::{self, Trial, Withdrawn};
 use crate::verify;
-use crate::watch::Whom;
+use crate::watch::{Moment, Whom};
 use pagefold_census::Probes;
 use pagefold_host::act::{self, Action, Advice};
 use pagefold_host::observe;
 use pagefold_model::ksm::{Setting, Settings};
-use pagefold_model::outcome::{Change, End, Fate, Missed, Outcome, Resident, Sample, Watched};
+use pagefold_model::outcome::{Change, End, Fate, Missed, Outcome, Regions, Resident, Sample, Watched};
 use pagefold_model::pace::{Pace, Settle};
-use pagefold_model::plan::{Plan, Target, Way};
+use pagefold_model::plan::{Narrowed, Plan, Target, Way};
 use pagefold_model::policy::{DEFAULT_PAGES_TO_SCAN, GUIDED_SLEEP_MILLISECS};
 use pagefold_model::{Absent, AddressRange, Bytes, Pages, ProcessId, Reading};
 use rustix::time::{ClockId, clock_gettime};
@@ -73,6 +74,16 @@ pub enum After {
     Slowly,
     /// It stays until the session ends: ksmd rests, and what does not pay stays withdrawn.
     Resting,
+}
+
+impl After {
+    /// The same, by how it ended: who stops it does not want ksmd to go on, and who yields leaves nothing behind.
+    fn ended_by(self, end: &End) -> Self {
+        match (end, self) {
+            (End::Yielded(_), _) | (End::Stopped, Self::Slowly) => Self::PutBack,
+            _ => self,
+        }
+    }
 }
 
 /// What can be shown while it runs.
@@ -193,13 +204,16 @@ pub fn carry_out<'h>(
     let ksmd = work.ksmd_since();
     let looks = looked.and_then(|before| Ok(looks(host)?.saturating_sub(before)));
     let now = verify::regions(host, &plan);
-    let sum = |of: &BTreeMap<ProcessId, u64>| now.keys().filter_map(|process| of.get(process)).sum();
-    let regions = (sum(&regions), sum(&now));
     let Work { timeline, mut missed, withdrawn, withdrawn_from: from, trial, .. } = work;
     for refused in trial.refused() {
         trial::note_once(&mut missed, refused.clone());
     }
     let (watched, withdrawn) = (Watched { seen: trial.seen(), withdrawn, from }, withdrawn_of(&plan, trial));
+    let parts = |process| {
+        let lost = trial.withdrawn().get(&process).map(Withdrawn::ranges).unwrap_or_default();
+        [&lost[..], trial.idle(process)].concat()
+    };
+    let regions = Regions::compare(&plan, &regions, &now, parts);
     let given_up = |process: ProcessId| -> Vec<(AddressRange, Fate)> {
         let target = plan.targets.iter().filter(|target| target.process.id == process);
         let beside = target.flat_map(|target| target.beside_its_guest(plan.whole)).map(|range| range.range);
@@ -214,10 +228,7 @@ pub fn carry_out<'h>(
     };
     let fates = probes.look(host, given_up).map_err(unknown)?;
     session.done()?;
-    // Who stops it does not want ksmd to go on.
-    let stopped = end == End::Stopped && options.after == After::Slowly;
-    let becomes = if stopped { After::PutBack } else { options.after };
-    if becomes == After::Slowly && !matches!(end, End::Yielded(_)) {
+    if options.after.ended_by(&end) == After::Slowly {
         let slowly = session.set(&Settings::from([
             (Setting::PagesToScan, DEFAULT_PAGES_TO_SCAN.to_string()),
             (Setting::SleepMillisecs, GUIDED_SLEEP_MILLISECS.to_string()),
@@ -228,8 +239,7 @@ pub fn carry_out<'h>(
             set => set?,
         }
     }
-    let becomes = if matches!(end, End::Yielded(_)) { After::PutBack } else { becomes };
-    let remains = match becomes {
+    let remains = match options.after.ended_by(&end) {
         After::PutBack => session.finish()?,
         After::Slowly => session.keep("guided")?,
         After::Resting => Vec::new(),
@@ -329,21 +339,21 @@ impl Work<'_, '_> {
 
     /// Withdraw for now what programs enrolled themselves and does not pay.
     fn narrow(&mut self) -> Result<(), session::Error> {
-        if self.plan.targets.iter().all(|target| target.narrowed.is_empty()) {
+        if self.plan.narrowed.is_empty() {
             return Ok(());
         }
         // What merged since the census would be unmerged: ksmd rests, and such ranges are left as they are.
         let host = self.session.host();
         let ran = act::setting_now(host, Setting::Run).is_ok_and(|run| run == "1");
         self.rest()?;
-        for target in &self.plan.targets {
-            let untouched = |range: &AddressRange| !ran || verify::has_merged(host, target, *range) == Ok(false);
-            let ranges: Vec<AddressRange> = target.narrowed.iter().copied().filter(untouched).collect();
+        for Narrowed { process, comm, ranges } in &self.plan.narrowed {
+            let untouched = |range: &AddressRange| !ran || verify::has_merged(host, *process, *range) == Ok(false);
+            let ranges: Vec<AddressRange> = ranges.iter().copied().filter(untouched).collect();
             if ranges.is_empty() || self.is_over() {
                 continue;
             }
-            let action = Action::Advise { process: target.process.id, advice: Advice::Unmergeable, ranges };
-            self.act(target, &action, Stays::ForNow)?;
+            let action = Action::Advise { process: *process, advice: Advice::Unmergeable, ranges };
+            self.act(*process, comm, &action, Stays::ForNow)?;
         }
         Ok(())
     }
@@ -383,15 +393,15 @@ impl Work<'_, '_> {
                 (_, false) => vec![Action::Advise { process, advice: Advice::Mergeable, ranges }],
             };
             for action in actions {
-                self.act(target, &action, Stays::OnceDone)?;
+                self.act(process, &target.process.comm, &action, Stays::OnceDone)?;
             }
         }
         Ok(())
     }
 
-    /// Act on a target. What it refuses is noted.
-    fn act(&mut self, target: &Target, action: &Action, stays: Stays) -> Result<(), session::Error> {
-        let missed = trial::act(self.session, target.process.id, &target.process.comm, action, stays)?;
+    /// Act on a process. What it refuses is noted.
+    fn act(&mut self, process: ProcessId, comm: &str, action: &Action, stays: Stays) -> Result<(), session::Error> {
+        let missed = trial::act(self.session, process, comm, action, stays)?;
         self.enrolled |= stays == Stays::OnceDone && missed.iter().all(|missed| missed.range.is_some());
         for missed in missed {
             trial::note_once(&mut self.missed, missed);
@@ -467,12 +477,11 @@ impl Work<'_, '_> {
             let rested = settled.is_some_and(|rested| rested.elapsed() >= self.options.watch.min(3 * AGAIN));
             let watched = began.elapsed() >= self.options.watch && self.found_fleeting.elapsed() >= 3 * AGAIN;
             if rested && watched || settled.is_some() && !self.trial.ran() {
-                self.look_again(Moment::End)?;
-                return Ok(End::Settled);
+                return self.close(End::Settled);
             }
             if self.is_over() {
                 let stopped = self.stop.load(Ordering::Relaxed);
-                return Ok(if stopped { End::Stopped } else { End::Deadline });
+                return self.close(if stopped { End::Stopped } else { End::Deadline });
             }
             if looked.elapsed() >= again {
                 let began = Instant::now();
@@ -493,9 +502,22 @@ impl Work<'_, '_> {
         }
     }
 
+    /// Withdraw what holds nothing merged; of a round that was cut short only where ksmd is not to go on with it.
+    fn close(&mut self, end: End) -> Result<End, session::Error> {
+        if end == End::Settled {
+            self.look_again(Moment::End)?;
+        } else if self.options.after.ended_by(&end) == After::PutBack && !self.plan.whole {
+            self.rest()?;
+            // It may be that nothing was to be watched.
+            self.trial.add(self.plan);
+            self.look_again(Moment::Early)?;
+        }
+        Ok(end)
+    }
+
     /// Withdraw what does not stay merged.
     fn look_again(&mut self, moment: Moment) -> Result<(), session::Error> {
-        self.trial.look(if moment == Moment::End { Whom::All } else { Whom::Ran });
+        self.trial.look(if moment == Moment::Meanwhile { Whom::Ran } else { Whom::All });
         let gone = self.trial.withdraw(self.session, moment)?;
         if !gone.is_empty() {
             self.found_fleeting = Instant::now();

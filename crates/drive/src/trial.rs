@@ -7,7 +7,7 @@
 use crate::session::{self, Session, Stays};
 use crate::unmerge::{self, Way};
 use crate::verify;
-use crate::watch::{Piece, Watch, Whom};
+use crate::watch::{Moment, Piece, Watch, Whom};
 use pagefold_census::Selection;
 use pagefold_host::act::{Action, Advice, NOT_MAPPED, Refusal};
 use pagefold_host::room::{is_short, room};
@@ -19,17 +19,6 @@ use pagefold_model::plan::Plan;
 use pagefold_model::process::Process;
 use pagefold_model::{Absent, AddressRange, PageSize, Pages, ProcessId};
 use std::collections::{BTreeMap, BTreeSet};
-
-/// When something is withdrawn.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Moment {
-    /// While ksmd works, or merged pages are watched.
-    Meanwhile,
-    /// At the end of a round: also what holds nothing merged.
-    End,
-    /// Between rounds: only what Pagefold enrolled.
-    Between,
-}
 
 /// What is watched, and what was withdrawn.
 pub struct Trial<'h> {
@@ -180,7 +169,7 @@ impl<'h> Trial<'h> {
         let page_size = self.host.page_size();
         let mut by_process: BTreeMap<ProcessId, Vec<Piece>> = BTreeMap::new();
         let pays = |seen: &Seen| pays(seen, page_size);
-        for piece in self.watch.withdraw(pays, moment == Moment::End) {
+        for piece in self.watch.withdraw(pays, moment) {
             by_process.entry(piece.process).or_default().push(piece);
         }
         let mut gone: BTreeMap<ProcessId, Pages> = BTreeMap::new();
@@ -188,7 +177,7 @@ impl<'h> Trial<'h> {
             let (own, ours): (Vec<Piece>, Vec<Piece>) = pieces.into_iter().partition(|piece| piece.own);
             for (pieces, stays) in [(ours, Stays::ForGood), (own, Stays::ForNow)] {
                 // What a program enrolled itself would be put back at once.
-                let pointless = moment == Moment::Between && stays == Stays::ForNow;
+                let pointless = matches!(moment, Moment::Between | Moment::Early) && stays == Stays::ForNow;
                 if pointless || pieces.is_empty() {
                     self.watch.keep(pieces);
                     continue;

@@ -44,9 +44,9 @@ fn count(host: &dyn Host, handle: &dyn Process, range: AddressRange, frames: &mu
     Ok(found)
 }
 
-/// Whether any page of a range of a target is merged.
-pub fn has_merged(host: &dyn Host, target: &Target, range: AddressRange) -> Reading<bool> {
-    Ok(count(host, &*open(host, target.process.id)?, range, &mut Vec::new())?.merged > Pages::ZERO)
+/// Whether any page of a range of a process is merged.
+pub fn has_merged(host: &dyn Host, process: ProcessId, range: AddressRange) -> Reading<bool> {
+    Ok(count(host, &*open(host, process)?, range, &mut Vec::new())?.merged > Pages::ZERO)
 }
 
 /// What is merged of a target, and the KSM frames that it is mapped to.
@@ -222,10 +222,13 @@ pub fn resident(host: &dyn Host, plan: &Plan) -> Reading<(Bytes, Bytes)> {
     Ok((sum, of(&*host.open(Pid(std::process::id()))?)?))
 }
 
-/// How many regions each target has that lives on.
-pub fn regions(host: &dyn Host, plan: &Plan) -> BTreeMap<ProcessId, u64> {
-    let count = |id| Some((id, observe::region_count(&*open(host, id).ok()?).ok()?));
-    plan.targets.iter().filter_map(|target| count(target.process.id)).collect()
+/// Where the regions begin of each process of a plan that lives on: ascending.
+pub fn regions(host: &dyn Host, plan: &Plan) -> BTreeMap<ProcessId, Vec<u64>> {
+    let starts = |id| {
+        let maps = parse::maps(&open(host, id).ok()?.read("maps").ok()?).ok()?;
+        Some((id, maps.iter().map(|mapped| mapped.range.start).collect()))
+    };
+    plan.processes().into_iter().filter_map(starts).collect()
 }
 
 /// What a process has done so far.
@@ -285,7 +288,6 @@ mod tests {
             ranges: Vec::new(),
             huge: Bytes::ZERO,
             way: Way::Within,
-            narrowed: Vec::new(),
         };
         Plan { targets: (0..targets).map(target).collect(), ..Plan::default() }
     }

@@ -91,6 +91,20 @@ pub enum Whom {
     Faulted,
 }
 
+/// When something is withdrawn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moment {
+    /// While ksmd works, or merged pages are watched.
+    Meanwhile,
+    /// Once a round has settled: also what holds nothing merged of processes that ran, for it was written before anybody
+    /// looked, or has lost its partners, and would only be scanned.
+    End,
+    /// When a round was cut short: also all that ksmd has merged nothing of so far.
+    Early,
+    /// Between rounds: only what Pagefold enrolled.
+    Between,
+}
+
 /// A process that is watched.
 struct Watched {
     facts: Facts,
@@ -261,12 +275,16 @@ impl<'h> Watch<'h> {
         !self.pieces.iter().all(|piece| piece.own || pays(&piece.seen))
     }
 
-    /// Take out the pieces that do not pay, and at the end those of which nothing is merged: they were written before
-    /// anybody looked, or lost their partners, and would only be scanned.
-    pub fn withdraw(&mut self, pays: impl Fn(&Seen) -> bool, at_the_end: bool) -> Vec<Piece> {
-        let looked_at = |piece: &Piece| self.processes.get(&piece.process).is_some_and(|watched| watched.ever_ran);
-        let idle = |piece: &Piece| at_the_end && looked_at(piece) && !piece.pages.iter().any(|page| page.was_merged());
-        let keep = |piece: &Piece| pays(&piece.seen) && !idle(piece);
+    /// Take out the pieces that do not pay, and those of which nothing is merged where it is the moment for it.
+    pub fn withdraw(&mut self, pays: impl Fn(&Seen) -> bool, moment: Moment) -> Vec<Piece> {
+        let ran = |piece: &Piece| self.processes.get(&piece.process).is_some_and(|watched| watched.ever_ran);
+        let idle = |piece: &Piece| match moment {
+            Moment::End => ran(piece),
+            Moment::Early => true,
+            Moment::Meanwhile | Moment::Between => false,
+        };
+        let merged = |piece: &Piece| piece.pages.iter().any(|page| page.was_merged());
+        let keep = |piece: &Piece| pays(&piece.seen) && (merged(piece) || !idle(piece));
         let (keep, drop) = std::mem::take(&mut self.pieces).into_iter().partition(keep);
         self.pieces = keep;
         drop

@@ -1,7 +1,7 @@
 //! Why what a merge reached is not what was predicted, figure by figure.
 
 use crate::ksm::RMAP_ITEM_BYTES;
-use crate::outcome::{Change, End, Fate, Missed, NEARLY_ALL, Outcome};
+use crate::outcome::{Change, End, Fate, Missed, NEARLY_ALL, Outcome, Regions};
 use crate::plan::PlannedRange;
 use crate::units::{AddressRange, Bytes, PageSize};
 use std::time::Duration;
@@ -106,7 +106,8 @@ impl Outcome {
                 Fate::Withdrawn => WITHDRAWN,
                 Fate::Written => "written or given back since the census",
                 Fate::Swapped => "swapped out since the census",
-                Fate::Idle => "not merged in the end, and withdrawn",
+                Fate::Idle if self.end == End::Settled => "not merged in the end, and withdrawn",
+                Fate::Idle => "not merged before it ended, and withdrawn",
                 Fate::Merged | Fate::Alone if self.end == End::Settled => {
                     "as they were, without a partner that ksmd came upon"
                 }
@@ -180,15 +181,19 @@ impl Outcome {
     }
 
     fn of_regions(&self) -> Vec<Difference> {
-        let (before, now) = self.regions;
+        let Regions { before, now, planned, withdrawn } = self.regions;
         let predicted = self.plan.predicted.regions_added as f64;
         let mut regions = Reasons::new(Figure::Regions, now as f64 - before as f64, predicted);
-        regions.exactly(-self.ended(PlannedRange::edges), ENDED);
-        regions.up_to(-self.missed(PlannedRange::edges), MISSED);
-        regions.rest(
-            "not explained: ranges side by side or withdrawn, or unmapped since?",
-            "not explained: parts withdrawn, or mapped since?",
-        )
+        let ended = self.ended(PlannedRange::edges);
+        regions.exactly(-ended, ENDED);
+        // Of the boundaries of the plan those that are not there.
+        let absent = predicted - ended - planned as f64;
+        let missed = self.missed(PlannedRange::edges).min(absent.max(0.0));
+        regions.exactly(-missed, MISSED);
+        regions
+            .exactly(missed - absent, "boundaries of the plan that are none: side by side, at an edge, or withdrawn");
+        regions.exactly(withdrawn as f64, "boundaries of parts that were withdrawn");
+        regions.rest("unmapped by the programs since, or joined", "mapped by the programs since, or cut")
     }
 
     /// It takes what ksmd's CPU time takes at its share of a CPU.
@@ -267,7 +272,8 @@ mod tests {
     use super::*;
     use crate::outcome::tests::{outcome, page_size};
     use crate::outcome::{Fate, Fates, Found, Resident};
-    use crate::units::Pages;
+    use crate::units::{Pages, Pid, ProcessId};
+    use std::collections::BTreeMap;
 
     const HUGE: Bytes = Bytes(2 << 20);
 
@@ -296,7 +302,7 @@ mod tests {
         outcome.plan.predicted.wall = Duration::from_millis(40);
         outcome.timeline[3].ksmd = Duration::from_millis(4);
         outcome.plan.predicted.regions_added = 3;
-        outcome.regions = (10, 13);
+        outcome.regions = Regions { before: 10, now: 13, planned: 3, withdrawn: 0 };
         assert!(outcome.differences(page_size(), HUGE).is_empty(), "{:?}", outcome.differences(page_size(), HUGE));
     }
 
@@ -337,7 +343,8 @@ mod tests {
             &[whole, (30, [Written, Idle]), (10, [Alone, Idle]), (10, [Idle; 2])],
             &[(-30.0, written), (-5.0, alone), (-15.0, idle)],
         );
-        check(End::Deadline, 50, &[whole, (50, [Alone; 2])], &[(-50.0, "not merged before it ended")]);
+        let late = [(-20.0, "not merged before it ended"), (-30.0, "not merged before it ended, and withdrawn")];
+        check(End::Deadline, 50, &[whole, (20, [Alone; 2]), (30, [Idle; 2])], &late);
         // A sample of a tenth.
         check(End::Settled, 80, &[(8, [Merged; 2]), (2, [Written, Alone])], &[(-20.0, written)]);
         check(
@@ -433,11 +440,50 @@ mod tests {
         outcome.plan.predicted.regions_added = 2;
         outcome.plan.targets[1].huge = Bytes(3 * HUGE.0);
         outcome.huge = (Bytes(8 * HUGE.0), Ok(Bytes(4 * HUGE.0)));
-        outcome.regions = (10, 11);
+        outcome.regions = Regions { before: 10, now: 11, planned: 1, withdrawn: 0 };
         assert_eq!(reasons(&outcome, Figure::HugePages).iter().map(|(by, _)| *by).sum::<f64>(), 2.0);
         outcome.ended = vec![1];
         // Its three went with it, one of which was to be split.
         assert_eq!(reasons(&outcome, Figure::HugePages)[0], (2.0, ENDED));
-        assert_eq!(reasons(&outcome, Figure::Regions)[0].0, -1.0);
+        assert_eq!(reasons(&outcome, Figure::Regions), []);
+    }
+
+    #[test]
+    fn regions_are_told_apart_by_where_they_begin() {
+        let process = |pid| ProcessId { pid: Pid(pid), start_time: 1 };
+        let mut outcome = outcome(End::Settled, 100);
+        let page = |number: u64| number * 4096;
+        for (target, (start, end)) in outcome.plan.targets.iter_mut().zip([(10, 20), (0, 50)]) {
+            target.ranges[0].range = AddressRange { start: page(start), end: page(end) };
+        }
+        outcome.plan.predicted.regions_added = 3;
+        let compare = |outcome: &Outcome, now: [&[u64]; 2], withdrawn: &[(u64, u64)]| {
+            let of = |starts: &[u64]| starts.iter().map(|&number| page(number)).collect::<Vec<u64>>();
+            let before = BTreeMap::from([(process(1), of(&[0])), (process(2), of(&[0, 200])), (process(3), of(&[0]))]);
+            let now = BTreeMap::from([(process(1), of(now[0])), (process(2), of(now[1]))]);
+            let ranges = withdrawn.iter().map(|&(start, end)| AddressRange { start: page(start), end: page(end) });
+            let ranges: Vec<AddressRange> = ranges.collect();
+            let withdrawn = |of| if of == process(1) { ranges.clone() } else { Vec::new() };
+            let regions = Regions::compare(&outcome.plan, &before, &now, withdrawn);
+            reasons(&Outcome { regions, ..outcome.clone() }, Figure::Regions)
+        };
+        let none = "boundaries of the plan that are none: side by side, at an edge, or withdrawn";
+        let parts = "boundaries of parts that were withdrawn";
+        assert_eq!(compare(&outcome, [&[0, 10, 20], &[0, 50, 200]], &[]), []);
+        // The first half of the first range was withdrawn, and its program has mapped something.
+        assert_eq!(
+            compare(&outcome, [&[0, 15, 20, 300], &[0, 50, 200]], &[(10, 15)]),
+            [(-1.0, none), (1.0, parts), (1.0, "mapped by the programs since, or cut")],
+        );
+        assert_eq!(
+            compare(&outcome, [&[0, 10, 20], &[0, 50]], &[]),
+            [(-1.0, "unmapped by the programs since, or joined")]
+        );
+        let missed = |range| {
+            let (change, pid, comm, why) = (Change::Enrol, Pid(1), String::new(), String::new());
+            Missed { change, pid, comm, range, why }
+        };
+        outcome.missed = vec![missed(None)];
+        assert_eq!(compare(&outcome, [&[0], &[0, 50, 200]], &[]), [(-2.0, MISSED)]);
     }
 }

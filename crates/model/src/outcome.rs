@@ -33,8 +33,8 @@ pub struct Outcome {
     pub ksmd: Reading<Duration>,
     /// Looks of ksmd at pages meanwhile, those of others included (`pages_scanned`).
     pub looks: Reading<Pages>,
-    /// Regions of the targets that live on, before and while the ranges are enrolled.
-    pub regions: (u64, u64),
+    /// Regions of those that live on, before and while the ranges are enrolled.
+    pub regions: Regions,
     /// What became of the contents that should merge.
     pub fates: Fates,
     /// CPU time of this process since it started.
@@ -269,6 +269,45 @@ impl Outcome {
     }
 }
 
+/// Regions of the processes of a plan, and how many of them are there for what was enrolled or withdrawn.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Regions {
+    /// How many there were.
+    pub before: u64,
+    /// How many there are.
+    pub now: u64,
+    /// How many more of them than before begin where a range of the plan begins or ends.
+    pub planned: i64,
+    /// The same where anything else begins or ends that was withdrawn.
+    pub withdrawn: i64,
+}
+
+impl Regions {
+    /// Compare where regions began and begin, ascending, by process; those are left out that have ended. `withdrawn` tells
+    /// what was withdrawn of a process.
+    pub fn compare(
+        plan: &Plan,
+        before: &BTreeMap<ProcessId, Vec<u64>>,
+        now: &BTreeMap<ProcessId, Vec<u64>>,
+        withdrawn: impl Fn(ProcessId) -> Vec<AddressRange>,
+    ) -> Self {
+        let mut regions = Self::default();
+        for (&process, now) in now {
+            let Some(before) = before.get(&process) else { continue };
+            let planned = plan.boundaries(process);
+            let ends = withdrawn(process).into_iter().flat_map(|range| [range.start, range.end]);
+            let ends: BTreeSet<u64> = ends.filter(|end| planned.binary_search(end).is_err()).collect();
+            let begins = |starts: &[u64], at: &u64| i64::from(starts.binary_search(at).is_ok());
+            let more = |at: &u64| begins(now, at) - begins(before, at);
+            regions.before += before.len() as u64;
+            regions.now += now.len() as u64;
+            regions.planned += planned.iter().map(more).sum::<i64>();
+            regions.withdrawn += ends.iter().map(more).sum::<i64>();
+        }
+        regions
+    }
+}
+
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
@@ -304,7 +343,6 @@ pub(crate) mod tests {
                 ranges: vec![planned],
                 huge: Bytes::ZERO,
                 way: Way::Within,
-                narrowed: Vec::new(),
             }
         };
         let reach = Reach { freed: Pages(100), scanned: Pages(200), huge_split: Pages(0) };
@@ -323,7 +361,7 @@ pub(crate) mod tests {
             census: Duration::ZERO,
             ksmd: Err(Absent::Denied),
             looks: Err(Absent::Denied),
-            regions: (0, 0),
+            regions: Regions::default(),
             fates: Fates::default(),
             own: Duration::ZERO,
             available: (Err(Absent::Denied), Err(Absent::Denied)),

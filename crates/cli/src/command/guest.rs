@@ -18,6 +18,15 @@ pub enum Control {
     Unreachable(String),
 }
 
+/// Refuse a control socket that is `named` where several virtual machines are among those chosen: it is of one.
+pub fn is_of_one<'p>(named: Option<&Path>, chosen: impl Iterator<Item = &'p Process>) -> anyhow::Result<()> {
+    let guests = chosen.filter(|process| process.identity.vm.is_some()).count();
+    if named.is_some() && guests > 1 {
+        bail!("--qmp is of one virtual machine, and {guests} are chosen: choose one by --vm or --pid");
+    }
+    Ok(())
+}
+
 /// Ask a process that runs a virtual machine at its control socket: at `named` or where its command line says.
 ///
 /// # Errors

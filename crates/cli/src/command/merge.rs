@@ -1,7 +1,7 @@
 //! `pagefold merge`: census, plan, apply, settle, verify, report.
 
 use crate::arguments::{DomainBy, Global, Targets, bytes, duration, percent};
-use crate::command::guest::{Control, control};
+use crate::command::guest::{Control, control, is_of_one};
 use crate::command::recover::{self, explained, live, needs_ksm, refuse_tuner};
 use crate::config::Config;
 use crate::{Outcome, output, progress, source};
@@ -32,8 +32,8 @@ Examples:
   pagefold merge --name postgres --whole       whole processes, with what they map later
 
 KSM's settings come back when it ends, also by Ctrl-C, and after kill -9 by `pagefold recover`. What is merged then \
-stays merged and enrolled: `pagefold unmerge` takes it back. What it had enrolled when it failed or was killed is \
-withdrawn with the settings, where there is memory for that.
+stays merged and enrolled: `pagefold unmerge` takes it back. Where Ctrl-C or a deadline ends it, ranges that had not \
+merged by then are withdrawn; what it had enrolled when it failed or was killed, with the settings, as memory allows.
 
 --whole enrols a virtual machine by QEMU's control socket where one is named or found, and injects nothing into it: \
 where that socket is of no use it is left as it is, unless --inject is given.
@@ -58,7 +58,7 @@ pub struct Options {
     /// End after this time, settled or not; the census is not cut short
     #[arg(long, value_name = "TIME", value_parser = duration)]
     deadline: Option<Duration>,
-    /// Leave processes alone that would save less than this, net
+    /// Enrol nothing of processes that would save less than this, net
     #[arg(long, value_name = "BYTES", default_value = "1MiB", value_parser = bytes)]
     min_profit: Bytes,
     /// Leave ksmd running slowly afterwards, so that what changes merges again
@@ -165,6 +165,7 @@ fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBo
         bail!("stopped during the census: nothing was changed");
     }
     if options.whole {
+        is_of_one(options.qmp.as_deref(), plan.targets.iter().map(|target| &target.process))?;
         one_domain(host, plan, &request.domains, options)?;
         for target in &mut plan.targets {
             target.way = way(host, target, options, global)?;

@@ -1,7 +1,7 @@
 //! `pagefold unmerge`: gives processes pages of their own again, if the memory for it is there.
 
 use crate::arguments::{Global, Targets, duration};
-use crate::command::guest::{Control, control};
+use crate::command::guest::{Control, control, is_of_one};
 use crate::command::recover::{self, needs_ksm};
 use crate::{Outcome, output, progress, source};
 use anyhow::bail;
@@ -160,14 +160,11 @@ impl Work<'_> {
                 None
             }
         })?;
+        is_of_one(self.options.qmp.as_deref(), plan.targets.iter().map(|target| &target.process))?;
         if let Some(error) = asked.into_inner().expect("no thread panicked").into_iter().next() {
             return Err(error);
         }
         source::seen(!plan.targets.is_empty() || plan.idle > 0, &selection, &plan.unseen, self.global)?;
-        let guests = plan.targets.iter().filter(|target| target.process.identity.vm.is_some()).count();
-        if self.options.qmp.is_some() && guests > 1 {
-            bail!("--qmp is of one virtual machine, and {guests} are chosen: choose one by --vm or --pid");
-        }
         Ok(plan)
     }
 

@@ -151,8 +151,8 @@ fn a_merge_that_narrows_what_programs_enrolled_themselves() {
         first: None,
         command: NARROWS,
         did: |report| {
-            let targets = report["plan"]["targets"].as_array().expect("targets");
-            targets.len() == 2 && targets.iter().all(|target| target["narrowed_bytes"].as_u64() >= Some(600 * PAGE))
+            let narrowed = report["plan"]["narrowed"].as_array().expect("a list");
+            narrowed.len() == 2 && narrowed.iter().all(|of| of["bytes"].as_u64() >= Some(600 * PAGE))
         },
         enrolled: true,
     }

@@ -36,7 +36,6 @@ fn plan() -> Plan {
         ranges: vec![range],
         huge: Bytes::ZERO,
         way: Way::Within,
-        narrowed: Vec::new(),
     };
     Plan { targets: vec![target], ..Plan::default() }
 }

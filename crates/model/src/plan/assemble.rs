@@ -17,7 +17,7 @@ pub struct Constraints {
     pub page_size: PageSize,
     /// Whether processes are enrolled whole.
     pub whole: bool,
-    /// Processes that would give back less, net of metadata, are left alone.
+    /// Of processes that would give back less, net of metadata, nothing is enrolled.
     pub min_profit: Bytes,
     /// Regions that a process may have (`vm.max_map_count`).
     pub max_map_count: u64,
@@ -77,7 +77,7 @@ pub fn plan(census: &Census, constraints: &Constraints, excluded: &dyn Fn(&Proce
     let mut freed = Bytes::ZERO;
     for (position, subject) in census.subjects.iter().enumerate().filter(|(_, subject)| !subject.witness) {
         let process = &subject.process;
-        let mut leave = |why: String| {
+        let leave = |plan: &mut Plan, why: String| {
             plan.left_alone.push(LeftAlone { pid: process.id.pid, comm: process.comm.clone(), why });
         };
         let (ranges, gives) = if constraints.whole {
@@ -88,8 +88,11 @@ pub fn plan(census: &Census, constraints: &Constraints, excluded: &dyn Fn(&Proce
         let anything = !ranges.is_empty();
         if let Some(why) = excluded(process) {
             everybody &= !anything;
-            leave(why);
+            leave(&mut plan, why);
             continue;
+        }
+        if !constraints.whole {
+            plan.narrow(process, idle(census, position));
         }
         if !anything {
             continue;
@@ -98,7 +101,7 @@ pub fn plan(census: &Census, constraints: &Constraints, excluded: &dyn Fn(&Proce
         let net = Reach { scanned, ..Reach::default() }.net(constraints.page_size).0 + gives.0 as i64;
         if net < constraints.min_profit.0 as i64 {
             everybody = false;
-            leave(format!("would give back {} net", NetBytes(net)));
+            leave(&mut plan, format!("would give back {} net", NetBytes(net)));
             continue;
         }
         freed += gives;
@@ -107,11 +110,11 @@ pub fn plan(census: &Census, constraints: &Constraints, excluded: &dyn Fn(&Proce
             domain: subject.domain.clone(),
             way: Way::Within,
             huge: subject.regions.iter().map(|region| region.region.anon_huge).sum(),
-            narrowed: if !constraints.whole { idle(census, position) } else { Vec::new() },
             ranges,
         });
     }
-    plan.predicted = predict(census, constraints, &plan.targets, everybody, freed);
+    plan.keep_what_is_enrolled();
+    plan.predicted = predict(census, constraints, &plan, everybody, freed);
     plan
 }
 
@@ -204,8 +207,8 @@ fn idle(census: &Census, position: usize) -> Vec<AddressRange> {
 /// The least share of a CPU that is reckoned with, so that there is an end to it.
 const LEAST_CPU: f64 = 0.001;
 
-fn predict(census: &Census, constraints: &Constraints, targets: &[Target], everybody: bool, freed: Bytes) -> Predicted {
-    let ranges = || targets.iter().flat_map(|target| &target.ranges);
+fn predict(census: &Census, constraints: &Constraints, plan: &Plan, everybody: bool, freed: Bytes) -> Predicted {
+    let ranges = || plan.targets.iter().flat_map(|target| &target.ranges);
     let scanned: Pages = ranges().map(|range| range.pages).sum();
     let merging: Pages = ranges().map(|range| range.merging).sum();
     let zero: Pages = ranges().map(|range| range.zero).sum();
@@ -222,12 +225,5 @@ fn predict(census: &Census, constraints: &Constraints, targets: &[Target], every
     let freed = if same { of_census.freed } else { exact.min(of_census.freed) };
     let reach = Reach { freed, scanned, huge_split };
     let ksmd = constraints.speed.time(scanned, merging, zero);
-    let narrowed: u64 = targets.iter().map(|target| 2 * target.narrowed.len() as u64).sum();
-    Predicted {
-        reach,
-        merging,
-        regions_added: ranges().map(PlannedRange::edges).sum::<u64>() + narrowed,
-        ksmd,
-        wall: ksmd.div_f64(constraints.cpu.max(LEAST_CPU)),
-    }
+    Predicted { reach, merging, regions_added: plan.edges(), ksmd, wall: ksmd.div_f64(constraints.cpu.max(LEAST_CPU)) }
 }

@@ -24,6 +24,9 @@ pub struct Plan {
     pub whole: bool,
     /// By process, in the order of the census. Processes of which nothing pays are not among them.
     pub targets: Vec<Target>,
+    /// What programs enrolled themselves and does not pay, those of which nothing else is enrolled among them: ksmd would
+    /// walk it. In the order of the census, each process once; nothing where there are no targets.
+    pub narrowed: Vec<Narrowed>,
     /// What it should come to.
     pub predicted: Predicted,
     /// Processes of the census that are left alone on purpose.
@@ -45,7 +48,7 @@ impl Plan {
         for target in self.targets.iter_mut().filter(|target| target.process.id == process) {
             target.ranges = target.ranges.iter().flat_map(|range| range.without(&without)).collect();
         }
-        self.targets.retain(|target| !target.ranges.is_empty());
+        self.keep_what_is_enrolled();
         self.predict_anew(before);
     }
 
@@ -55,6 +58,7 @@ impl Plan {
     pub fn keep_to(&mut self, fits: impl Fn(ProcessId) -> bool, whole_huge: bool, metadata: Option<Bytes>) {
         let before = self.sums();
         self.targets.retain(|target| fits(target.process.id));
+        self.narrowed.retain(|narrowed| fits(narrowed.process));
         if whole_huge {
             for target in &mut self.targets {
                 target.ranges.retain(|range| range.huge_split == Pages::ZERO);
@@ -63,8 +67,28 @@ impl Plan {
         if let Some(most) = metadata {
             self.keep_within(most);
         }
-        self.targets.retain(|target| !target.ranges.is_empty());
+        self.keep_what_is_enrolled();
         self.predict_anew(before);
+    }
+
+    /// Withdraw more of a process while ksmd works.
+    pub fn narrow(&mut self, process: &Process, ranges: Vec<AddressRange>) {
+        if ranges.is_empty() {
+            return;
+        }
+        match self.narrowed.iter_mut().find(|narrowed| narrowed.process == process.id) {
+            Some(narrowed) => narrowed.ranges = AddressRange::union([&narrowed.ranges[..], &ranges].concat()),
+            None => self.narrowed.push(Narrowed { process: process.id, comm: process.comm.clone(), ranges }),
+        }
+    }
+
+    /// Leave those out of whom nothing is enrolled. Where that is everybody, ksmd is not set going, and nothing withdrawn
+    /// for it.
+    fn keep_what_is_enrolled(&mut self) {
+        self.targets.retain(|target| !target.ranges.is_empty());
+        if self.targets.is_empty() {
+            self.narrowed.clear();
+        }
     }
 
     /// Make the prediction that of the ranges that stay, of which there were so many pages, and so many bytes to be
@@ -80,9 +104,30 @@ impl Plan {
         let freed = Pages((self.predicted.reach.freed.0 as f64 * freed) as u64);
         let merging = ranges().map(|range| range.merging).sum();
         let reach = Reach { freed, scanned, huge_split: ranges().map(|range| range.huge_split).sum() };
-        let regions_added = ranges().map(PlannedRange::edges).sum();
+        let regions_added = self.edges();
         let (ksmd, wall) = (self.predicted.ksmd.mul_f64(part), self.predicted.wall.mul_f64(part));
         self.predicted = Predicted { reach, merging, regions_added, ksmd, wall };
+    }
+
+    /// Regions that its boundaries add to all processes, at most.
+    fn edges(&self) -> u64 {
+        let ranges = self.targets.iter().flat_map(|target| &target.ranges);
+        ranges.map(PlannedRange::edges).sum::<u64>() + self.narrowed.iter().map(Narrowed::edges).sum::<u64>()
+    }
+
+    /// The processes that it is about, each once.
+    pub fn processes(&self) -> BTreeSet<ProcessId> {
+        let targets = self.targets.iter().map(|target| target.process.id);
+        targets.chain(self.narrowed.iter().map(|narrowed| narrowed.process)).collect()
+    }
+
+    /// Where its ranges begin or end within a region of a process: ascending, each once.
+    pub fn boundaries(&self, process: ProcessId) -> Vec<u64> {
+        let targets = self.targets.iter().filter(|target| target.process.id == process);
+        let narrowed = self.narrowed.iter().filter(|narrowed| narrowed.process == process);
+        let ranges = targets.flat_map(|target| &target.ranges).flat_map(PlannedRange::boundaries);
+        let own = narrowed.flat_map(|narrowed| &narrowed.ranges).flat_map(|range| [range.start, range.end]);
+        ranges.chain(own).collect::<BTreeSet<u64>>().into_iter().collect()
     }
 
     /// The pages of all ranges, and what of them should be freed.
@@ -138,9 +183,17 @@ pub struct Target {
     pub huge: Bytes,
     /// How it is enrolled.
     pub way: Way,
-    /// What the program enrolled itself and does not pay: withdrawn while ksmd works, and put back afterwards.
-    /// Ascending and disjoint; nothing is merged in it.
-    pub narrowed: Vec<AddressRange>,
+}
+
+/// What a program enrolled itself and does not pay: withdrawn while ksmd works, and put back afterwards.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Narrowed {
+    /// Which process.
+    pub process: ProcessId,
+    /// Its name.
+    pub comm: String,
+    /// Ascending and disjoint; nothing is merged in them.
+    pub ranges: Vec<AddressRange>,
 }
 
 /// How a process is enrolled.
@@ -216,11 +269,25 @@ impl Target {
     }
 }
 
+impl Narrowed {
+    /// Regions that its boundaries add to the process, at most.
+    fn edges(&self) -> u64 {
+        2 * self.ranges.len() as u64
+    }
+}
+
 impl PlannedRange {
     /// Regions that its boundaries add to the process, at most.
     pub fn edges(&self) -> u64 {
-        let fresh = !self.enrolled;
-        u64::from(fresh && self.range.start > self.region.start) + u64::from(fresh && self.range.end < self.region.end)
+        self.boundaries().count() as u64
+    }
+
+    /// Where it begins or ends within its region, unless the program has enrolled it already.
+    pub fn boundaries(&self) -> impl Iterator<Item = u64> {
+        let (range, region) = (self.range, self.region);
+        let start = (!self.enrolled && range.start > region.start).then_some(range.start);
+        let end = (!self.enrolled && range.end < region.end).then_some(range.end);
+        start.into_iter().chain(end)
     }
 
     /// The parts of it that lie outside of some ascending and disjoint ranges.

@@ -119,7 +119,35 @@ fn regions_that_a_process_has_no_room_for_are_left_out() {
     let plan = plan(&census, &tight, &|_| None);
     let kept: Vec<u64> = plan.targets[0].ranges.iter().map(|range| range.range.start / PAGE).collect();
     assert_eq!(kept, [20, 30, 40, 80, 90], "the largest, in the order of addresses");
-    assert_eq!(plan.targets[0].narrowed, [pages(8, 9)]);
+    assert_eq!(plan.narrowed[0].ranges, [pages(8, 9)]);
+}
+
+#[test]
+fn who_has_nothing_or_too_little_to_gain_is_narrowed_all_the_same() {
+    let mut census =
+        census(&[(0, pages(0, 50)), (2, pages(0, 4)), (3, pages(0, 50))], &[&["a"], &["b"], &["c"], &["d"]]);
+    let idle = |subject| IdleRange { subject, range: pages(60, 90) };
+    census.idle = (0..4).map(idle).collect();
+    let least = Constraints { min_profit: Bytes(20 * PAGE), ..constraints() };
+    let kept_out = |process: &Process| (process.id.pid == Pid(4)).then(|| "holds keys".to_owned());
+    let narrowed = |plan: &Plan| -> Vec<u32> { plan.narrowed.iter().map(|narrowed| narrowed.process.pid.0).collect() };
+    let targets = |plan: &Plan| -> Vec<u32> { plan.targets.iter().map(|target| target.process.id.pid.0).collect() };
+    let mut some = plan(&census, &least, &kept_out);
+    assert_eq!((targets(&some), narrowed(&some)), (vec![1], vec![1, 2, 3]), "but for whom nobody may touch");
+    assert_eq!(some.predicted.regions_added, 1 + 3 * 2);
+    assert_eq!(some.boundaries(some.targets[0].process.id), [50, 60, 90].map(|page| page * PAGE));
+    some.narrow(&some.targets[0].process.clone(), vec![pages(90, 95), pages(10, 20)]);
+    assert_eq!(some.narrowed[0].ranges, [pages(10, 20), pages(60, 95)]);
+    // Nobody is touched for ksmd's sake where ksmd has nothing to do.
+    some.leave_out(some.targets[0].process.id, vec![pages(0, 100)]);
+    assert_eq!((targets(&some), narrowed(&some), some.predicted.regions_added), (vec![], vec![], 0));
+    let nobody = plan(&census, &least, &|_| Some("excluded".to_owned()));
+    assert_eq!((targets(&nobody), narrowed(&nobody)), (vec![], vec![]));
+    let mut chosen = plan(&census, &least, &kept_out);
+    chosen.keep_to(|process| process.pid == Pid(1), false, None);
+    assert_eq!(narrowed(&chosen), [1]);
+    let whole = plan(&census, &Constraints { whole: true, ..least }, &kept_out);
+    assert!(whole.narrowed.is_empty());
 }
 
 #[test]

@@ -48,6 +48,9 @@ pub struct PlanReport {
     pub whole: bool,
     /// The processes.
     pub targets: Vec<TargetReport>,
+    /// Processes, targets or not, of which something is withdrawn while ksmd works: what they enrolled themselves and
+    /// does not pay.
+    pub narrowed: Vec<NarrowedReport>,
     /// Processes that are left alone on purpose.
     pub left_alone: Vec<LeftAloneReport>,
     /// What should be saved.
@@ -82,8 +85,6 @@ pub struct TargetReport {
     pub merging_pages: u64,
     /// Pages of zeros.
     pub zero_pages: u64,
-    /// Bytes that the program enrolled itself and that are withdrawn while ksmd works.
-    pub narrowed_bytes: u64,
     /// What is enrolled.
     pub ranges: Vec<RangeReport>,
 }
@@ -101,6 +102,17 @@ pub struct RangeReport {
     pub merging_pages: u64,
     /// Whether the program has enrolled it already.
     pub enrolled: bool,
+}
+
+/// A process that has enrolled itself more than pays.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct NarrowedReport {
+    /// Its number.
+    pub pid: u32,
+    /// Its name.
+    pub comm: String,
+    /// Bytes that it has enrolled itself and that are withdrawn while ksmd works.
+    pub bytes: u64,
 }
 
 /// A process that is left alone.
@@ -301,9 +313,15 @@ impl PlanReport {
             comm: left.comm.clone(),
             why: left.why.clone(),
         });
+        let narrowed = plan.narrowed.iter().map(|narrowed| NarrowedReport {
+            pid: narrowed.process.pid.0,
+            comm: narrowed.comm.clone(),
+            bytes: narrowed.ranges.iter().map(|range| range.bytes().0).sum(),
+        });
         Self {
             whole: plan.whole,
             targets: plan.targets.iter().map(|target| TargetReport::of(target, plan.whole)).collect(),
+            narrowed: narrowed.collect(),
             left_alone: left_alone.collect(),
             savings: Savings::of(&plan.predicted.reach, page_size),
             merging_pages: plan.predicted.merging.0,
@@ -344,7 +362,6 @@ impl TargetReport {
             pages: sum(|range| range.pages, &ranges),
             merging_pages: sum(|range| range.merging_pages, &ranges),
             zero_pages: target.ranges.iter().map(|range| range.zero.0).sum(),
-            narrowed_bytes: target.narrowed.iter().map(|range| range.bytes().0).sum(),
             ranges,
         }
     }
@@ -404,7 +421,7 @@ impl OutcomeReport {
                 .into_iter()
                 .map(|Difference { of, by, why }| DifferenceReport { of: figure(of), by, why })
                 .collect(),
-            regions_added: outcome.regions.1 as i64 - outcome.regions.0 as i64,
+            regions_added: outcome.regions.now as i64 - outcome.regions.before as i64,
             census_seconds: outcome.census.as_secs_f64(),
             seconds_to_50: seconds(0.5),
             seconds_to_90: seconds(0.9),

@@ -237,7 +237,7 @@ fn forecast(plan: &PlanReport, style: Style) -> String {
 
 fn notes(report: &MergeReport, top: usize, remedy: &str, style: Style) -> String {
     let mut text = String::new();
-    let narrowed: u64 = report.plan.targets.iter().map(|target| target.narrowed_bytes).sum();
+    let narrowed: u64 = report.plan.narrowed.iter().map(|narrowed| narrowed.bytes).sum();
     if narrowed > 0 {
         text.push_str(&style.paragraph(
             &format!(

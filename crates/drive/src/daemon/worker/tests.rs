@@ -47,7 +47,6 @@ fn plan() -> Plan {
         ranges: vec![range],
         huge: Bytes::ZERO,
         way: Way::Within,
-        narrowed: Vec::new(),
     };
     Plan { targets: vec![target], ..Plan::default() }
 }
