@@ -510,7 +510,8 @@ impl Work<'_, '_> {
             self.rest()?;
             // It may be that nothing was to be watched.
             self.trial.add(self.plan);
-            self.look_again(Moment::Early)?;
+            self.trial.look(Whom::All);
+            self.trial.withdraw(self.session, Moment::Early)?;
         }
         Ok(end)
     }

@@ -138,7 +138,10 @@ impl Outcome {
         metadata.up_to(-bytes(enrolled.min(self.before.rmap_items.0)), "kept by ksmd before");
         let came = bytes(self.after.present.0) - bytes(self.before.present.0);
         metadata.up_to(came, if came < 0.0 { "pages that went away since" } else { "pages that came since" });
-        metadata.rest("not explained: pages that ksmd did not come to?", "not explained: other ranges enrolled?")
+        let settled = self.end == End::Settled;
+        let late = "pages that ksmd had not come to before it ended";
+        let fewer = if settled { "not explained: pages that ksmd did not come to?" } else { late };
+        metadata.rest(fewer, "not explained: other ranges enrolled?")
     }
 
     /// ksmd's time is its looks at pages times what one of them takes. Both differ from what was reckoned, and the
@@ -445,7 +448,7 @@ mod tests {
         outcome.ended = vec![1];
         // Its three went with it, one of which was to be split.
         assert_eq!(reasons(&outcome, Figure::HugePages)[0], (2.0, ENDED));
-        assert_eq!(reasons(&outcome, Figure::Regions), []);
+        assert_eq!(reasons(&outcome, Figure::Regions)[0].0, -1.0);
     }
 
     #[test]

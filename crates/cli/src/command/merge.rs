@@ -55,7 +55,7 @@ pub struct Options {
     /// ksmd's share of one CPU at most; 100 is no bound
     #[arg(long, value_name = "PERCENT", default_value = "50", value_parser = percent)]
     cpu: f64,
-    /// End after this time, settled or not; the census is not cut short
+    /// End after this time, settled or not; neither the census nor withdrawing what has not merged is cut short
     #[arg(long, value_name = "TIME", value_parser = duration)]
     deadline: Option<Duration>,
     /// Enrol nothing of processes that would save less than this, net
