@@ -68,7 +68,7 @@ pub struct Layout {
 /// calling thread.
 pub fn lay_out(items: &[Item], options: &Options) -> Result<Layout> {
     if options.merge_any {
-        mapping::merge_any().context("prctl(PR_SET_MEMORY_MERGE): it needs Linux 6.4 with KSM")?;
+        mapping::merge_any(true).context("prctl(PR_SET_MEMORY_MERGE): it needs Linux 6.4 with KSM")?;
     }
     let forks = items.iter().any(|item| item.kind == Kind::ForkShared);
     let mut still = Vec::new();

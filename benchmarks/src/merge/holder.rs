@@ -29,7 +29,7 @@ pub fn held(program: impl AsRef<OsStr>, enrolled: bool) -> Result<Command> {
 pub fn hold(how: &str, program: &str, arguments: &[&str]) -> Result<()> {
     std::fs::write("/proc/self/oom_score_adj", "1000").context("cannot offer to be killed first")?;
     if how == "enrolled" {
-        pagefold_sys::mapping::merge_any().context("prctl(PR_SET_MEMORY_MERGE)")?;
+        pagefold_sys::mapping::merge_any(true).context("prctl(PR_SET_MEMORY_MERGE)")?;
     }
     Err(Command::new(program).args(arguments).exec()).with_context(|| format!("cannot start {program}"))
 }

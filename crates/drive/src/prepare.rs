@@ -71,7 +71,7 @@ pub fn prepare(
     let max_map_count = request.max_regions.map_or(kernels, |most| most.min(kernels));
     let apart = !request.across_domains && !request.whole;
     // Who enrols processes whole wants all that they hold, and is told who else is enrolled.
-    let enrolled = if apart { verify::enrolled(host) } else { Ok(Vec::new()) };
+    let enrolled = if apart { verify::enrolled(host).map(|enrolled| enrolled.processes) } else { Ok(Vec::new()) };
     let enrolled = enrolled.map_err(|source| pagefold_census::Error::Processes { host: host.describe(), source })?;
     let options = pagefold_census::Options {
         selection: request.selection.clone(),

@@ -171,21 +171,52 @@ fn look(host: &dyn Host, target: &Target) -> Reading<Held> {
     Ok(held)
 }
 
-/// Processes that are enrolled, wholly or in part. Before 6.14 those of which ksmd keeps track of something.
-pub fn enrolled(host: &dyn Host) -> Reading<Vec<ProcessId>> {
-    let is = |handle: &dyn Process| {
-        let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
-        let tracked = ksm.rmap_items.is_ok_and(|pages| pages > 0) || ksm.merging_pages.is_ok_and(|pages| pages > 0);
-        ksm.mergeable.unwrap_or(false) || tracked
-    };
-    let handles = host.pids()?.into_iter().filter_map(|pid| host.open(pid).ok());
-    Ok(handles.filter(|handle| is(&**handle)).map(|handle| handle.id()).collect())
+/// Who is enrolled, as far as that can be seen.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Enrolled {
+    /// Processes that are, wholly or in part. Before 6.14 those of which ksmd keeps track of something.
+    pub processes: Vec<ProcessId>,
+    /// Whether there are others of which it cannot be read, as those of other users without root.
+    pub hidden: bool,
+}
+
+/// Who is enrolled. Of all others one file is read, on newer kernels.
+pub fn enrolled(host: &dyn Host) -> Reading<Enrolled> {
+    let mut enrolled = Enrolled::default();
+    for pid in host.pids()? {
+        // A number alone only rules out: who is found by it is held, and asked again.
+        match is_enrolled(|file| host.read(&format!("proc/{pid}/{file}"))) {
+            Ok(false) => continue,
+            Err(why) => {
+                enrolled.hidden |= why == Absent::Denied;
+                continue;
+            }
+            Ok(true) => {}
+        }
+        if let Ok(handle) = host.open(pid)
+            && is_enrolled(|file| handle.read(file)) == Ok(true)
+        {
+            enrolled.processes.push(handle.id());
+        }
+    }
+    Ok(enrolled)
+}
+
+/// Whether a process is enrolled, by its files.
+fn is_enrolled(read: impl Fn(&str) -> Reading<Vec<u8>>) -> Reading<bool> {
+    let stat = read("ksm_stat");
+    let mut ksm = parse::process_ksm(stat.clone(), Err(Absent::NotOnThisKernel));
+    if ksm.merging_pages == Err(Absent::NotOnThisKernel) {
+        ksm = parse::process_ksm(stat, read("ksm_merging_pages"));
+    }
+    let told = ksm.mergeable == Ok(true) || ksm.rmap_items.is_ok_and(|items| items > 0);
+    Ok(told || ksm.merging_pages? > 0)
 }
 
 /// How many processes outside of a plan are enrolled.
 pub fn bystanders(host: &dyn Host, plan: &Plan) -> Reading<u64> {
     let targets: BTreeSet<ProcessId> = plan.targets.iter().map(|target| target.process.id).collect();
-    Ok(enrolled(host)?.iter().filter(|id| !targets.contains(id)).count() as u64)
+    Ok(enrolled(host)?.processes.iter().filter(|id| !targets.contains(id)).count() as u64)
 }
 
 /// Take hold of a process again: the same or none.
@@ -250,6 +281,7 @@ pub fn done(host: &dyn Host, process: ProcessId) -> Reading<Done> {
 mod tests {
     use super::*;
     use crate::fake::Fake;
+    use pagefold_host::faulty::{Fault, Faulty};
     use pagefold_model::domain::Domain;
     use pagefold_model::plan::Way;
     use pagefold_model::process::Process as Facts;
@@ -307,6 +339,34 @@ mod tests {
             net(&nothing(), &after),
             BTreeMap::from([(0, 10 * 4096 - 2048 - 640), (1, 4096 - 2048 - 64), (2, -6400)])
         );
+    }
+
+    #[test]
+    fn each_kernel_tells_in_its_way_who_is_enrolled() {
+        let fake = Fake::new();
+        let process = |pid: u32, files: &[(&str, &str)]| {
+            fake.ran(pid, 0);
+            files.iter().for_each(|(name, text)| fake.file(&format!("proc/{pid}/{name}"), text));
+        };
+        let newest = "ksm_rmap_items 0\nksm_merging_pages 0\nksm_merge_any: no\nksm_mergeable: ";
+        process(2, &[("ksm_stat", &format!("{newest}no\n"))]);
+        process(3, &[("ksm_stat", &format!("{newest}yes\n"))]);
+        process(4, &[("ksm_stat", "ksm_rmap_items 0\nksm_merging_pages 0\n")]);
+        process(5, &[("ksm_stat", "ksm_rmap_items 7\nksm_merging_pages 0\n")]);
+        // 6.1 tells one in each file, and earlier ones have but one.
+        process(6, &[("ksm_stat", "ksm_rmap_items 7\n"), ("ksm_merging_pages", "0\n")]);
+        process(7, &[("ksm_merging_pages", "2\n")]);
+        process(8, &[("ksm_merging_pages", "0\n")]);
+        // A kernel thread.
+        process(9, &[("ksm_stat", ""), ("ksm_merging_pages", "")]);
+        let found = |denied: &str| {
+            let host = Faulty::new(&fake, |path| path.contains(denied).then_some(Fault::Absent(Absent::Denied)));
+            let Enrolled { processes, hidden } = enrolled(&host).unwrap();
+            (processes.iter().map(|id| id.pid.0).collect::<Vec<_>>(), hidden)
+        };
+        assert_eq!(found("nothing"), (vec![3, 5, 6, 7], false));
+        assert_eq!(found("proc/3/"), (vec![5, 6, 7], true));
+        assert_eq!(found("proc/7/"), (vec![3, 5, 6], true));
     }
 
     #[test]

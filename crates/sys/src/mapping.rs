@@ -280,15 +280,15 @@ impl Drop for Mapping {
 }
 
 /// Make all memory of this process mergeable, now and in the future, and of its children
-/// (`prctl(PR_SET_MEMORY_MERGE)`, Linux 6.4).
+/// (`prctl(PR_SET_MEMORY_MERGE)`, Linux 6.4), or no longer.
 ///
 /// # Errors
-/// That of `prctl(2)`: `EINVAL` on a kernel without it, `EPERM` where `CAP_SYS_RESOURCE` is asked for.
-pub fn merge_any() -> io::Result<()> {
+/// That of `prctl(2)`: `EINVAL` on a kernel without it, `EPERM` where `CAP_SYS_RESOURCE` is asked for, `ENOMEM` where
+/// there is no memory to copy what was merged.
+pub fn merge_any(on: bool) -> io::Result<()> {
     let zero: libc::c_ulong = 0;
-    let yes: libc::c_ulong = 1;
     // SAFETY: this option takes numbers only, and changes neither the content nor the access of memory.
-    let answer = unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, yes, zero, zero, zero) };
+    let answer = unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, libc::c_ulong::from(on), zero, zero, zero) };
     if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 

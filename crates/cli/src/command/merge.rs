@@ -2,6 +2,7 @@
 
 use crate::arguments::{DomainBy, Global, Targets, bytes, duration, percent};
 use crate::command::guest::{Control, control, is_of_one};
+use crate::command::neighbours::{Neighbours, SIDE_CHANNEL};
 use crate::command::recover::{self, explained, live, needs_ksm, refuse_tuner};
 use crate::config::Config;
 use crate::{Outcome, output, progress, source};
@@ -10,15 +11,14 @@ use clap::Args;
 use pagefold_drive::merge::{self, After};
 use pagefold_drive::prepare::{Prepared, Request, prepare};
 use pagefold_drive::trial::Trial;
-use pagefold_drive::{Session, ksmd, verify};
+use pagefold_drive::{Session, ksmd};
 use pagefold_host::{Host, observe};
 use pagefold_model::Bytes;
-use pagefold_model::domain::Domains;
+use pagefold_model::domain::{Domain, Domains};
 use pagefold_model::plan::{Guest, Plan, Target, Way};
 use pagefold_model::process::Process;
 use pagefold_report::merge::{MergeReport, text};
 use pagefold_report::wire;
-use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
@@ -174,27 +174,19 @@ fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBo
     Ok(prepared)
 }
 
-/// Refuse to enrol processes whole where other trust domains are, or have been enrolled before: in KSM's one tree all
-/// their pages would meet.
+/// Refuse to enrol processes whole where other trust domains are, or have been enrolled before.
 fn one_domain(host: &dyn Host, plan: &Plan, domains: &Domains, options: &Options) -> anyhow::Result<()> {
     if options.across_domains {
         return Ok(());
     }
-    let mut names: BTreeSet<String> = plan.targets.iter().map(|target| target.domain.to_string()).collect();
-    let enrolled = verify::enrolled(host).map_err(|why| anyhow!("cannot tell who is enrolled already: {why}"))?;
-    for id in enrolled {
-        // Who has ended since shares nothing.
-        if let Ok(process) = verify::open(host, id).and_then(|handle| observe::process(host, &*handle)) {
-            names.insert(domains.domain(&process).to_string());
-        }
-    }
-    if !plan.targets.is_empty() && names.len() > 1 {
-        let some: Vec<&str> = names.iter().map(String::as_str).take(2).collect();
+    let mut all = Neighbours::observe(host, domains, None)?.domains;
+    all.extend(plan.targets.iter().map(|target| target.domain.clone()));
+    if !plan.targets.is_empty() && all.len() > 1 {
+        let some: Vec<String> = all.iter().take(2).map(Domain::to_string).collect();
         bail!(
             "--whole would let {} trust domains share pages ({}, ...: those of processes that are enrolled already among \
-             them), and whoever times writes to such a page learns that another has it: choose one of them, or give \
-             --across-domains",
-            names.len(),
+             them), and {SIDE_CHANNEL}: choose one of them, or give --across-domains",
+            all.len(),
             some.join(", ")
         );
     }

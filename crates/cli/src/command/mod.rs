@@ -10,6 +10,7 @@ pub mod engine;
 pub mod guest;
 pub mod man;
 pub mod merge;
+pub mod neighbours;
 pub mod policy;
 pub mod record;
 pub mod recover;

@@ -12,11 +12,13 @@ mod way;
 
 use crate::Outcome;
 use crate::arguments::{Global, bytes, percent};
+use crate::command::neighbours::{Neighbours, SIDE_CHANNEL};
 use crate::config::Config;
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
-use pagefold_host::Host;
+use pagefold_host::{Host, observe};
 use pagefold_linux::{LiveHost, launch};
+use pagefold_model::domain::Domain;
 use pagefold_model::identity::Identity;
 use pagefold_model::process::Process;
 use pagefold_model::{Absent, Bytes, Pid, ProcessId};
@@ -27,6 +29,13 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process;
 use way::{Ready, Way};
+
+/// The longest name that the kernel keeps of a program (include/linux/sched.h, `TASK_COMM_LEN`, less the end).
+const TASK_NAME: usize = 15;
+
+/// What somebody is told who cannot see all processes of the host.
+const UNSEEN: &str = "others may be enrolled who cannot be seen from here (root on the host sees all), of other trust \
+    domains too: what is equal merges with theirs";
 
 const EXAMPLES: &str = "\
 Examples:
@@ -42,9 +51,14 @@ Examples:
   pagefold run --engine user --report -- python3 crunch.py
 
 The program replaces pagefold: same process, exit status, signals and terminal. Enrolled memory merges while ksmd runs \
-(/sys/kernel/mm/ksm/run). KSM merges with whatever else is enrolled on the host, across users: who can time writes to \
-his own memory can tell whether others hold the same page. Do not enrol what holds secrets: a program that the \
-configuration excludes is refused by its name (`pagefold config default` shows whom); what it starts is not looked at.
+(/sys/kernel/mm/ksm/run). Do not enrol what holds secrets: a program that the configuration excludes is refused by its \
+name, user, cgroup or container (`pagefold config default` shows whom); what it starts is not looked at.
+
+KSM merges with whatever else is enrolled on the host: who can time writes to his own memory can tell whether others \
+hold the same page. So a program is not enrolled whole while anybody of another trust domain is, unless \
+--across-domains is given. A domain is a user or a virtual machine of root's, if the configuration does not say \
+otherwise; `--policy guided` keeps them apart. Only root sees whom other users have enrolled: who cannot see it is \
+enrolled beside them, which --verbose and --dry-run say.
 
 Ways: prctl is inherited by all that the program starts, and complete. preload needs programs that are linked \
 dynamically with glibc, adds a thread to each where the kernel refuses prctl there too, and sets LD_PRELOAD. inject \
@@ -89,6 +103,11 @@ pub struct Options {
     /// How to enrol it [default: the first of these that works]
     #[arg(long, value_enum, value_name = "WAY")]
     way: Option<Way>,
+    /// Merge across trust domains too: enrol it although somebody of another one is. Whoever can write to a merged page
+    /// can tell by the time it takes that somebody else has the same content: only for domains that may know that of
+    /// each other
+    #[arg(long)]
+    across_domains: bool,
     /// Run it also where it cannot or must not be enrolled, or KSM not be driven, with a warning
     #[arg(long)]
     best_effort: bool,
@@ -144,7 +163,9 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         options.command.iter().map(|word| CString::new(word.as_bytes())).collect::<Result<_, _>>()?;
     let name = options.command.first().context("no program was named")?;
     let config = Config::load(global)?;
-    let excluded = exclusion(&config, &options.command);
+    let short = Path::new(name).file_name().unwrap_or(name).to_string_lossy();
+    let process = process(&options.command, &short);
+    let excluded = exclusion(&config, &process, &short);
     options.agree()?;
     if options.engine == Engine::User {
         let variables = match excluded.map_or_else(|| user::prepare(options, name), |why| bail!(why)) {
@@ -165,29 +186,45 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         }
         return become_program(options, name, &command, &variables);
     }
-    let policy = options.policy.as_deref().map(|name| drive::Drive::new(name, options.cpu, config, global));
-    let policy = policy.transpose()?;
+    let domains = config.domains(None);
+    let own = domains.domain(&process);
+    let drive = |name| drive::Drive::new(name, options.cpu, options.across_domains, config, global);
+    let policy = options.policy.as_deref().map(drive).transpose()?;
     let guided = policy.as_ref().is_some_and(drive::Drive::is_guided);
     // What is merged range by range must not be enrolled whole.
-    let (ready, passed) = if guided || excluded.is_some() { (None, Vec::new()) } else { choose(options, name) };
+    let (mut ready, passed) = if guided || excluded.is_some() { (None, Vec::new()) } else { choose(options, name) };
+    // Looked for now that this process is enrolled, if it inherits that: of two that start at once one sees the other.
+    let neighbours = match &ready {
+        Some(_) if !options.across_domains => Some(Neighbours::observe(&LiveHost::new(), &domains, Some(process.id))?),
+        _ => None,
+    };
+    let foreign = neighbours.as_ref().and_then(|neighbours| foreign(neighbours, &own, &short));
+    if foreign.is_some()
+        && let Some(ready) = ready.take()
+    {
+        ready.undo()?;
+    }
+    let refused = excluded.or(foreign);
+    let unseen = neighbours.is_some_and(|neighbours| neighbours.hidden).then_some(UNSEEN);
     if options.dry_run {
-        if let Some(why) = excluded {
+        if let Some(why) = refused {
             bail!(why);
         }
         if guided {
             crate::output::print("would be merged range by range while it runs\n")?;
             return Ok(Outcome::Done);
         }
-        return dry_run(ready.as_ref(), &passed);
+        return dry_run(ready.as_ref(), &passed, unseen);
     }
     match &ready {
         Some(ready) if options.verbose => {
             eprintln!("pagefold: enrolled in KSM {}{}", ready.how(), why_not(&passed));
+            unseen.iter().for_each(|unseen| eprintln!("pagefold: {unseen}"));
         }
         Some(_) => {}
-        None if guided && excluded.is_none() => {}
+        None if guided && refused.is_none() => {}
         None => {
-            let why = excluded.unwrap_or_else(|| why(&passed));
+            let why = refused.unwrap_or_else(|| why(&passed));
             if !options.best_effort {
                 bail!("{why}; --best-effort runs it all the same");
             }
@@ -211,7 +248,17 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         }
         _ => None,
     };
-    let _driver = policy.map(|drive| accompany(move |this| drive.run(this))).transpose()?;
+    let enrolled = ready == Some(Ready::Inherited);
+    let drive = |drive: drive::Drive| {
+        accompany(move |this| {
+            // The program is to be enrolled, and not who stays beside it.
+            if enrolled && let Err(why) = launch::merge_any(false) {
+                eprintln!("pagefold: what drives KSM is enrolled too: {why}");
+            }
+            drive.run(this);
+        })
+    };
+    let _driver = policy.map(drive).transpose()?;
     let variables: Vec<(CString, CString)> = match ready {
         Some(Ready::Preload(value)) => vec![(c"LD_PRELOAD".to_owned(), value)],
         _ => Vec::new(),
@@ -246,7 +293,11 @@ impl Options {
             ("--per-node", self.per_node),
             ("--report", self.report),
         ];
-        let kernel = [("--way", self.way.is_some()), ("--policy", self.policy.is_some())];
+        let kernel = [
+            ("--way", self.way.is_some()),
+            ("--across-domains", self.across_domains),
+            ("--policy", self.policy.is_some()),
+        ];
         let (foreign, engine): (&[_], _) =
             if self.engine == Engine::User { (&kernel, "kernel") } else { (&user, "user") };
         match foreign.iter().find(|(_, given)| *given) {
@@ -256,18 +307,35 @@ impl Options {
     }
 }
 
-/// Why the configuration has a program left alone, if it does. Known by the name that it is started by: what it turns
-/// into or starts in its turn is not.
-fn exclusion(config: &Config, command: &[OsString]) -> Option<String> {
+/// What this process will be once it is the program, with its user, cgroup and container. Known by the name that it is
+/// started by: whom a setuid program runs as, what it turns into or starts in its turn is not.
+fn process(command: &[OsString], name: &str) -> Process {
+    let host = LiveHost::new();
+    let this = host.open(Pid(process::id())).and_then(|handle| observe::process(&host, &*handle));
+    let unknown = |why| Process::absent(ProcessId { pid: Pid(process::id()), start_time: 0 }, &why);
+    let this = this.unwrap_or_else(unknown);
     let arguments: Vec<String> = command.iter().map(|word| word.to_string_lossy().into_owned()).collect();
-    let name = Path::new(&arguments.first()?).file_name()?.to_string_lossy().into_owned();
-    let process = Process {
-        comm: name.clone(),
-        identity: Identity::of(&arguments, &BTreeMap::new(), None),
+    let vm = Identity::of(&arguments, &BTreeMap::new(), this.cgroup.as_deref().ok()).vm;
+    Process {
+        comm: name.chars().take(TASK_NAME).collect(),
+        identity: Identity { vm, ..this.identity },
         arguments: Ok(arguments),
-        ..Process::absent(ProcessId { pid: Pid(process::id()), start_time: 0 }, &Absent::Vanished)
-    };
-    Some(format!("{name} must not be enrolled in KSM: {}", config.exclusions.reason(&process)?))
+        ..this
+    }
+}
+
+/// Why the configuration has a program left alone, if it does.
+fn exclusion(config: &Config, process: &Process, name: &str) -> Option<String> {
+    Some(format!("{name} must not be enrolled in KSM: {}", config.exclusions.reason(process)?))
+}
+
+/// Why a program must not be enrolled whole beside those who are enrolled, if so.
+fn foreign(neighbours: &Neighbours, own: &Domain, name: &str) -> Option<String> {
+    let other = neighbours.domains.iter().find(|domain| *domain != own)?;
+    Some(format!(
+        "{name} is of the trust domain {own} and would share pages with {other}, of which somebody is enrolled in KSM \
+         already, and {SIDE_CHANNEL}: --policy guided keeps them apart, --across-domains does not"
+    ))
 }
 
 /// The first way that works, and why those before it do not.
@@ -282,10 +350,11 @@ fn choose(options: &Options, name: &OsString) -> (Option<Ready>, Vec<(Way, anyho
     (None, passed)
 }
 
-fn dry_run(ready: Option<&Ready>, passed: &[(Way, anyhow::Error)]) -> anyhow::Result<Outcome> {
+fn dry_run(ready: Option<&Ready>, passed: &[(Way, anyhow::Error)], unseen: Option<&str>) -> anyhow::Result<Outcome> {
     match ready {
         Some(ready) => {
-            crate::output::print(&format!("would be enrolled in KSM {}{}\n", ready.how(), why_not(passed)))?;
+            let unseen = unseen.map_or_else(String::new, |unseen| format!("{unseen}\n"));
+            crate::output::print(&format!("would be enrolled in KSM {}{}\n{unseen}", ready.how(), why_not(passed)))?;
             Ok(Outcome::Done)
         }
         None => bail!("{}", why(passed)),

@@ -30,7 +30,7 @@ fn compare(script: &str) {
     let refused = [lab.to_str().unwrap(), "refuse-prctl", "--", "sh", "-c"];
     let expected = output(&["sh", "-c"], "env -u no-such-variable");
     for (shell, options) in [(&refused[3..], ""), (&refused[3..], "--way preload"), (&refused[..], "")] {
-        let found = output(shell, &format!("{PAGEFOLD} run {options} --"));
+        let found = output(shell, &format!("{PAGEFOLD} run --across-domains {options} --"));
         assert_eq!(text(&found.stderr), text(&expected.stderr), "{shell:?} {options}: {script}");
         assert_eq!(text(&found.stdout), text(&expected.stdout), "{shell:?} {options}: {script}");
         assert_eq!(found.status, expected.status, "{shell:?} {options}: {script}");

@@ -63,17 +63,24 @@ fn built(library: &str, what: &[&str]) -> PathBuf {
     target.join("debug").join(library)
 }
 
-/// `pagefold run` with the library at hand, not yet started.
+/// `pagefold run` with the library at hand, not yet started, whoever else is enrolled on this machine.
 pub fn run() -> Command {
+    let mut command = run_within();
+    command.arg("--across-domains");
+    command
+}
+
+/// The same, within its trust domain.
+pub fn run_within() -> Command {
     let mut command = Command::new(PAGEFOLD);
     command.arg("run").env("PAGEFOLD_PRELOAD", library());
     command
 }
 
-/// The same where the kernel refuses `prctl(PR_SET_MEMORY_MERGE)` with an error number.
+/// `pagefold run`, across trust domains, where the kernel refuses `prctl(PR_SET_MEMORY_MERGE)` with an error number.
 pub fn run_refused(errno: u32) -> Command {
     let mut command = Command::new(pagefold_labs::client::binary().unwrap());
-    command.args(["refuse-prctl", "--errno", &errno.to_string(), "--", PAGEFOLD, "run"]);
+    command.args(["refuse-prctl", "--errno", &errno.to_string(), "--", PAGEFOLD, "run", "--across-domains"]);
     command.env("PAGEFOLD_PRELOAD", library());
     command
 }

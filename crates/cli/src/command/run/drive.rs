@@ -34,18 +34,26 @@ const LOOK: Duration = Duration::from_millis(500);
 pub struct Drive {
     policy: Policy,
     share: f64,
+    across_domains: bool,
     config: Config,
     directory: PathBuf,
 }
 
 impl Drive {
     /// By the name of a policy.
-    pub fn new(name: &str, share: Option<f64>, config: Config, global: &Global) -> anyhow::Result<Self> {
+    pub fn new(
+        name: &str,
+        share: Option<f64>,
+        across_domains: bool,
+        config: Config,
+        global: &Global,
+    ) -> anyhow::Result<Self> {
         let policy = policy::parse(name)?;
         if share.is_some() && policy != Policy::Guided {
             bail!("--cpu is for the policy guided: {name} has a rate of its own; leave --cpu out");
         }
-        Ok(Self { policy, share: share.unwrap_or(SHARE), config, directory: global.state.clone() })
+        let share = share.unwrap_or(SHARE);
+        Ok(Self { policy, share, across_domains, config, directory: global.state.clone() })
     }
 
     /// That this host can be driven: what the process beside the program would find out too late for anybody to heed.
@@ -88,7 +96,7 @@ impl Drive {
             request: Request {
                 selection: Selection::default(),
                 domains: self.config.domains(None),
-                across_domains: false,
+                across_domains: self.across_domains,
                 settle: Duration::from_millis(500),
                 threads: 1,
                 whole: false,

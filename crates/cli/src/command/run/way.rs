@@ -72,13 +72,21 @@ impl Ready {
             Self::Companion => "from outside, by injection",
         }
     }
+
+    /// Take back what was done for it already.
+    pub fn undo(&self) -> anyhow::Result<()> {
+        match self {
+            Self::Inherited => launch::merge_any(false).context("PR_SET_MEMORY_MERGE"),
+            Self::Preload(_) | Self::Companion => Ok(()),
+        }
+    }
 }
 
 /// Whether a way works for a program, as far as can be known before it runs.
 pub fn prepare(way: Way, name: &OsStr) -> anyhow::Result<Ready> {
     match way {
         Way::Prctl => {
-            launch::merge_any().context("PR_SET_MEMORY_MERGE")?;
+            launch::merge_any(true).context("PR_SET_MEMORY_MERGE")?;
             if !Probe::start(None)?.is_enrolled()? {
                 bail!("this kernel loses it over exec");
             }
