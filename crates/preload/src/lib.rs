@@ -14,6 +14,8 @@
 //! - when the main thread ends by `pthread_exit` this one ends too, since a process whose other threads have ended
 //!   must end.
 //!
+//! It says nothing, also where nothing can be marked: what came of it `pagefold run` looks at from beside.
+//!
 //! Limits: what is mapped and unmapped between two rounds is missed. A process with a second thread cannot
 //! `unshare(CLONE_NEWUSER)`. A child made by a bare `clone` system call has no thread. A seccomp filter that is laid
 //! over all threads at once (`SECCOMP_FILTER_FLAG_TSYNC`) reaches this thread too, and one that kills for `madvise` or

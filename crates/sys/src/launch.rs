@@ -108,16 +108,25 @@ pub fn forget_children() {
     unsafe { libc::sigtimedwait(child.as_ptr(), ptr::null_mut(), &raw const at_once) };
 }
 
+/// Which standard error a process keeps that is left behind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Errors {
+    /// A terminal or a file alone: whoever reads a pipe to its end, as a shell's `$(...)` does, waits for the program
+    /// and for nobody else.
+    Unread,
+    /// Whatever it is, for work that soon ends.
+    Any,
+}
+
 /// Leave a process behind that outlives exec: not a child of the program to come, in a session of its own, in `/`, with
-/// standard error if that is a terminal or a file, and no other descriptor of this process: whoever reads a pipe to its
-/// end, as a shell's `$(...)` does, waits for the program and for nobody else. There `work` is called once this process
-/// has become another program, and the process ends when it returns. Dropping the returned handle, as a failed exec
-/// does by ending this process, looks to it as an exec does.
+/// standard error as said, and no other descriptor of this process. There `work` is called once this process has become
+/// another program, and the process ends when it returns. Dropping the returned handle, as a failed exec does by ending
+/// this process, looks to it as an exec does.
 ///
 /// # Errors
 /// `ResourceBusy` if this process has more than one thread, of which a fork would copy one; else those of pipe(2) and
 /// fork(2).
-pub fn accompany(work: impl FnOnce()) -> io::Result<Accompanied> {
+pub fn accompany(errors: Errors, work: impl FnOnce()) -> io::Result<Accompanied> {
     if threads()? != 1 {
         return Err(io::ErrorKind::ResourceBusy.into());
     }
@@ -127,7 +136,7 @@ pub fn accompany(work: impl FnOnce()) -> io::Result<Accompanied> {
         0 => {
             drop(until_exec);
             let detached = nix::unistd::setsid().is_ok();
-            if detached && fork().is_ok_and(|child| child == 0) && prepare(exec).is_ok() {
+            if detached && fork().is_ok_and(|child| child == 0) && prepare(errors, exec).is_ok() {
                 // A panic says why and must not unwind into what the original goes on with.
                 let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
                 fault::ended();
@@ -150,12 +159,12 @@ pub struct Accompanied {
 }
 
 /// Let go of what the original had, but for standard error where it may stay, and wait for its exec.
-fn prepare(mut exec: PipeReader) -> io::Result<()> {
+fn prepare(errors: Errors, mut exec: PipeReader) -> io::Result<()> {
     std::env::set_current_dir("/")?;
     // The runtime made sure that the first three descriptors are open, so this is another.
     let waiting = exec.as_raw_fd() as u32;
     let null = File::options().read(true).write(true).open("/dev/null")?;
-    let last = if has_no_reader(io::stderr().as_fd()) { 1 } else { 2 };
+    let last = if errors == Errors::Any || has_no_reader(io::stderr().as_fd()) { 1 } else { 2 };
     for descriptor in 0..=last {
         // SAFETY: all are open, and nothing in this copy owns a standard descriptor as an object.
         if unsafe { libc::dup2(null.as_raw_fd(), descriptor) } == -1 {
@@ -174,7 +183,8 @@ fn prepare(mut exec: PipeReader) -> io::Result<()> {
 }
 
 /// Whether it is a terminal or a file: nothing of which somebody waits for the end.
-fn has_no_reader(descriptor: BorrowedFd<'_>) -> bool {
+#[must_use]
+pub fn has_no_reader(descriptor: BorrowedFd<'_>) -> bool {
     let is_file = |status: rustix::fs::Stat| FileType::from_raw_mode(status.st_mode).is_file();
     descriptor.is_terminal() || rustix::fs::fstat(descriptor).is_ok_and(is_file)
 }

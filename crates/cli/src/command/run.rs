@@ -2,10 +2,12 @@
 //! and becomes it.
 //!
 //! This process turns into the program by exec, so its number, parent, terminal, process group, limits and descriptors
-//! are what they would have been. The ways to enrol it ([`way`]) are tried, best first, on a copy of this program.
+//! are what they would have been. The ways to enrol it ([`way`]) are tried, best first, on a copy of this program. For
+//! prctl, which is inherited, that is proof; what a library did in the program is looked at after exec ([`preloaded`]).
 
 mod companion;
 mod drive;
+mod preloaded;
 mod program;
 mod user;
 mod way;
@@ -17,7 +19,8 @@ use crate::config::Config;
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use pagefold_host::{Host, observe};
-use pagefold_linux::{LiveHost, launch};
+use pagefold_linux::LiveHost;
+use pagefold_linux::launch::{self, Errors};
 use pagefold_model::domain::Domain;
 use pagefold_model::identity::Identity;
 use pagefold_model::process::Process;
@@ -61,8 +64,10 @@ otherwise; `--policy guided` keeps them apart. Only root sees whom other users h
 enrolled beside them, which --verbose and --dry-run say.
 
 Ways: prctl is inherited by all that the program starts, and complete. preload needs programs that are linked \
-dynamically with glibc, adds a thread to each where the kernel refuses prctl there too, and sets LD_PRELOAD. inject \
-needs the right to trace the program, and leaves a process beside it until all that it started have ended.
+dynamically with glibc, adds a thread to each where the kernel refuses prctl there too, and sets LD_PRELOAD: what the \
+program starts is not enrolled if it is linked statically, setuid, or started without that variable. A process beside \
+it says so on standard error, of what begins in its first ten seconds; where that is a pipe, of the program alone. \
+inject needs the right to trace the program, and leaves a process beside it until all that it started have ended.
 
 With --policy a process beside the program drives KSM until all that it started have ended, and then puts back what \
 there was. One such process drives at a time; others take over when it ends. `guided` enrols nothing whole: it takes a \
@@ -244,13 +249,17 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         Some(Ready::Companion) => {
             let exclusions = crate::config::Config::load(global)?.exclusions;
             let excluded = |process: &Process| exclusions.reason(process);
-            Some(accompany(|this| companion::enrol_all(&LiveHost::new(), this, &excluded))?)
+            Some(accompany(Errors::Unread, |this| companion::enrol_all(&LiveHost::new(), this, &excluded))?)
+        }
+        Some(Ready::Preload(value)) => {
+            let library = way::last_file(value);
+            Some(accompany(Errors::Any, |this| preloaded::watch(&LiveHost::new(), this, library))?)
         }
         _ => None,
     };
     let enrolled = ready == Some(Ready::Inherited);
     let drive = |drive: drive::Drive| {
-        accompany(move |this| {
+        accompany(Errors::Unread, move |this| {
             // The program is to be enrolled, and not who stays beside it.
             if enrolled && let Err(why) = launch::merge_any(false) {
                 eprintln!("pagefold: what drives KSM is enrolled too: {why}");
@@ -379,7 +388,7 @@ fn reasons(passed: &[(Way, anyhow::Error)]) -> String {
 }
 
 /// Leave a process behind that does something about this one, once it is the program.
-fn accompany(work: impl FnOnce(ProcessId)) -> anyhow::Result<launch::Accompanied> {
+fn accompany(errors: Errors, work: impl FnOnce(ProcessId)) -> anyhow::Result<launch::Accompanied> {
     let this = LiveHost::new().open(Pid(process::id())).map_err(anyhow::Error::msg)?.id();
-    launch::accompany(|| work(this)).context("cannot leave a process behind")
+    launch::accompany(errors, || work(this)).context("cannot leave a process behind")
 }

@@ -1,9 +1,11 @@
 //! `pagefold run`: what the program that it becomes finds ([`exec`]), whether its memory is enrolled ([`ways`]) and may
-//! be ([`domains`]), and how KSM is driven meanwhile ([`policies`]).
+//! be ([`domains`]), what is said where a library did not enrol it ([`preloaded`]), and how KSM is driven meanwhile
+//! ([`policies`]).
 
 mod domains;
 mod exec;
 mod policies;
+mod preloaded;
 mod programs;
 mod user;
 mod ways;

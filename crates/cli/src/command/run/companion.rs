@@ -16,9 +16,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::time::Duration;
 
-/// The first pause between two looks at the tree; doubled until it is [`LONGEST_PAUSE`].
-const FIRST_PAUSE: Duration = Duration::from_millis(5);
-const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+/// The first pause between two looks at a tree; doubled until it is [`LONGEST_PAUSE`].
+pub const FIRST_PAUSE: Duration = Duration::from_millis(5);
+/// The longest pause between two looks at a tree.
+pub const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
 /// A process and its descendants, as far as they were seen.
 #[derive(Debug)]

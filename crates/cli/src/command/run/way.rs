@@ -7,7 +7,7 @@ use pagefold_host::{Host, observe};
 use pagefold_linux::{LiveHost, launch};
 use pagefold_model::Pid;
 use pagefold_model::region::VmFlags;
-use std::ffi::{CString, OsStr, OsString};
+use std::ffi::{CStr, CString, OsStr, OsString};
 use std::fmt;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -153,6 +153,16 @@ fn preload_value(library: &Path, before: Option<OsString>) -> anyhow::Result<CSt
     Ok(CString::new(value)?)
 }
 
+/// The file that an `LD_PRELOAD` of [`preload_value`] ends with, without its directories.
+pub fn last_file(preload: &CStr) -> &[u8] {
+    preload.to_bytes().rsplit(|&byte| byte == b'/').next().unwrap_or_default()
+}
+
+/// Whether a part of a file's name is in what a process maps (`/proc/PID/maps`).
+pub fn is_mapped(maps: &[u8], name: &[u8]) -> bool {
+    maps.windows(name.len()).any(|window| window == name)
+}
+
 /// A copy of this program, started as the program to come will be, that says whether it is enrolled. Ends when dropped.
 pub struct Probe {
     child: std::process::Child,
@@ -184,8 +194,7 @@ impl Probe {
         // It answers once it runs.
         self.is_enrolled()?;
         let maps = std::fs::read(format!("/proc/{}/maps", self.child.id()))?;
-        let name = library.file.as_bytes();
-        Ok(maps.windows(name.len()).any(|window| window == name))
+        Ok(is_mapped(&maps, library.file.as_bytes()))
     }
 }
 
