@@ -1,8 +1,11 @@
 //! Starting `pagefold-lab` from a test: it is ready when [`Lab::start`] returns, and gone when the [`Lab`] is dropped.
+//! What else a test makes to have it executed, it has put in its place by [`install`].
 
+use std::fs::{self, Permissions};
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
@@ -126,6 +129,22 @@ pub fn ask(guest: &Guest, line: &str) -> io::Result<String> {
         answer.push(char::from(byte[0]));
     }
     Ok(answer.trim_end_matches("end\r\n").replace('\r', ""))
+}
+
+/// Copy a program or script to where nothing is yet, with a mode, so that it can be executed at once.
+///
+/// Another process copies it. What this one has open for writing, so has each child that another thread starts
+/// meanwhile, until that becomes its program; and as long as anybody has a file open for writing, execve(2) fails with
+/// `ETXTBSY`.
+///
+/// # Errors
+/// Those of starting cp(1) and of chmod(2), and when cp fails, which has said why on standard error.
+pub fn install(from: &Path, to: &Path, mode: u32) -> io::Result<()> {
+    let status = Command::new("cp").arg(from).arg(to).status()?;
+    if !status.success() {
+        return Err(io::Error::other(format!("cp {} {}: {status}", from.display(), to.display())));
+    }
+    fs::set_permissions(to, Permissions::from_mode(mode))
 }
 
 /// The binary: `PAGEFOLD_LAB` when that is set, else the one that cargo built beside the running test.

@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+use nix::errno::Errno;
 use nix::sys::ptrace;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -518,11 +519,12 @@ fn without_privilege_a_filtered_program_is_refused_and_goes_on() {
     let folder = tempfile::tempdir().expect("a folder");
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).expect("a mode");
     let program = program("dynamic").expect("a compiler");
-    // By another process: what this one has open for writing, a test beside may hand on to a child, and it is not run.
-    let copied = Command::new("cp").args([program.as_path(), &lab(), folder.path()]).status().expect("cp");
-    assert!(copied.success());
+    let place = |file: &Path| folder.path().join(file.file_name().expect("a file"));
+    for file in [&program, &lab()] {
+        client::install(file, &place(file), 0o755).expect("a copy");
+    }
     let own = |file: &Path| {
-        let mut command = Command::new(folder.path().join(file.file_name().expect("a file")));
+        let mut command = Command::new(place(file));
         command.uid(NOBODY).gid(NOBODY).current_dir("/");
         command
     };
@@ -581,12 +583,16 @@ fn a_32_bit_program_is_refused() {
     elf.extend([52, 32, 1, 0, 0, 0].map(half).concat());
     elf.extend([1, 0, base, base, bytes, bytes, 5, 0x1000].map(word).concat());
     elf.extend(code);
-    let file = targets().0.join(format!("pause32-{}", std::process::id()));
-    fs::write(&file, elf).expect("a file");
-    fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).expect("a mode");
-    let Ok(child) = Command::new(&file).spawn() else {
-        println!("skipped: this kernel runs no 32-bit programs");
-        return;
+    let folder = tempfile::tempdir().expect("a folder");
+    let [image, file] = ["image", "pause32"].map(|name| folder.path().join(name));
+    fs::write(&image, elf).expect("a file");
+    client::install(&image, &file, 0o755).expect("a copy");
+    let child = match Command::new(&file).spawn() {
+        Ok(child) => child,
+        Err(error) if error.raw_os_error() == Some(Errno::ENOEXEC as i32) => {
+            return println!("skipped: this kernel runs no 32-bit programs");
+        }
+        Err(error) => panic!("{error}"),
     };
     let victim = Victim { child, output: None };
     thread::sleep(Duration::from_millis(50));

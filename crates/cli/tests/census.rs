@@ -4,7 +4,7 @@
 //! that need root or KSM say `skipped: ` and why where they have not.
 
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
-use pagefold_labs::client::Lab;
+use pagefold_labs::client::{Lab, install};
 use pagefold_labs::ksm::Ksm;
 use pagefold_labs::lines::Region;
 use serde_json::Value;
@@ -383,7 +383,7 @@ fn a_recording_holds_those_who_were_chosen_and_is_closed_to_others() {
     let path = folder.path().join("host");
     // A copy under a name of its own, and a title with what nobody else should learn.
     let program = folder.path().join("pagefold-titled");
-    fs::copy("/bin/sleep", &program).unwrap();
+    install("/bin/sleep".as_ref(), &program, 0o755).unwrap();
     let mut chosen = Command::new(&program)
         .arg0("server: secret-of-the-title")
         .arg("600")

@@ -4,7 +4,7 @@
 
 #![forbid(unsafe_code)]
 
-use pagefold_labs::client::Lab;
+use pagefold_labs::client::{Lab, install};
 use pagefold_labs::ksm::Ksm;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -56,7 +56,7 @@ fn refused(ksm: &Ksm, output: &Output, says: &[&str]) {
 /// Where anybody may execute it.
 fn copy(folder: &Path) -> PathBuf {
     let binary = folder.join("pagefold");
-    fs::copy(PAGEFOLD, &binary).unwrap();
+    install(PAGEFOLD.as_ref(), &binary, 0o755).unwrap();
     binary
 }
 

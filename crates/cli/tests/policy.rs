@@ -6,7 +6,7 @@
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use pagefold_labs::client::Lab;
+use pagefold_labs::client::{Lab, install};
 use pagefold_labs::ksm::Ksm;
 use pagefold_model::policy::Advisor;
 use serde_json::Value;
@@ -298,7 +298,7 @@ fn an_unprivileged_user_is_told_to_be_root() {
     let Some((_ksm, folder)) = take("an_unprivileged_user_is_told_to_be_root") else { return };
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
     let binary = folder.path().join("pagefold");
-    fs::copy(env!("CARGO_BIN_EXE_pagefold"), &binary).unwrap();
+    install(env!("CARGO_BIN_EXE_pagefold").as_ref(), &binary, 0o755).unwrap();
     let before = values();
     for state in ["/run/pagefold-of-nobody", "/proc/self/state"] {
         let output = Command::new(&binary)

@@ -1,7 +1,7 @@
 //! A census by somebody who may see his own processes alone, on the live kernel: what is his is counted exactly, and
 //! what is not is named.
 
-use pagefold_labs::client::Lab;
+use pagefold_labs::client::{Lab, install};
 use pagefold_labs::lines::Region;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -37,7 +37,7 @@ fn a_user_counts_his_own_exactly_and_is_told_what_he_did_not_see() {
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
     let binary = folder.path().join("pagefold");
-    fs::copy(env!("CARGO_BIN_EXE_pagefold"), &binary).unwrap();
+    install(env!("CARGO_BIN_EXE_pagefold").as_ref(), &binary, 0o755).unwrap();
 
     let spec = ["zero=31", "unique=47", "within=36,copies=3", "volatile=20", "shared-content=seen-by-one:15"];
     let his = Lab::layout(&[&["--uid", "65534"], &spec[..]].concat()).unwrap();

@@ -2,7 +2,7 @@
 //! users, and the lock: nobody else's test may have anybody enrolled meanwhile.
 
 use crate::programs::{self, PAGEFOLD, compile, present, refusal, run_within, text};
-use pagefold_labs::client::Lab;
+use pagefold_labs::client::{Lab, install};
 use pagefold_labs::ksm::Ksm;
 use pagefold_labs::lines::Region;
 use pagefold_labs::look::until;
@@ -33,8 +33,9 @@ fn enrolled(user: u32) -> Lab<Region> {
 
 /// A script that says whether it is enrolled.
 fn script(path: &Path) {
-    fs::write(path, format!("#!/bin/sh\n{}\n", ASKS.join(" "))).unwrap();
-    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    let text = path.with_extension("text");
+    fs::write(&text, format!("#!/bin/sh\n{}\n", ASKS.join(" "))).unwrap();
+    install(&text, path, 0o755).unwrap();
 }
 
 /// What it says that ends with 0, on standard output and error.
@@ -108,8 +109,7 @@ fn a_machine_of_roots_is_a_domain_of_its_own() {
 fn who_may_not_see_others_is_run_and_told_so_on_request() {
     let Some((_ksm, folder)) = take() else { return };
     let binary = folder.path().join("pagefold");
-    fs::copy(PAGEFOLD, &binary).unwrap();
-    fs::set_permissions(&binary, fs::Permissions::from_mode(0o755)).unwrap();
+    install(PAGEFOLD.as_ref(), &binary, 0o755).unwrap();
     let _roots = enrolled(0);
     let nobodys = |arguments: &[&str]| {
         let mut command = Command::new(&binary);

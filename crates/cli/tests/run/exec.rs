@@ -2,6 +2,7 @@
 //! with a run without it. The ways that need a process beside the program, or a library in it, are held to the same.
 
 use crate::programs::{self, PAGEFOLD, ksm, present, refusal, run, run_refused, text};
+use pagefold_labs::client::install;
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -75,10 +76,11 @@ fn what_cannot_be_started_ends_as_in_a_shell() {
         }
     }
     // Neither ELF nor `#!`: execvp gives it to the shell.
+    let script = folder.path().join("script");
     fs::write(&path, "echo $0 $1").unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-    let output = run().arg("--").arg(&path).arg("word").output().unwrap();
-    assert_eq!(text(&output.stdout), format!("{} word\n", path.display()));
+    install(&path, &script, 0o755).unwrap();
+    let output = run().arg("--").arg(&script).arg("word").output().unwrap();
+    assert_eq!(text(&output.stdout), format!("{} word\n", script.display()));
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //! ends. Needs root and KSM; what is refused before the program starts needs neither.
 
 use crate::programs::{PAGEFOLD, refusal, text};
+use pagefold_labs::client::install;
 use pagefold_labs::ksm::Ksm;
 use pagefold_labs::lines::{READY, Region};
 use pagefold_labs::look::{enrolled, until};
@@ -174,7 +175,7 @@ fn what_cannot_be_driven_is_refused_before_the_program_starts() {
     let Some((ksm, state)) = take() else { return };
     fs::set_permissions(state.path(), fs::Permissions::from_mode(0o777)).unwrap();
     let binary = state.path().join("pagefold");
-    fs::copy(PAGEFOLD, &binary).unwrap();
+    install(PAGEFOLD.as_ref(), &binary, 0o755).unwrap();
     let nobody = |arguments: &[&str]| {
         let mut command = Command::new(&binary);
         command.args(["run", "--policy", "guided"]).args(arguments).uid(NOBODY).gid(NOBODY);
@@ -212,9 +213,9 @@ fn another_tuner_is_named_and_overruled_on_request() {
 #[test]
 fn who_is_excluded_is_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
-    let agent = folder.path().join("ssh-agent");
-    fs::write(&agent, "#!/bin/sh\ngrep -c 'ksm_merge_any: yes' /proc/$$/ksm_stat\n").unwrap();
-    fs::set_permissions(&agent, fs::Permissions::from_mode(0o755)).unwrap();
+    let (script, agent) = (folder.path().join("script"), folder.path().join("ssh-agent"));
+    fs::write(&script, "#!/bin/sh\ngrep -c 'ksm_merge_any: yes' /proc/$$/ksm_stat\n").unwrap();
+    install(&script, &agent, 0o755).unwrap();
     let agent = agent.to_str().unwrap();
     for arguments in [&["--", agent][..], &["--dry-run", "--", agent], &["--policy", "guided", "--", agent]] {
         let said = refusal(&mut command(folder.path(), arguments));

@@ -1,6 +1,7 @@
 //! `pagefold run --engine user`: programs that know nothing of it find their memory as without it, and it is merged.
 
 use crate::programs::{self, PAGEFOLD, compile, present, refusal, text};
+use pagefold_labs::client::install;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::process::CommandExt;
@@ -20,7 +21,7 @@ impl Home {
     fn of(user: u32) -> Self {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         for (file, name) in [(Path::new(PAGEFOLD), "pagefold"), (programs::adopts(), "libpagefold_adopt.so")] {
-            fs::copy(file, folder.path().join(name)).unwrap();
+            install(file, &folder.path().join(name), 0o755).unwrap();
         }
         if nix::unistd::geteuid().is_root() {
             chown(folder.path(), Some(user), Some(user)).unwrap();

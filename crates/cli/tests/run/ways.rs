@@ -1,6 +1,7 @@
 //! Each way to enrol a program, held against what the kernel says of its memory.
 
 use crate::programs::{self, compile, ksm, mergeable, present, refusal, run, run_refused, text};
+use pagefold_labs::client::install;
 use pagefold_labs::ksm::Ksm;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -163,10 +164,9 @@ fn setuid_programs_are_named_to_those_for_whom_they_are() {
     let Some(_ksm) = Ksm::take_as_others_set_it() else { return };
     // What the user may execute, wherever this tree is.
     let folder = tempfile::tempdir().unwrap();
-    let copy = |from: &std::path::Path, name: &str, mode| {
+    let copy = |from: &Path, name: &str, mode| {
         let path = folder.path().join(name);
-        fs::copy(from, &path).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+        install(from, &path, mode).unwrap();
         path
     };
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
