@@ -5,6 +5,7 @@ use pagefold_labs::assets::Assets;
 use pagefold_labs::client::{Lab, ask};
 use pagefold_labs::ksm::Ksm;
 use pagefold_labs::lines::Guest;
+use std::cell::Cell;
 use std::fs;
 use std::path::Path;
 
@@ -29,10 +30,10 @@ fn a_merge_of_guests_by_their_control_sockets() {
         let output = pagefold(state.path(), command, &pids, Some(fault));
         (state, output)
     };
-    // What is to last is not taken back by recovering, and guests answer afterwards.
     let separate = |state: &Path, place: &str| {
         let unmerged = pagefold(state, "unmerge", &pids, None);
         assert_eq!(unmerged.status.code(), Some(0), "{place}: {unmerged:?}");
+        assert!(!pids.iter().any(marked), "{place}");
     };
     // What the guests themselves read in their memory: most of it is merged by one and separated by the other.
     let hold = || -> Vec<String> {
@@ -48,12 +49,20 @@ fn a_merge_of_guests_by_their_control_sockets() {
     assert!(json(&output)["outcome"]["saved"].as_u64() >= Some(16 << 20), "{output:?}");
     assert_eq!(json(&output)["outcome"]["stops"], 0, "no thread was stopped: {output:?}");
     separate(state.path(), "not killed");
+    let taken_back = Cell::new(0);
     killed_at_any("backend", &points(&output), |point| {
         let (state, output) = merge(point);
         let (killed, place) = was_killed(&output, point);
+        let journal = fs::read_to_string(state.path().join("journal.json")).unwrap_or_default();
+        let undone = journal.contains("until_done");
+        taken_back.set(taken_back.get() + u32::from(undone && pids.iter().any(marked)));
         recover(&ksm, state.path(), &pids, &place);
+        assert!(!undone || !pids.iter().any(marked), "{place}: it was not done, and stays");
+        // What was done by then lasts.
         separate(state.path(), &place);
         assert_eq!(hold(), before, "{place}");
         killed
     });
+    // No other kind of change switches backends: right after one it is killed each day.
+    assert_ne!(taken_back.get(), 0, "no guest was left marked by a merge that was not done");
 }
