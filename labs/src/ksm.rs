@@ -27,6 +27,11 @@ const SETTINGS: &[&str] = &[
     "run",
 ];
 
+/// What others may have set of what Pagefold writes: not what it writes there. A merge may set `smart_scan` to 0 where
+/// it is 1, and leaves it alone where it is 0.
+const OTHERS: &[(&str, &str)] =
+    &[("run", "0"), ("pages_to_scan", "123"), ("sleep_millisecs", "77"), ("use_zero_pages", "0"), ("smart_scan", "1")];
+
 /// KSM, held by one test. Dropping it, also in a panic, puts the settings back.
 #[derive(Debug)]
 pub struct Ksm {
@@ -62,10 +67,17 @@ impl Ksm {
     #[must_use]
     pub fn take_as_others_set_it() -> Option<Self> {
         let ksm = Self::take().inspect_err(|why| println!("skipped: {why}")).ok()?;
-        for (name, value) in [("run", 0), ("pages_to_scan", 123), ("sleep_millisecs", 77), ("use_zero_pages", 0)] {
+        for (name, value) in OTHERS.iter().filter(|(name, _)| ksm.value(name).is_some()) {
             ksm.set(name, value);
         }
         Some(ksm)
+    }
+
+    /// The settings that are not, or not any more, as [`Ksm::take_as_others_set_it`] leaves them, and what they are.
+    #[must_use]
+    pub fn changed(&self) -> Vec<(&'static str, String)> {
+        let found = OTHERS.iter().filter_map(|&(name, value)| Some((name, value, self.value(name)?)));
+        found.filter(|(_, value, found)| found != value).map(|(name, _, found)| (name, found)).collect()
     }
 
     /// Write a setting. The advisor is switched off for `pages_to_scan`, which the kernel does not take from others

@@ -14,13 +14,6 @@ use std::thread::sleep;
 use std::time::Duration;
 use tempfile::TempDir;
 
-fn settings(ksm: &Ksm) -> [i64; 4] {
-    ["run", "pages_to_scan", "sleep_millisecs", "use_zero_pages"].map(|name| ksm.counter(name))
-}
-
-/// What [`ksm`] writes.
-const BEFORE: [i64; 4] = [0, 123, 77, 0];
-
 /// A directory with a configuration, the daemon's state, and the lab under a name that nobody else has.
 struct Place {
     directory: TempDir,
@@ -232,7 +225,7 @@ fn who_comes_is_merged_and_whoever_has_a_say_is_heeded() {
     assert!(other.status.code() == Some(2) && why.contains("`pagefold pause`"), "{why}");
 
     daemon.tell(&["pause"]);
-    until("the host", || settings(&ksm) == BEFORE && daemon.status()["state"] == "paused");
+    until("the host", || ksm.changed().is_empty() && daemon.status()["state"] == "paused");
     assert!(place.run(&["recover"]).status.success(), "it lets others change the host");
     assert!(programs[0].merged() >= MOST, "merges stay");
     daemon.tell(&["resume"]);
@@ -248,7 +241,7 @@ fn who_comes_is_merged_and_whoever_has_a_say_is_heeded() {
 
     let (code, said) = daemon.stop();
     assert_eq!(code, Some(0), "{said}");
-    assert_eq!(settings(&ksm), BEFORE);
+    assert_eq!(ksm.changed(), []);
     assert!(!place.state().join("control").exists() && !place.state().join("journal.json").exists());
 }
 
@@ -274,12 +267,12 @@ fn who_observes_or_advises_changes_nothing() {
     let merge = |decision: &&Value| decision["what"] == "merge";
     let advice = status["decisions"].as_array().unwrap().iter().find(merge).unwrap();
     assert!(advice["acted"] == false && advice["predicted"].as_u64() > Some(8 << 20), "{advice}");
-    assert_eq!(settings(&ksm), BEFORE);
+    assert_eq!(ksm.changed(), []);
     assert!(programs.iter().all(|program| !program.is_enrolled()));
     let (code, said) = daemon.stop();
     assert_eq!(code, Some(0), "{said}");
     assert!(said.contains("did you mean mode?"), "{said}");
-    assert_eq!(settings(&ksm), BEFORE);
+    assert_eq!(ksm.changed(), []);
 }
 
 #[test]
@@ -352,7 +345,7 @@ fn it_gets_out_of_the_way_of_programs_that_want_the_cpu() {
     let (code, said) = daemon.stop();
     assert_eq!(code, Some(0), "{said}");
     assert!(said.contains("of their time while it worked"), "{said}");
-    assert_eq!(settings(&ksm), BEFORE);
+    assert_eq!(ksm.changed(), []);
 }
 
 #[test]
@@ -366,7 +359,7 @@ fn it_ends_with_everything_withdrawn_where_that_is_asked_for() {
     until("the end of it", || daemon.status()["passes"]["merges"].as_u64() >= Some(1));
     let (code, said) = daemon.stop();
     assert_eq!(code, Some(0), "{said}");
-    assert_eq!(settings(&ksm), BEFORE);
+    assert_eq!(ksm.changed(), []);
     assert!(programs.iter().all(|program| program.merged() == 0 && !program.is_enrolled()), "{said}");
 }
 
@@ -383,17 +376,17 @@ fn told_to_unmerge_it_does_so_from_a_pause_and_says_who_stays_where_it_may_not()
     let daemon = place.daemon(&["--unmerge-on-exit"]);
     merged(&daemon);
     daemon.tell(&["pause"]);
-    until("the host", || settings(&ksm) == BEFORE);
+    until("the host", || ksm.changed().is_empty());
     let (code, said) = daemon.stop();
     assert_eq!(code, Some(0), "{said}");
-    assert_eq!(settings(&ksm), BEFORE);
+    assert_eq!(ksm.changed(), []);
     assert!(programs.iter().all(|program| program.merged() == 0 && !program.is_enrolled()), "{said}");
 
     let daemon = place.daemon(&["--unmerge-on-exit"]);
     merged(&daemon);
     place.write("mode = \"advise\"");
     daemon.signal(nix::sys::signal::Signal::SIGHUP);
-    until("the host", || settings(&ksm) == BEFORE && daemon.status()["mode"] == "advise");
+    until("the host", || ksm.changed().is_empty() && daemon.status()["mode"] == "advise");
     let told = place.run(&["withdraw", &programs[0].pid()]);
     let answer = String::from_utf8_lossy(&told.stdout).into_owned();
     assert!(told.status.success() && answer.contains("it only advises"), "{told:?}");
@@ -401,7 +394,7 @@ fn told_to_unmerge_it_does_so_from_a_pause_and_says_who_stays_where_it_may_not()
     assert_eq!(code, Some(3), "{said}");
     assert_eq!(said.matches("it stays merged: it only advises").count(), 2, "{said}");
     assert!(programs.iter().all(|program| program.merged() >= MOST), "{said}");
-    assert_eq!(settings(&ksm), BEFORE);
+    assert_eq!(ksm.changed(), []);
 }
 
 #[test]

@@ -97,13 +97,15 @@ const PAGEFOLD: &str = env!("CARGO_BIN_EXE_pagefold");
 /// The labs' pages.
 const PAGE: u64 = 4096;
 
-/// The settings that are there before, where the kernel has them: not the ones that Pagefold writes.
-const SETTINGS: [(&str, &str); 5] = [
+/// The settings that are there before, where the kernel has them: not the ones that Pagefold writes. Where `smart_scan`
+/// is 1, a merge that misses what ksmd skips sets it to 0 for a while; where it is 0, none touches it.
+const SETTINGS: [(&str, &str); 6] = [
     ("advisor_mode", "none"),
     ("run", "0"),
     ("pages_to_scan", "123"),
     ("sleep_millisecs", "77"),
     ("use_zero_pages", "0"),
+    ("smart_scan", "1"),
 ];
 
 /// The settings that there are of a kernel, in the order in which it takes them.

@@ -6,8 +6,19 @@ use pagefold_labs::client::Lab;
 use pagefold_labs::ksm::Ksm;
 use pagefold_labs::lines::Region;
 use std::collections::BTreeMap;
+use std::fs;
 use std::path::Path;
 use std::process::Output;
+
+/// Other values than those before, of all settings that are looked at, as a policy's file says them.
+const OTHERS: [(&str, &str); 6] = [
+    ("advisor_mode", "\"none\""),
+    ("run", "1"),
+    ("pages_to_scan", "4000"),
+    ("sleep_millisecs", "11"),
+    ("use_zero_pages", "true"),
+    ("smart_scan", "false"),
+];
 
 /// Settings that are to last for longer than what sets them.
 struct Lasting {
@@ -15,8 +26,8 @@ struct Lasting {
     kind: &'static str,
     /// Whether the kernel's advisor is on before, where there is one.
     advised: bool,
-    /// The policy that is set before.
-    set: Option<&'static str>,
+    /// Whether a policy of [`OTHERS`] is set before.
+    set: bool,
     /// What is killed.
     command: &'static str,
     /// Arguments of the `pagefold-lab` that it is about.
@@ -32,8 +43,14 @@ impl Lasting {
         }
         let first = settings(ksm);
         let state = tempfile::tempdir().unwrap();
-        if let Some(policy) = self.set {
-            done(state.path(), &format!("policy set {policy}"));
+        if self.set {
+            let policy = state.path().join("others.toml");
+            let others = OTHERS.iter().filter(|(name, _)| ksm.value(name).is_some());
+            let lines: String = others.map(|(name, value)| format!("{name} = {value}\n")).collect();
+            fs::write(&policy, format!("[ksm]\n{lines}")).unwrap();
+            done(state.path(), &format!("policy set {}", policy.display()));
+            let mut unlike = first.iter().zip(settings(ksm)).filter(|(_, now)| now.0 != "advisor_mode");
+            assert!(unlike.all(|(first, now)| *first != now), "{first:?}");
         }
         let words: Vec<&str> = self.lab.into_iter().flat_map(|words| words.split(' ')).collect();
         let lab = words.split_first().map(|(name, arguments)| Lab::start(name, arguments).unwrap());
@@ -93,17 +110,17 @@ fn done(state: &Path, command: &str) {
 fn a_merge_that_leaves_ksmd_running() {
     let command = "merge --keep --settle 0 --cpu 100 --min-profit 0 --watch 0";
     let lab = Some("layout within=600,copies=3");
-    Lasting { kind: "keep", advised: false, set: None, command, lab }.killed_at_any_step();
+    Lasting { kind: "keep", advised: false, set: false, command, lab }.killed_at_any_step();
 }
 
 #[test]
 fn a_policy_in_place_of_another() {
-    let (set, command) = (Some("guided"), "policy set flat-out");
-    Lasting { kind: "policy", advised: false, set, command, lab: None }.killed_at_any_step();
+    let command = "policy set flat-out";
+    Lasting { kind: "policy", advised: false, set: true, command, lab: None }.killed_at_any_step();
 }
 
 #[test]
 fn a_policy_that_is_taken_back_for_the_advisor() {
-    let (set, command) = (Some("flat-out"), "policy restore");
-    Lasting { kind: "restore", advised: true, set, command, lab: None }.killed_at_any_step();
+    let command = "policy restore";
+    Lasting { kind: "restore", advised: true, set: true, command, lab: None }.killed_at_any_step();
 }
