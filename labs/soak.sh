@@ -1,10 +1,12 @@
 #!/bin/bash
 # Enrols and withdraws running programs thousands of times while they work and ksmd merges at full speed, and lets each
 # check itself: a busy multi-threaded one of ours, one written in Go (whose threads run on small stacks of their own),
-# and PostgreSQL under load, by its own consistency checks. As root; labs/setup.sh installs what it needs.
+# and PostgreSQL under load, by its own consistency checks. Then, without ksmd, it runs the tests of injection in their
+# long form: programs that get signals, are stopped and continued meanwhile, whose threads end, that fork and become
+# others. As root; labs/setup.sh installs what it needs.
 #
-# CYCLES=N sets how many cycles the first and the database go through (10000); the one in Go goes through a tenth of them.
-# KSM is nobody else's meanwhile, and its settings come back.
+# CYCLES=N sets how many cycles the first and the database go through (10000); the one in Go and the tests go through a
+# tenth of them. KSM is nobody else's meanwhile, and its settings come back.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -127,4 +129,6 @@ fi
 release
 echo "soak: $cycles cycles on PostgreSQL under load"
 PAGEFOLD_SOAK_CYCLES=$cycles cargo test --release --package pagefold-labs --test database a_server -- --nocapture
+echo "soak: $((cycles / 10)) cycles on programs that get signals, are stopped, fork and become others"
+PAGEFOLD_SOAK_CYCLES=$((cycles / 10)) cargo test --release --package pagefold-labs --test inject
 echo "soak: all right"

@@ -2,7 +2,8 @@
 //!
 //! The target checks itself (`tests/targets/states.c`: registers, vectors, memory, stack, signal mask, what its waits
 //! return) and says OK at the end. ksmd stays off, so no lock is needed. Without root, or where the C compiler or the
-//! kernel cannot make a kind of target, a test says `skipped: ` and why.
+//! kernel cannot make a kind of target, a test says `skipped: ` and why. `PAGEFOLD_SOAK_CYCLES=N` has those that go in
+//! cycles go through N, as `labs/soak.sh` does.
 
 #![forbid(unsafe_code)]
 
@@ -195,7 +196,7 @@ fn eventually(what: &str, holds: impl Fn() -> bool) {
 
 /// In these the main thread sleeps.
 const WAITING: &[&str] =
-    &["sleep", "futex", "without_vdso", "pipe", "receive", "epoll", "epoll_again", "epoll_beside", "ppoll"];
+    &["sleep", "futex", "without_vdso", "pipe", "receive", "epoll", "epoll_again", "epoll_beside", "ppoll", "poll"];
 
 const STATES: &[&str] = &[
     "spin",
@@ -224,12 +225,15 @@ const STATES: &[&str] = &[
     "storm",
 ];
 
+/// Those that there are where the kernel has poll(2): 64-bit Arm has ppoll(2) alone.
+const POLL: &[&str] = if cfg!(target_arch = "x86_64") { &["poll"] } else { &[] };
+
 #[test]
 fn a_target_in_any_state_is_enrolled_and_withdrawn_and_goes_on() {
     if !possible() {
         return;
     }
-    for state in STATES {
+    for state in STATES.iter().chain(POLL) {
         let victim = Victim::start(state);
         if *state == "without_vdso" && cfg!(target_arch = "aarch64") {
             // There the code that ends signal handlers is nowhere else.
@@ -330,13 +334,17 @@ fn a_stopped_target_stays_stopped() {
     }
     for state in ["spin", "futex", "threads"] {
         let victim = Victim::start(state);
-        victim.signal(Signal::SIGSTOP);
-        eventually("it stops", || victim.status("State").starts_with('T'));
-        done(victim.pid(), &["mergeable"]);
-        eventually("it is stopped again", || victim.status("State").starts_with('T'));
-        assert_ne!(enrolled(victim.pid()), 0);
-        victim.signal(Signal::SIGCONT);
-        eventually("it goes on", || !victim.status("State").starts_with('T'));
+        for _ in 0..cycles(10).div_ceil(10) {
+            victim.signal(Signal::SIGSTOP);
+            eventually("it stops", || victim.status("State").starts_with('T'));
+            for (action, enrols) in [("mergeable", true), ("unmergeable", false)] {
+                done(victim.pid(), &[action]);
+                eventually("it is stopped again", || victim.status("State").starts_with('T'));
+                assert_eq!(enrolled(victim.pid()) > 0, enrols);
+            }
+            victim.signal(Signal::SIGCONT);
+            eventually("it goes on", || !victim.status("State").starts_with('T'));
+        }
         victim.finish();
     }
 }
@@ -360,6 +368,16 @@ fn stops_and_continues_during_injection_are_obeyed() {
 }
 
 #[test]
+fn threads_and_children_come_and_go_meanwhile() {
+    if !possible() {
+        return;
+    }
+    let victim = Victim::start("storm");
+    done(victim.pid(), &["mergeable", "--cycles", &cycles(60).to_string()]);
+    victim.finish();
+}
+
+#[test]
 fn no_signal_is_lost_or_doubled() {
     if !possible() {
         return;
@@ -372,19 +390,21 @@ fn no_signal_is_lost_or_doubled() {
 }
 
 #[test]
-fn a_sleep_takes_the_time_that_is_left() {
+fn a_wait_takes_the_time_that_is_left() {
     if !possible() || !limits_are_kept() {
         return;
     }
-    let victim = Victim::start("sleep");
-    // Begun anew at each stop it would never end, nor would this.
-    let begun = Instant::now();
-    while advise(victim.pid(), &["mergeable", "--cycles", "20"], "").status.success() {
-        assert!(begun.elapsed() < Duration::from_secs(30), "it sleeps for ever");
+    for (state, says) in [("sleep", "slept "), ("poll_fully", "waited ")] {
+        let victim = Victim::start(state);
+        // Begun anew at each stop it would never end, nor would this.
+        let begun = Instant::now();
+        while advise(victim.pid(), &["mergeable", "--cycles", "20"], "").status.success() {
+            assert!(begun.elapsed() < Duration::from_secs(30), "{state}: it waits for ever");
+        }
+        // It has ended, and checks itself that it did not wait too little.
+        let said = victim.finish();
+        assert!(said.contains(says), "{said}");
     }
-    // It has ended, and checks itself that it did not sleep too little.
-    let said = victim.finish();
-    assert!(said.contains("slept "), "{said}");
 }
 
 #[test]

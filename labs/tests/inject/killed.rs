@@ -94,6 +94,9 @@ killed_in! {
     coroutine_on_main_stack stack_in_pieces stack_in_untouched_pieces vfork sandboxed signals storm
 }
 
+#[cfg(target_arch = "x86_64")]
+killed_in! { poll }
+
 #[test]
 fn as_often_as_there_is_room_and_more() {
     if !possible() {

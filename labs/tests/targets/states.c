@@ -4,7 +4,7 @@
  *     states STATE
  *
  * Prints READY once it is in the state. SIGUSR1 asks it to finish; then it prints OK, or what went wrong, and ends.
- * The state `sleep` finishes by itself when its time is over.
+ * The states `sleep` and `poll_fully` finish by themselves when their time is over.
  *
  * In each state memory and the stack hold a pattern that is checked at the end, SIGUSR2 is blocked in the waiting
  * thread, SIGRTMIN+1 is counted by its handler, and no system call may fail with an error that it would not have
@@ -404,6 +404,28 @@ static void wait_ppoll(void)
 	ready();
 	check(ppoll(&poll, 1, &time, &mask) == 1, "ppoll");
 }
+
+#ifdef SYS_poll
+/* Not what the C library makes of it: like a sleep, the kernel goes on with this call by another (restart_syscall). */
+static void wait_poll(void)
+{
+	struct pollfd poll = {.fd = channel[0], .events = POLLIN};
+	ready();
+	check(syscall(SYS_poll, &poll, 1, 100000) == 1 && poll.revents == POLLIN, "poll");
+}
+
+/* Nothing comes before its time is over. */
+static void poll_fully(void)
+{
+	struct pollfd poll = {.fd = channel[0], .events = POLLIN};
+	ready();
+	double begun = now();
+	check(syscall(SYS_poll, &poll, 1, 700) == 0, "poll");
+	double waited = now() - begun;
+	check(waited >= 0.7, "it waited too little");
+	printf("waited %.3f\n", waited);
+}
+#endif
 
 static void many_threads(void)
 {
@@ -823,6 +845,9 @@ static const struct {
 	{"epoll", wait_epoll}, {"epoll_again", wait_epoll_again},
 	{"epoll_beside", wait_epoll_beside},
 	{"ticks", ticks}, {"array", array}, {"regions", regions}, {"ppoll", wait_ppoll},
+#ifdef SYS_poll
+	{"poll", wait_poll}, {"poll_fully", poll_fully},
+#endif
 	{"threads", many_threads}, {"coroutine", coroutine}, {"coroutine_alone", coroutine_alone},
 	{"coroutine_above_zeros", coroutine_above_zeros}, {"coroutine_above_untouched", coroutine_above_untouched},
 	{"coroutine_on_main_stack", coroutine_on_main_stack},
