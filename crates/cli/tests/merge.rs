@@ -239,6 +239,20 @@ fn who_has_nothing_to_gain_is_kept_from_ksmd_all_the_same() {
     assert_eq!((&alone["plan"]["narrowed"], &alone["outcome"]), (&Value::Array(Vec::new()), &Value::Null), "{alone}");
 }
 
+/// ksmd sleeps where nobody is enrolled, and what is waited for does not come.
+#[test]
+fn a_merge_ends_with_whom_it_is_about() {
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+    let state = tempfile::tempdir().unwrap();
+    let lab = Lab::layout(&["within=8000,copies=4"]).unwrap();
+    let child = slow(state.path(), &[&lab], &[]);
+    until("ksmd", || ksm.counter("run") == 1);
+    assert!(lab.end().unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    assert!(matches!(output.status.code(), Some(0 | 1)), "{output:?}");
+    assert_eq!(ksm.changed(), []);
+}
+
 #[test]
 fn whole_processes_are_enrolled_on_request() {
     let Some(ksm) = Ksm::take_as_others_set_it() else { return };

@@ -7,6 +7,7 @@ use pagefold_model::doctor::{Tuner, USER_HZ, tuner};
 use pagefold_model::ksm::{Setting, Settings};
 use pagefold_model::pace::Pace;
 use pagefold_model::plan::Plan;
+use pagefold_model::region::VmFlags;
 use pagefold_model::{Absent, Pages, Reading};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -80,12 +81,57 @@ impl<'a> Gauge<'a> {
         self.all().saturating_sub(self.before)
     }
 
+    /// Whether any of them has enrolled memory; of who cannot be looked at it is taken to be so.
+    fn any_enrolled(&self) -> bool {
+        self.handles.iter().any(|handle| match observe::regions(&**handle) {
+            Ok(regions) => regions.iter().any(|region| region.flags.has(VmFlags::MERGEABLE)),
+            Err(why) => why != Absent::Vanished,
+        })
+    }
+
     fn all(&self) -> Pages {
         let pages = |handle: &dyn Process| {
             let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
             ksm.merging_pages.unwrap_or(0) + ksm.zero_pages.unwrap_or(0).max(0) as u64
         };
         Pages(self.handles.iter().map(|handle| pages(&**handle)).sum())
+    }
+}
+
+/// For how long it looks at no page before it is asked whether there is anything of the targets to look at.
+const STILL: Duration = Duration::from_secs(1);
+
+/// Between two such questions, in times of what one takes.
+const ASKING: u32 = 50;
+
+/// Its way over the pages of targets. Where nobody is enrolled any more it sleeps (mm/ksm.c, `ksmd_should_run`), and no
+/// scan ever ends.
+pub struct Walk {
+    looks: Reading<Pages>,
+    since: Instant,
+    patience: Duration,
+}
+
+impl Walk {
+    /// From now on.
+    pub fn new(host: &dyn Host) -> Self {
+        Self { looks: looks(host), since: Instant::now(), patience: STILL }
+    }
+
+    /// Whether it stands still, and nothing of the targets is enrolled: they have ended, or become other programs.
+    pub fn is_over(&mut self, host: &dyn Host, targets: &Gauge<'_>) -> bool {
+        let looks = looks(host);
+        // Before 6.6 it is not told, and asked each time.
+        if looks != self.looks {
+            *self = Self { looks, since: Instant::now(), ..*self };
+        }
+        if self.since.elapsed() < self.patience {
+            return false;
+        }
+        let asked = Instant::now();
+        let over = !targets.any_enrolled();
+        (self.since, self.patience) = (Instant::now(), STILL.max(asked.elapsed() * ASKING));
+        over
     }
 }
 
@@ -182,6 +228,7 @@ mod tests {
     use super::*;
     use crate::fake::Fake;
     use pagefold_host::faulty::{Fault, Faulty};
+    use pagefold_model::Pid;
     use std::sync::atomic::AtomicU64;
 
     /// What a sweep comes to where the counters are these, one for each look and the last from then on, and whether ksmd
@@ -214,6 +261,26 @@ mod tests {
         assert_eq!(swept(&[900, 900, 500, 300], &[7]), rests(Some(true)), "they have fallen, and stay");
         assert_eq!(swept(&[900], &[7, 7, 7, 8]), rests(Some(true)), "there was nobody");
         assert_eq!(swept(&[900], &[7]), rests(Some(false)), "it did not get there in time");
+    }
+
+    #[test]
+    fn its_way_is_over_once_it_stands_still_and_nothing_of_the_targets_is_enrolled() {
+        let fake = Fake::new();
+        let looks = |number: &str| fake.put("pages_scanned", number);
+        looks("5");
+        fake.map(7, (0, 8192), "its own", true);
+        let targets = Gauge { handles: vec![fake.open(Pid(7)).unwrap()], before: Pages::ZERO };
+        let still = || Walk { patience: Duration::ZERO, ..Walk::new(&fake) };
+        assert!(!Walk::new(&fake).is_over(&fake, &targets), "it may come on yet");
+        assert!(!still().is_over(&fake, &targets), "it has whom to look at");
+        fake.map(7, (0, 8192), "another program's", false);
+        assert!(still().is_over(&fake, &targets));
+        let mut walk = Walk { patience: Duration::from_secs(3600), ..still() };
+        looks("6");
+        assert!(!walk.is_over(&fake, &targets), "it comes on");
+        assert_eq!(walk.looks, Ok(Pages(6)));
+        fake.unmap(7, (0, 8192));
+        assert!(still().is_over(&fake, &targets), "it has left its memory");
     }
 
     #[test]

@@ -4,7 +4,8 @@
 //!    walk it; of those who have nothing else to gain, too.
 //! 2. The ranges of the plan are enrolled, and ksmd goes as fast as its bound allows until nothing more comes. On
 //!    kernels before 6.11, third and further copies are enrolled once the first two of each have merged. Where that
-//!    falls short and ksmd has skipped pages, it goes on without skipping any ([`Settle::were_skipped`]).
+//!    falls short and ksmd has skipped pages, it goes on without skipping any ([`Settle::were_skipped`]). Where all
+//!    that was enrolled has ended, nothing is waited for ([`Walk`]).
 //! 3. Meanwhile merged pages of targets that run are watched, and what does not stay merged for long enough to pay is
 //!    withdrawn: see [`trial`].
 //! 4. ksmd is stopped, page tables are read, and its settings come back. Merged pages stay merged: their ranges stay
@@ -14,7 +15,7 @@
 //! KSM has one tree and one ksmd: it also looks at what others have enrolled. The timeline is made of the targets' own
 //! counters, and the verdict of their page tables.
 
-use crate::ksmd::{self, Gauge, Ksmd, full_scans, looks};
+use crate::ksmd::{self, Gauge, Ksmd, Walk, full_scans, looks};
 use crate::session::{self, Session, Stays};
 use crate::trial::{self, Trial, Withdrawn};
 use crate::verify;
@@ -429,7 +430,7 @@ impl Work<'_, '_> {
         let (began, mut looked) = (Instant::now(), Instant::now());
         let mut settled: Option<Instant> = None;
         let (mut pause, mut again) = (LOOK, AGAIN);
-        let skipped = ksmd::skipped(host);
+        let (skipped, mut walk) = (ksmd::skipped(host), Walk::new(host));
         loop {
             std::thread::sleep(pause);
             let began_to_look = Instant::now();
@@ -439,7 +440,7 @@ impl Work<'_, '_> {
             self.timeline.push(Sample { at: self.started.elapsed(), merged, ksmd });
             self.progress.merged.store(merged.0, Ordering::Relaxed);
             let looking = began_to_look.elapsed();
-            if settled.is_none() && settle.look(scans, merged) {
+            if settled.is_none() && (settle.look(scans, merged) || walk.is_over(host, &self.gauge)) {
                 if late {
                     late = false;
                     // An address space is enrolled behind ksmd's cursor, and waits for the next scan (mm/ksm.c,
