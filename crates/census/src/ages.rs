@@ -167,10 +167,11 @@ impl Ages {
         let mut left_out = BTreeMap::new();
         for (process, ranges) in young {
             left_out.insert(process, Bytes(ranges.iter().map(|range| range.bytes().0).sum()));
-            if let Some(target) = plan.targets.iter().find(|target| target.process.id == process) {
-                let own = unmerged(target, census, index, &ranges);
-                let process = target.process.clone();
-                plan.narrow(&process, own);
+            let target = plan.targets.iter().find(|target| target.process.id == process);
+            let subject = census.subjects.iter().position(|subject| subject.process.id == process);
+            if let Some((target, subject)) = target.zip(subject) {
+                let own = unmerged(target, subject, index, &ranges);
+                plan.narrow(&census.subjects[subject], &own);
             }
             plan.leave_out(process, ranges);
         }
@@ -228,15 +229,16 @@ impl Ages {
     }
 }
 
-/// Which of some ranges the program of a target has enrolled itself, and nothing is merged in: ksmd would take them all
+/// Which of some ranges the program of a target, by its position among the subjects, has enrolled itself, and nothing is merged in: ksmd would take them all
 /// the same.
-fn unmerged(target: &Target, census: &Census, index: &Index, ranges: &[AddressRange]) -> Vec<AddressRange> {
+fn unmerged(target: &Target, subject: usize, index: &Index, ranges: &[AddressRange]) -> Vec<AddressRange> {
     let is_own = |range: &&AddressRange| {
         target.ranges.iter().any(|planned| planned.enrolled && planned.range.overlap(**range).is_some())
     };
     let own: Vec<AddressRange> = ranges.iter().filter(is_own).copied().collect();
-    let subject = census.subjects.iter().position(|subject| subject.process.id == target.process.id);
-    let Some(subject) = subject.filter(|_| !own.is_empty()) else { return Vec::new() };
+    if own.is_empty() {
+        return own;
+    }
     let is_merged = |ordinal: u32| index.mark(ordinal).class() == Some(PageClass::Merged);
     let merged: Vec<u64> = each_page(index, &index.pages_of(subject))
         .filter(|&(_, ordinal, _)| is_merged(ordinal))

@@ -328,7 +328,7 @@ impl Work<'_, '_> {
         // Without anybody to look at ksmd sleeps, and what is waited for would never come.
         let before = self.plan.targets.iter().flat_map(|target| &target.ranges).any(|range| range.enrolled);
         if !self.enrolled && (self.plan.whole || !before) {
-            return Ok(End::Settled);
+            return Ok(self.over().unwrap_or(End::Settled));
         }
         // Who enrols a process whole wants all of it.
         if !self.options.watch.is_zero() && !self.plan.whole {
@@ -347,10 +347,10 @@ impl Work<'_, '_> {
         let host = self.session.host();
         let ran = act::setting_now(host, Setting::Run).is_ok_and(|run| run == "1");
         self.rest()?;
-        for Narrowed { process, comm, ranges } in &self.plan.narrowed {
+        for Narrowed { process, comm, ranges, .. } in &self.plan.narrowed {
             let untouched = |range: &AddressRange| !ran || verify::has_merged(host, *process, *range) == Ok(false);
             let ranges: Vec<AddressRange> = ranges.iter().copied().filter(untouched).collect();
-            if ranges.is_empty() || self.is_over() {
+            if ranges.is_empty() || self.over().is_some() {
                 continue;
             }
             let action = Action::Advise { process: *process, advice: Advice::Unmergeable, ranges };
@@ -362,7 +362,7 @@ impl Work<'_, '_> {
     /// Enrol what is to be enrolled first, or late.
     fn enrol(&mut self, late: bool) -> Result<(), session::Error> {
         for target in &self.plan.targets {
-            if self.is_over() {
+            if self.over().is_some() {
                 break;
             }
             let process = target.process.id;
@@ -410,10 +410,11 @@ impl Work<'_, '_> {
         Ok(())
     }
 
-    /// Whether it was told to stop, or its time is over.
-    fn is_over(&self) -> bool {
-        let late = |deadline| self.started.elapsed() >= deadline;
-        self.stop.load(Ordering::Relaxed) || self.options.deadline.is_some_and(late)
+    /// How it ends, if it was told to stop or its time is over.
+    fn over(&self) -> Option<End> {
+        let late = self.options.deadline.is_some_and(|deadline| self.started.elapsed() >= deadline);
+        let stopped = self.stop.load(Ordering::Relaxed).then_some(End::Stopped);
+        stopped.or(late.then_some(End::Deadline))
     }
 
     /// Let ksmd work until nothing more comes: first what is enrolled `early`, if anything is late, then all that is
@@ -480,9 +481,8 @@ impl Work<'_, '_> {
             if rested && watched || settled.is_some() && !self.trial.ran() {
                 return self.close(End::Settled);
             }
-            if self.is_over() {
-                let stopped = self.stop.load(Ordering::Relaxed);
-                return self.close(if stopped { End::Stopped } else { End::Deadline });
+            if let Some(end) = self.over() {
+                return self.close(end);
             }
             if looked.elapsed() >= again {
                 let began = Instant::now();

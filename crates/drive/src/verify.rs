@@ -9,7 +9,7 @@ use pagefold_model::outcome::Found;
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::{Absent, AddressRange, Bytes, NetBytes, Pages, Pfn, Pid, ProcessId, Reading};
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+use std::collections::{BTreeMap, BinaryHeap};
 
 /// Pages looked at at once.
 const BATCH: u64 = 1 << 16;
@@ -209,14 +209,17 @@ fn is_enrolled(read: impl Fn(&str) -> Reading<Vec<u8>>) -> Reading<bool> {
     if ksm.merging_pages == Err(Absent::NotOnThisKernel) {
         ksm = parse::process_ksm(stat, read("ksm_merging_pages"));
     }
-    let told = ksm.mergeable == Ok(true) || ksm.rmap_items.is_ok_and(|items| items > 0);
-    Ok(told || ksm.merging_pages? > 0)
+    match ksm.mergeable {
+        // What ksmd keeps track of is that of its last look.
+        Ok(mergeable) => Ok(mergeable),
+        Err(_) => Ok(ksm.rmap_items.is_ok_and(|items| items > 0) || ksm.merging_pages? > 0),
+    }
 }
 
 /// How many processes outside of a plan are enrolled.
 pub fn bystanders(host: &dyn Host, plan: &Plan) -> Reading<u64> {
-    let targets: BTreeSet<ProcessId> = plan.targets.iter().map(|target| target.process.id).collect();
-    Ok(enrolled(host)?.processes.iter().filter(|id| !targets.contains(id)).count() as u64)
+    let planned = plan.processes();
+    Ok(enrolled(host)?.processes.iter().filter(|id| !planned.contains(id)).count() as u64)
 }
 
 /// Take hold of a process again: the same or none.
@@ -351,6 +354,8 @@ mod tests {
         let newest = "ksm_rmap_items 0\nksm_merging_pages 0\nksm_merge_any: no\nksm_mergeable: ";
         process(2, &[("ksm_stat", &format!("{newest}no\n"))]);
         process(3, &[("ksm_stat", &format!("{newest}yes\n"))]);
+        // Withdrawn since ksmd came by.
+        process(10, &[("ksm_stat", "ksm_rmap_items 9\nksm_merging_pages 9\nksm_merge_any: no\nksm_mergeable: no\n")]);
         process(4, &[("ksm_stat", "ksm_rmap_items 0\nksm_merging_pages 0\n")]);
         process(5, &[("ksm_stat", "ksm_rmap_items 7\nksm_merging_pages 0\n")]);
         // 6.1 tells one in each file, and earlier ones have but one.

@@ -13,6 +13,7 @@
 use crate::verify::{self, Done};
 use pagefold_host::{Host, Process, observe};
 use pagefold_model::lasting::Seen;
+use pagefold_model::mix::mix;
 use pagefold_model::plan::Plan;
 use pagefold_model::process::Process as Facts;
 use pagefold_model::{AddressRange, Pages, Pfn, ProcessId, Reading};
@@ -275,7 +276,8 @@ impl<'h> Watch<'h> {
         !self.pieces.iter().all(|piece| piece.own || pays(&piece.seen))
     }
 
-    /// Take out the pieces that do not pay, and those of which nothing is merged where it is the moment for it.
+    /// Take out the pieces that do not pay, and those of which nothing is merged where it is the moment for it: of what is
+    /// looked at of them, and then of all of them.
     pub fn withdraw(&mut self, pays: impl Fn(&Seen) -> bool, moment: Moment) -> Vec<Piece> {
         let ran = |piece: &Piece| self.processes.get(&piece.process).is_some_and(|watched| watched.ever_ran);
         let idle = |piece: &Piece| match moment {
@@ -283,8 +285,11 @@ impl<'h> Watch<'h> {
             Moment::Early => true,
             Moment::Meanwhile | Moment::Between => false,
         };
-        let merged = |piece: &Piece| piece.pages.iter().any(|page| page.was_merged());
-        let keep = |piece: &Piece| pays(&piece.seen) && (merged(piece) || !idle(piece));
+        let merged = |piece: &Piece| {
+            piece.pages.iter().any(|page| page.was_merged())
+                || verify::has_merged(self.host, piece.process, piece.range) != Ok(false)
+        };
+        let keep = |piece: &Piece| pays(&piece.seen) && (!idle(piece) || merged(piece));
         let (keep, drop) = std::mem::take(&mut self.pieces).into_iter().partition(keep);
         self.pieces = keep;
         drop
@@ -297,12 +302,17 @@ impl Piece {
         Self { process, range, own, seen: Seen::default(), pages: vec![Page::default(); watched as usize].into() }
     }
 
-    /// What of it is looked at.
+    /// What of it is looked at: a stripe of each part of it, somewhere in that part, or programs that do the same to the
+    /// same page of each part would be taken for that.
     fn stripes(&self, page: u64) -> impl Iterator<Item = AddressRange> + use<> {
         let (range, pages) = (self.range, self.range.bytes().0 / page);
         let (stripes, len) = if pages <= STRIPE * STRIPES { (1, pages) } else { (STRIPES, STRIPE) };
-        let starts = (0..stripes).map(move |i| range.start + i * pages / stripes * page);
-        starts.map(move |start| AddressRange { start, end: start + len * page })
+        let seed = mix(u64::from(self.process.pid.0) ^ range.start);
+        (0..stripes).map(move |i| {
+            let (first, next) = (i * pages / stripes, (i + 1) * pages / stripes);
+            let start = range.start + (first + mix(seed ^ i) % (next - first - len + 1)) * page;
+            AddressRange { start, end: start + len * page }
+        })
     }
 
     /// Look at the watched pages that are not swapped out, which is not to be written: each counts as not merged until
@@ -317,6 +327,96 @@ impl Piece {
                 note(at, mapping.frame.filter(|_| shared));
             }
             position += (stripe.bytes().0 / page) as usize;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::{Fake, MERGED};
+    use pagefold_model::domain::Domain;
+    use pagefold_model::plan::{PlannedRange, Target, Way};
+    use pagefold_model::{Absent, Bytes, Pid};
+
+    const PAGE: u64 = 4096;
+    const PID: u32 = 7;
+    /// As many pages as lie between two stripes of a whole piece.
+    const PART: u64 = PIECE / STRIPES;
+
+    /// A process of two whole pieces, of which in each part so many pages are not there and the others are merged, and
+    /// what watches it.
+    fn watched(host: &Fake, missing: u64) -> Watch<'_> {
+        let range = AddressRange { start: PIECE * PAGE, end: 3 * PIECE * PAGE };
+        host.map(PID, (range.start, range.end), MERGED, true);
+        for start in (range.start..range.end).step_by((PART * PAGE) as usize) {
+            host.unmap(PID, (start, start + missing * PAGE));
+        }
+        let planned = PlannedRange {
+            range,
+            region: range,
+            pages: Pages(2 * PIECE),
+            merging: Pages(2 * PIECE),
+            zero: Pages::ZERO,
+            freed: Bytes(PIECE * PAGE),
+            huge_split: Pages::ZERO,
+            enrolled: false,
+            late: false,
+        };
+        let target = Target {
+            process: Facts::absent(ProcessId { pid: Pid(PID), start_time: 1 }, &Absent::Denied),
+            domain: Domain::Host,
+            ranges: vec![planned],
+            huge: Bytes::ZERO,
+            way: Way::Within,
+        };
+        let mut watch = Watch::new(host);
+        watch.add(&Plan { targets: vec![target], ..Plan::default() }, |_| Vec::new());
+        watch
+    }
+
+    /// However its pages are laid out: also where none of those that are looked at is there.
+    #[test]
+    fn what_holds_anything_merged_is_not_idle() {
+        for missing in [0, STRIPE, PART - STRIPE, PART - 1, PART] {
+            let host = Fake::new();
+            let mut watch = watched(&host, missing);
+            host.ran(PID, 1);
+            watch.look(Whom::All).unwrap();
+            for moment in [Moment::Meanwhile, Moment::Between, Moment::Early, Moment::End] {
+                let idle = watch.withdraw(|_| true, moment);
+                let expected = if missing == PART && moment == Moment::Early { 2 } else { 0 };
+                assert_eq!(idle.len(), expected, "{missing} {moment:?}");
+            }
+        }
+    }
+
+    /// A program that writes the same pages of each part, and rests in the first ones.
+    #[test]
+    fn what_breaks_in_step_is_seen() {
+        let host = Fake::new();
+        let mut watch = watched(&host, 0);
+        watch.look(Whom::All).unwrap();
+        for start in (PIECE..3 * PIECE).step_by(PART as usize) {
+            host.map(PID, ((start + STRIPE) * PAGE, (start + PART) * PAGE), "", true);
+        }
+        host.ran(PID, 1);
+        watch.look(Whom::Ran).unwrap();
+        let broken = watch.seen().broken;
+        // Seven of eight pages are.
+        assert!(broken.0 > STRIPES * STRIPE, "{broken:?}");
+    }
+
+    #[test]
+    fn stripes_lie_within_their_parts() {
+        for pages in [1, 16, 127, 128, 129, 512, 513, 1023, 1024] {
+            let range = AddressRange { start: 77 * PAGE, end: (77 + pages) * PAGE };
+            let process = ProcessId { pid: Pid(PID), start_time: 1 };
+            let stripes: Vec<AddressRange> = Piece::new(process, range, false, PAGE).stripes(PAGE).collect();
+            assert!(stripes.is_sorted_by(|a, b| a.end <= b.start), "{stripes:?}");
+            assert!(stripes[0].start >= range.start && stripes.last().unwrap().end <= range.end, "{stripes:?}");
+            let watched: u64 = stripes.iter().map(|stripe| stripe.bytes().0 / PAGE).sum();
+            assert_eq!(watched, pages.min(STRIPES * STRIPE), "{pages}");
         }
     }
 }

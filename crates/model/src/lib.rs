@@ -25,6 +25,7 @@ pub mod identity;
 pub mod ksm;
 pub mod lasting;
 pub mod memory;
+pub mod mix;
 pub mod outcome;
 pub mod pace;
 pub mod plan;

@@ -9,6 +9,7 @@
 //! Sketches can be compared that were made under one key of fingerprints.
 
 use crate::content::Fingerprint;
+use crate::mix::mix;
 use crate::units::Pages;
 use std::cmp::Ordering;
 
@@ -20,13 +21,9 @@ pub fn rank(fingerprint: Fingerprint) -> u32 {
     scrambled(fingerprint).leading_zeros()
 }
 
-/// Fingerprints of a recording may be small numbers, so that their own bits tell little. No two become the same: this
-/// is the finalizer of SplitMix64 (G. Steele, D. Lea, C. Flood, OOPSLA 2014).
+/// Fingerprints of a recording may be small numbers, so that their own bits tell little.
 fn scrambled(fingerprint: Fingerprint) -> u64 {
-    let mut z = fingerprint.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
+    mix(fingerprint.0)
 }
 
 /// A sample of the contents of some memory: 8 bytes for each, some 2 KiB at most.

@@ -2,7 +2,7 @@
 
 use crate::arguments::{DomainBy, Global, Targets, bytes, duration, percent};
 use crate::command::guest::{Control, control, is_of_one};
-use crate::command::neighbours::{Neighbours, SIDE_CHANNEL};
+use crate::command::neighbours::{self, Neighbours, SIDE_CHANNEL};
 use crate::command::recover::{self, explained, live, needs_ksm, refuse_tuner};
 use crate::config::Config;
 use crate::{Outcome, output, progress, source};
@@ -115,6 +115,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let page_size = host.page_size();
     let huge_page_size = observe::huge_page_bytes(&*host).unwrap_or(page_size.bytes() * 512);
     let mut report = MergeReport::of_plan(host.describe(), page_size, huge_page_size, &census, &plan);
+    report.others_hidden = global.host == "live" && !options.across_domains && !neighbours::shows_all(&*host);
     drop(census);
     let mut met = true;
     if let Some(mut session) = session.filter(|_| !plan.targets.is_empty()) {

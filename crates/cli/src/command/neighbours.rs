@@ -39,7 +39,7 @@ impl Neighbours {
 
 /// Whether `/proc` lists everybody: it does not in another namespace, nor where it is mounted with `hidepid`, which
 /// hides the first process from all but root.
-fn shows_all(host: &dyn Host) -> bool {
+pub fn shows_all(host: &dyn Host) -> bool {
     let spaces = host.open(Pid(std::process::id())).and_then(|this| this.links("ns"));
     host.open(Pid(1)).is_ok() && spaces.is_ok_and(|spaces| spaces.iter().any(|space| space == FIRST_NAMESPACE))
 }

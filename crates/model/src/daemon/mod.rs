@@ -56,6 +56,7 @@ pub use slowdown::{Slowdown, Waits};
 pub use strikes::Strikes;
 
 use crate::memory::Shortage;
+use crate::mix::mix;
 use crate::units::{Bytes, ProcessId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -315,12 +316,7 @@ impl State {
 
     /// Any number, by the seed, a process and how much was done so far.
     fn dice(&self, process: ProcessId) -> u64 {
-        // splitmix64 (G. Steele et al., OOPSLA 2014).
-        let mut z = self.seed ^ u64::from(process.pid.0) << 32 ^ process.start_time ^ self.looks << 48;
-        z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
+        mix(self.seed ^ u64::from(process.pid.0) << 32 ^ process.start_time ^ self.looks << 48)
     }
 
     fn say(&mut self, what: What, whom: &[ProcessId], reason: Reason, why: impl Into<String>) -> Action {

@@ -92,7 +92,7 @@ pub fn plan(census: &Census, constraints: &Constraints, excluded: &dyn Fn(&Proce
             continue;
         }
         if !constraints.whole {
-            plan.narrow(process, idle(census, position));
+            plan.narrow(subject, &idle(census, position));
         }
         if !anything {
             continue;
@@ -195,7 +195,7 @@ fn of_subject<T>(items: &[T], subject: usize, of: impl Fn(&T) -> usize) -> &[T] 
 }
 
 /// The region of a range.
-fn region_of(subject: &SubjectCensus, range: AddressRange) -> AddressRange {
+pub(super) fn region_of(subject: &SubjectCensus, range: AddressRange) -> AddressRange {
     let after = subject.regions.partition_point(|known| known.region.range.start <= range.start);
     after.checked_sub(1).map_or(range, |position| subject.regions[position].region.range)
 }

@@ -8,6 +8,7 @@ mod tests;
 
 pub use assemble::{Constraints, Speed, plan};
 
+use crate::census::SubjectCensus;
 use crate::domain::Domain;
 use crate::ksm::RMAP_ITEM_BYTES;
 use crate::process::Process;
@@ -72,13 +73,19 @@ impl Plan {
     }
 
     /// Withdraw more of a process while ksmd works.
-    pub fn narrow(&mut self, process: &Process, ranges: Vec<AddressRange>) {
-        if ranges.is_empty() {
-            return;
-        }
-        match self.narrowed.iter_mut().find(|narrowed| narrowed.process == process.id) {
-            Some(narrowed) => narrowed.ranges = AddressRange::union([&narrowed.ranges[..], &ranges].concat()),
-            None => self.narrowed.push(Narrowed { process: process.id, comm: process.comm.clone(), ranges }),
+    pub fn narrow(&mut self, subject: &SubjectCensus, ranges: &[AddressRange]) {
+        let process = &subject.process;
+        let before = self.narrowed.iter().position(|narrowed| narrowed.process == process.id);
+        let before = before.map(|position| self.narrowed.remove(position).ranges).unwrap_or_default();
+        let ranges = AddressRange::union([&before[..], ranges].concat());
+        if !ranges.is_empty() {
+            let cut = |range: &AddressRange| {
+                let region = assemble::region_of(subject, *range);
+                let inside = [range.start, range.end].into_iter().filter(|at| ![region.start, region.end].contains(at));
+                inside.collect::<Vec<u64>>()
+            };
+            let boundaries = ranges.iter().flat_map(cut).collect();
+            self.narrowed.push(Narrowed { process: process.id, comm: process.comm.clone(), ranges, boundaries });
         }
     }
 
@@ -112,7 +119,8 @@ impl Plan {
     /// Regions that its boundaries add to all processes, at most.
     fn edges(&self) -> u64 {
         let ranges = self.targets.iter().flat_map(|target| &target.ranges);
-        ranges.map(PlannedRange::edges).sum::<u64>() + self.narrowed.iter().map(Narrowed::edges).sum::<u64>()
+        let narrowed = self.narrowed.iter().map(|narrowed| narrowed.boundaries.len() as u64);
+        ranges.map(PlannedRange::edges).sum::<u64>() + narrowed.sum::<u64>()
     }
 
     /// The processes that it is about, each once.
@@ -126,7 +134,7 @@ impl Plan {
         let targets = self.targets.iter().filter(|target| target.process.id == process);
         let narrowed = self.narrowed.iter().filter(|narrowed| narrowed.process == process);
         let ranges = targets.flat_map(|target| &target.ranges).flat_map(PlannedRange::boundaries);
-        let own = narrowed.flat_map(|narrowed| &narrowed.ranges).flat_map(|range| [range.start, range.end]);
+        let own = narrowed.flat_map(|narrowed| &narrowed.boundaries).copied();
         ranges.chain(own).collect::<BTreeSet<u64>>().into_iter().collect()
     }
 
@@ -194,6 +202,8 @@ pub struct Narrowed {
     pub comm: String,
     /// Ascending and disjoint; nothing is merged in them.
     pub ranges: Vec<AddressRange>,
+    /// Where they begin or end within a region of the census.
+    pub boundaries: Vec<u64>,
 }
 
 /// How a process is enrolled.
@@ -266,13 +276,6 @@ impl Target {
         };
         let outside = move |range: &&PlannedRange| memory.is_some_and(|memory| !memory.contains(&range.region));
         self.ranges.iter().filter(outside)
-    }
-}
-
-impl Narrowed {
-    /// Regions that its boundaries add to the process, at most.
-    fn edges(&self) -> u64 {
-        2 * self.ranges.len() as u64
     }
 }
 

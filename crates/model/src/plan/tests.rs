@@ -136,8 +136,12 @@ fn who_has_nothing_or_too_little_to_gain_is_narrowed_all_the_same() {
     assert_eq!((targets(&some), narrowed(&some)), (vec![1], vec![1, 2, 3]), "but for whom nobody may touch");
     assert_eq!(some.predicted.regions_added, 1 + 3 * 2);
     assert_eq!(some.boundaries(some.targets[0].process.id), [50, 60, 90].map(|page| page * PAGE));
-    some.narrow(&some.targets[0].process.clone(), vec![pages(90, 95), pages(10, 20)]);
-    assert_eq!(some.narrowed[0].ranges, [pages(10, 20), pages(60, 95)]);
+    some.narrow(&census.subjects[0], &[pages(90, 95), pages(10, 20)]);
+    let first = some.narrowed.iter().find(|narrowed| narrowed.process.pid == Pid(1)).unwrap();
+    assert_eq!(first.ranges, [pages(10, 20), pages(60, 95)]);
+    some.narrow(&census.subjects[1], &[pages(0, 100)]);
+    let second = some.narrowed.iter().find(|narrowed| narrowed.process.pid == Pid(2)).unwrap();
+    assert_eq!((&second.ranges[..], &second.boundaries[..]), (&[pages(0, 100)][..], &[][..]), "all of its region");
     // Nobody is touched for ksmd's sake where ksmd has nothing to do.
     some.leave_out(some.targets[0].process.id, vec![pages(0, 100)]);
     assert_eq!((targets(&some), narrowed(&some), some.predicted.regions_added), (vec![], vec![], 0));

@@ -32,6 +32,8 @@ pub struct MergeReport {
     /// Processes of other trust domains that are enrolled already. They were looked at, too: what they hold is in no
     /// plan.
     pub kept_apart_from: u64,
+    /// Whether there may be others who are enrolled and cannot be seen from here, as from within a container.
+    pub others_hidden: bool,
     /// What was planned.
     pub plan: PlanReport,
     /// What it came to; absent for a dry run, and where nothing pays.
@@ -51,7 +53,7 @@ pub struct PlanReport {
     /// Processes, targets or not, of which something is withdrawn while ksmd works: what they enrolled themselves and
     /// does not pay.
     pub narrowed: Vec<NarrowedReport>,
-    /// Processes that are left alone on purpose.
+    /// Processes of which nothing is enrolled, on purpose.
     pub left_alone: Vec<LeftAloneReport>,
     /// What should be saved.
     pub savings: Savings,
@@ -115,7 +117,7 @@ pub struct NarrowedReport {
     pub bytes: u64,
 }
 
-/// A process that is left alone.
+/// A process of which nothing is enrolled, on purpose.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct LeftAloneReport {
     /// Its number.
@@ -278,6 +280,7 @@ impl MergeReport {
             huge_page_size,
             processes: census.subjects.iter().filter(|subject| !subject.witness).count() as u64,
             kept_apart_from: census.subjects.iter().filter(|subject| subject.witness).count() as u64,
+            others_hidden: false,
             plan: PlanReport::of(plan, page_size),
             outcome: None,
             not_seen: census

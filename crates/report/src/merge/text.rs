@@ -1,6 +1,6 @@
 //! A plan and what it came to, for people.
 
-use super::{MergeReport, OutcomeReport, PlanReport, TargetReport};
+use super::{MergeReport, NarrowedReport, OutcomeReport, PlanReport, TargetReport};
 use crate::census::text::unseen;
 use crate::text::{Style, bar, bytes, cut, net, number, percent, printable};
 use pagefold_model::Bytes;
@@ -9,6 +9,9 @@ use std::fmt::Write;
 
 /// Columns of the bar.
 const BAR: usize = 12;
+
+/// Whose own enrolment is withdrawn for a while, by name at most.
+const NARROWED: usize = 4;
 
 /// What could not be enrolled, in lines at most.
 const MISSED: usize = 5;
@@ -209,7 +212,11 @@ fn targets(report: &MergeReport, top: usize, style: Style) -> String {
             bar(target.merging_pages as f64 / most as f64, BAR),
         ]);
     }
-    let mut text = style.heading(if report.outcome.is_some() { "What was enrolled" } else { "What would be enrolled" });
+    let mut text = style.heading(match &report.outcome {
+        None => "What would be enrolled",
+        Some(outcome) if outcome.end == "settled" => "What was enrolled",
+        Some(_) => "What was to be enrolled",
+    });
     text.push_str(&style.render(&table));
     if rows.len() > top {
         let _ = writeln!(text, "... and {} more (--top)", number((rows.len() - top) as u64));
@@ -237,13 +244,23 @@ fn forecast(plan: &PlanReport, style: Style) -> String {
 
 fn notes(report: &MergeReport, top: usize, remedy: &str, style: Style) -> String {
     let mut text = String::new();
-    let narrowed: u64 = report.plan.narrowed.iter().map(|narrowed| narrowed.bytes).sum();
-    if narrowed > 0 {
+    let mut narrowed: Vec<&NarrowedReport> = report.plan.narrowed.iter().collect();
+    if !narrowed.is_empty() {
+        narrowed.sort_by_key(|narrowed| Reverse(narrowed.bytes));
+        let all: u64 = narrowed.iter().map(|narrowed| narrowed.bytes).sum();
+        let of = |narrowed: &&NarrowedReport| {
+            format!("{} of {} ({})", Bytes(narrowed.bytes), narrowed.pid, printable(&narrowed.comm))
+        };
+        let mut whose: Vec<String> = narrowed.iter().take(NARROWED).map(of).collect();
+        if narrowed.len() > NARROWED {
+            whose.push(format!("and of {} more", number((narrowed.len() - NARROWED) as u64)));
+        }
         text.push_str(&style.paragraph(
             &format!(
-                "{} that programs enrolled themselves do not pay and {} withdrawn while ksmd works.",
-                Bytes(narrowed),
+                "{} that programs enrolled themselves do not pay and {} withdrawn while ksmd works: {}.",
+                Bytes(all),
                 if report.outcome.is_some() { "were" } else { "would be" },
+                whose.join(", "),
             ),
             2,
         ));
@@ -256,7 +273,14 @@ fn notes(report: &MergeReport, top: usize, remedy: &str, style: Style) -> String
         }
     }
     for left in report.plan.left_alone.iter().take(top) {
-        let _ = writeln!(text, "Left alone: {} ({}): {}.", left.pid, printable(&left.comm), printable(&left.why));
+        let _ = writeln!(text, "Not enrolled: {} ({}): {}.", left.pid, printable(&left.comm), printable(&left.why));
+    }
+    if report.others_hidden {
+        text.push_str(&style.paragraph(
+            "Others may be enrolled who cannot be seen from here, as from within a container: what is enrolled may merge \
+             with theirs, and who shares a page can tell by the time of a write that somebody else holds it.",
+            2,
+        ));
     }
     if report.kept_apart_from > 0 {
         let others = if report.kept_apart_from == 1 {
