@@ -1,7 +1,7 @@
 //! `pagefold run --policy`: KSM is driven while the program runs and put back afterwards, however the process beside it
 //! ends. Needs root and KSM; what is refused before the program starts needs neither.
 
-use crate::programs::{PAGEFOLD, refusal, text};
+use crate::programs::{PAGEFOLD, refusal, text, until_left};
 use pagefold_labs::client::install;
 use pagefold_labs::ksm::Ksm;
 use pagefold_labs::lines::{READY, Region};
@@ -9,8 +9,7 @@ use pagefold_labs::look::{enrolled, until};
 use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 use std::fs;
-use std::io::{self, BufRead, BufReader};
-use std::os::unix::ffi::OsStrExt;
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -26,17 +25,6 @@ fn take() -> Option<(Ksm, tempfile::TempDir)> {
 /// Whether the policy `flat-out` is in force.
 fn is_flat_out(ksm: &Ksm) -> bool {
     ["run", "pages_to_scan", "sleep_millisecs"].map(|name| ksm.counter(name)) == [1, 20_000, 0]
-}
-
-/// Wait until nobody is beside the program any more who was started with a state directory. Until then he may begin to
-/// drive KSM again, whoever has taken it.
-fn until_left(state: &Path) {
-    let state = state.as_os_str().as_bytes();
-    let is_beside = |entry: io::Result<fs::DirEntry>| {
-        let arguments = fs::read(entry.unwrap().path().join("cmdline")).unwrap_or_default();
-        arguments.split(|&byte| byte == 0).any(|argument| argument == state)
-    };
-    until("the end of the driver", || !fs::read_dir("/proc").unwrap().any(is_beside));
 }
 
 fn command(state: &Path, arguments: &[&str]) -> Command {

@@ -1,6 +1,9 @@
 //! Programs for the tests of `pagefold run`: built from `labs/run`, and started in its many ways.
 
+use pagefold_labs::look::until;
 use std::fs;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
@@ -96,6 +99,17 @@ pub fn refusal(command: &mut Command) -> String {
     assert_eq!((status.code(), text(&stdout).as_str()), (Some(2), ""), "{said}");
     assert_eq!(said.lines().count(), 1, "{said}");
     said
+}
+
+/// Wait until nobody is beside the program any more who was started with a state directory. Until then he may begin to
+/// drive KSM again, whoever has taken it.
+pub fn until_left(state: &Path) {
+    let state = state.as_os_str().as_bytes();
+    let is_beside = |entry: io::Result<fs::DirEntry>| {
+        let arguments = fs::read(entry.unwrap().path().join("cmdline")).unwrap_or_default();
+        arguments.split(|&byte| byte == 0).any(|argument| argument == state)
+    };
+    until("the end of the driver", || !fs::read_dir("/proc").unwrap().any(is_beside));
 }
 
 /// Bytes of the anonymous memory of a process: in regions that are mergeable, and all.
