@@ -49,7 +49,7 @@ enum Workload {
     /// Without a COMMAND prints one line of JSON for each guest, then `READY guests=N`. The guests run without KVM and
     /// without network, and are gone when this ends, however it ends. `labs/setup.sh` prepares what they need.
     Fleet(FleetArguments),
-    /// Run a program to which the kernel refuses prctl(PR_SET_MEMORY_MERGE), by a seccomp filter
+    /// Run a program to which the kernel refuses prctl(PR_SET_MEMORY_MERGE) and close_range(2), by a seccomp filter
     RefusePrctl {
         /// The error it gets: 1 is EPERM, 22 is EINVAL as on a kernel that does not know it
         #[arg(long, default_value_t = 1)]

@@ -105,9 +105,13 @@ impl Victim {
         let mut child =
             program.arg(state).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("the target starts");
         let mut output = child.stdout.take().expect("piped");
-        let mut ready = [0; 6];
-        output.read_exact(&mut ready).expect("the target is ready");
-        assert_eq!(&ready, b"READY\n");
+        let mut said = [0; 6];
+        output.read_exact(&mut said).expect("the target is ready");
+        if &said != b"READY\n" {
+            let mut rest = String::new();
+            output.read_to_string(&mut rest).expect("why it is not");
+            panic!("{state}: {}{rest}", text(&said));
+        }
         // It says so right before it enters the state.
         thread::sleep(Duration::from_millis(10));
         let victim = Self { child, output: Some(output) };

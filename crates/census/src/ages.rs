@@ -229,8 +229,8 @@ impl Ages {
     }
 }
 
-/// Which of some ranges the program of a target, by its position among the subjects, has enrolled itself, and nothing is merged in: ksmd would take them all
-/// the same.
+/// Which of some ranges the program of a target has enrolled itself, and nothing is merged in: ksmd would take them all
+/// the same. `subject` is the target's position among the subjects of the census.
 fn unmerged(target: &Target, subject: usize, index: &Index, ranges: &[AddressRange]) -> Vec<AddressRange> {
     let is_own = |range: &&AddressRange| {
         target.ranges.iter().any(|planned| planned.enrolled && planned.range.overlap(**range).is_some())

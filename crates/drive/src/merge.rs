@@ -348,7 +348,8 @@ impl Work<'_, '_> {
         let ran = act::setting_now(host, Setting::Run).is_ok_and(|run| run == "1");
         self.rest()?;
         for Narrowed { process, comm, ranges, .. } in &self.plan.narrowed {
-            let untouched = |range: &AddressRange| !ran || verify::has_merged(host, *process, *range) == Ok(false);
+            let merged = |range: &AddressRange| verify::look_at(host, *process, *range).map(|found| found.merged);
+            let untouched = |range: &AddressRange| !ran || merged(range) == Ok(Pages::ZERO);
             let ranges: Vec<AddressRange> = ranges.iter().copied().filter(untouched).collect();
             if ranges.is_empty() || self.over().is_some() {
                 continue;
@@ -509,10 +510,19 @@ impl Work<'_, '_> {
             self.look_again(Moment::End)?;
         } else if self.options.after.ended_by(&end) == After::PutBack && !self.plan.whole {
             self.rest()?;
+            let page_size = self.session.host().page_size();
             // It may be that nothing was to be watched.
             self.trial.add(self.plan);
             self.trial.look(Whom::All);
-            self.trial.withdraw(self.session, Moment::Early)?;
+            for (process, pages) in self.trial.withdraw(self.session, Moment::Early)? {
+                // What had only not merged yet was not lost.
+                let idle = self.trial.idle(process).iter().map(|range| page_size.pages_in(range.bytes())).sum();
+                let lost = pages.saturating_sub(idle);
+                if lost > Pages::ZERO {
+                    self.withdrawn += lost;
+                    self.withdrawn_from.insert(process);
+                }
+            }
         }
         Ok(end)
     }

@@ -107,7 +107,7 @@ impl<'h> Trial<'h> {
         if self.thrashed.contains(&(process, range)) { 2 } else { 1 }
     }
 
-    /// What was withdrawn the last time, at the end of a round, because nothing of it was merged. It may be enrolled
+    /// What was withdrawn the last time, when a round had ended, because nothing of it was merged. It may be enrolled
     /// again.
     pub fn idle(&self, process: ProcessId) -> &[AddressRange] {
         self.idle.get(&process).map(Vec::as_slice).unwrap_or_default()
@@ -183,8 +183,11 @@ impl<'h> Trial<'h> {
                     continue;
                 }
                 let ranges = pieces.iter().map(|piece| piece.range).collect();
-                let pressed = self.is_pressed(process).then_some(SHORT);
-                let missed = match pressed.or_else(|| refused_by(self.fits(process, &pieces))) {
+                // What does pay is here because nothing of it is merged.
+                let merged = pieces.iter().filter(|piece| !pays(&piece.seen));
+                let copies = merged.map(|piece| page_size.pages_in(piece.range.bytes())).sum();
+                let pressed = (copies > Pages::ZERO && self.is_pressed(process)).then_some(SHORT);
+                let missed = match pressed.or_else(|| refused_by(self.fits(process, copies))) {
                     Some(why) => vec![self.refusal(process, why)],
                     None => self.advise(session, process, ranges, stays)?,
                 };
@@ -269,13 +272,11 @@ impl<'h> Trial<'h> {
         Missed { change: Change::Withdraw, pid, comm, range: None, why: why.to_owned() }
     }
 
-    /// Whether there is memory for pages of their own for all that may be merged in some pieces.
-    fn fits(&self, process: ProcessId, pieces: &[Piece]) -> Verdict {
-        let page_size = self.host.page_size();
-        let copies = pieces.iter().map(|piece| page_size.pages_in(piece.range.bytes())).sum();
+    /// Whether there is memory for so many pages of their own.
+    fn fits(&self, process: ProcessId, copies: Pages) -> Verdict {
         let cgroup = self.cgroup(process);
         let room = room(self.host, &cgroup.map(str::to_owned).into_iter().collect());
-        guard::judge(&Need::of(cgroup, copies, Pages::ZERO), &room, page_size).verdict
+        guard::judge(&Need::of(cgroup, copies, Pages::ZERO), &room, self.host.page_size()).verdict
     }
 }
 

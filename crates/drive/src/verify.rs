@@ -44,9 +44,9 @@ fn count(host: &dyn Host, handle: &dyn Process, range: AddressRange, frames: &mu
     Ok(found)
 }
 
-/// Whether any page of a range of a process is merged.
-pub fn has_merged(host: &dyn Host, process: ProcessId, range: AddressRange) -> Reading<bool> {
-    Ok(count(host, &*open(host, process)?, range, &mut Vec::new())?.merged > Pages::ZERO)
+/// What KSM holds of a range of a process.
+pub fn look_at(host: &dyn Host, process: ProcessId, range: AddressRange) -> Reading<Found> {
+    count(host, &*open(host, process)?, range, &mut Vec::new())
 }
 
 /// What is merged of a target, and the KSM frames that it is mapped to.
@@ -176,7 +176,8 @@ fn look(host: &dyn Host, target: &Target) -> Reading<Held> {
 pub struct Enrolled {
     /// Processes that are, wholly or in part. Before 6.14 those of which ksmd keeps track of something.
     pub processes: Vec<ProcessId>,
-    /// Whether there are others of which it cannot be read, as those of other users without root.
+    /// Whether there are others of which it cannot be told: those of other users without root, and before 6.14 whoever
+    /// ksmd keeps no track of.
     pub hidden: bool,
 }
 
@@ -188,7 +189,7 @@ pub fn enrolled(host: &dyn Host) -> Reading<Enrolled> {
         match is_enrolled(|file| host.read(&format!("proc/{pid}/{file}"))) {
             Ok(false) => continue,
             Err(why) => {
-                enrolled.hidden |= why == Absent::Denied;
+                enrolled.hidden |= matches!(why, Absent::Denied | Absent::NotOnThisKernel);
                 continue;
             }
             Ok(true) => {}
@@ -212,7 +213,8 @@ fn is_enrolled(read: impl Fn(&str) -> Reading<Vec<u8>>) -> Reading<bool> {
     match ksm.mergeable {
         // What ksmd keeps track of is that of its last look.
         Ok(mergeable) => Ok(mergeable),
-        Err(_) => Ok(ksm.rmap_items.is_ok_and(|items| items > 0) || ksm.merging_pages? > 0),
+        Err(_) if ksm.rmap_items.is_ok_and(|items| items > 0) || ksm.merging_pages? > 0 => Ok(true),
+        Err(_) => Err(Absent::NotOnThisKernel),
     }
 }
 
@@ -364,14 +366,21 @@ mod tests {
         process(8, &[("ksm_merging_pages", "0\n")]);
         // A kernel thread.
         process(9, &[("ksm_stat", ""), ("ksm_merging_pages", "")]);
+        let find = || {
+            let Enrolled { processes, hidden } = enrolled(&fake).unwrap();
+            (processes.len(), hidden)
+        };
+        assert_eq!(find(), (4, true));
+        // Of all that are left it is told.
+        [4, 6, 7, 8].iter().for_each(|pid| fake.file(&format!("proc/{pid}/ksm_stat"), &format!("{newest}no\n")));
+        assert_eq!(find(), (2, false));
         let found = |denied: &str| {
             let host = Faulty::new(&fake, |path| path.contains(denied).then_some(Fault::Absent(Absent::Denied)));
             let Enrolled { processes, hidden } = enrolled(&host).unwrap();
             (processes.iter().map(|id| id.pid.0).collect::<Vec<_>>(), hidden)
         };
-        assert_eq!(found("nothing"), (vec![3, 5, 6, 7], false));
-        assert_eq!(found("proc/3/"), (vec![5, 6, 7], true));
-        assert_eq!(found("proc/7/"), (vec![3, 5, 6], true));
+        assert_eq!(found("nothing"), (vec![3, 5], false));
+        assert_eq!(found("proc/3/"), (vec![5], true));
     }
 
     #[test]

@@ -172,13 +172,29 @@ fn prepare(errors: Errors, mut exec: PipeReader) -> io::Result<()> {
         }
     }
     drop(null);
-    for (first, last) in [(3, waiting - 1), (waiting + 1, u32::MAX)] {
-        if first <= last {
-            // SAFETY: this copy uses none of them again: what owned them was the original's and is never dropped here.
-            unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) };
+    close_but(waiting)?;
+    let _ = exec.read(&mut [0])?;
+    Ok(())
+}
+
+/// Close all descriptors from 3 on but one.
+fn close_but(kept: u32) -> io::Result<()> {
+    let mut whole = true;
+    for (first, last) in [(3, kept - 1), (kept + 1, u32::MAX)].into_iter().filter(|(first, last)| first <= last) {
+        // SAFETY: this copy uses none of them again: what owned them was the original's and is never dropped here.
+        whole &= unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } == 0;
+    }
+    if !whole {
+        // It came with 5.9, and old filters of containers do not know it.
+        let open: Vec<c_int> = std::fs::read_dir("/proc/self/fd")?
+            .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+            .filter(|&descriptor| descriptor > 2 && descriptor != kept.cast_signed())
+            .collect();
+        for descriptor in open {
+            // SAFETY: as above. The one that was read from is closed by now, and one that is not open is an error alone.
+            unsafe { libc::close(descriptor) };
         }
     }
-    let _ = exec.read(&mut [0])?;
     Ok(())
 }
 

@@ -37,7 +37,7 @@ use way::{Ready, Way};
 const TASK_NAME: usize = 15;
 
 /// What somebody is told who cannot see all processes of the host.
-const UNSEEN: &str = "others may be enrolled who cannot be seen from here (root on the host sees all), of other trust \
+const UNSEEN: &str = "others may be enrolled who cannot be seen from here (root on the host sees all, from Linux 6.14 on), of other trust \
     domains too: what is equal merges with theirs";
 
 const EXAMPLES: &str = "\
@@ -198,19 +198,26 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let guided = policy.as_ref().is_some_and(drive::Drive::is_guided);
     // What is merged range by range must not be enrolled whole.
     let (mut ready, passed) = if guided || excluded.is_some() { (None, Vec::new()) } else { choose(options, name) };
-    // Looked for now that this process is enrolled, if it inherits that: of two that start at once one sees the other.
+    // Looked for now that this process is enrolled, if it inherits that: of two that start at once one sees the other,
+    // where the kernel tells who is (from 6.14 on).
     let neighbours = match &ready {
-        Some(_) if !options.across_domains => Some(Neighbours::observe(&LiveHost::new(), &domains, Some(process.id))?),
+        Some(_) if !options.across_domains => {
+            Some(Neighbours::observe(&LiveHost::new(), &domains, Some(process.id)).map_err(|why| format!("{why:#}")))
+        }
         _ => None,
     };
-    let foreign = neighbours.as_ref().and_then(|neighbours| foreign(neighbours, &own, &short));
+    let foreign = match &neighbours {
+        Some(Ok(neighbours)) => foreign(neighbours, &own, &short),
+        Some(Err(why)) => Some(why.clone()),
+        None => None,
+    };
     if foreign.is_some()
         && let Some(ready) = ready.take()
     {
         ready.undo()?;
     }
     let refused = excluded.or(foreign);
-    let unseen = neighbours.is_some_and(|neighbours| neighbours.hidden).then_some(UNSEEN);
+    let unseen = matches!(neighbours, Some(Ok(Neighbours { hidden: true, .. }))).then_some(UNSEEN);
     if options.dry_run {
         if let Some(why) = refused {
             bail!(why);
@@ -253,7 +260,8 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         }
         Some(Ready::Preload(value)) => {
             let library = way::last_file(value);
-            Some(accompany(Errors::Any, |this| preloaded::watch(&LiveHost::new(), this, library))?)
+            let watch = accompany(Errors::Any, |this| preloaded::watch(&LiveHost::new(), this, library));
+            watch.inspect_err(|why| eprintln!("pagefold: what comes of preloading is not looked at: {why:#}")).ok()
         }
         _ => None,
     };

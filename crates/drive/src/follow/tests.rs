@@ -120,6 +120,21 @@ fn what_is_refused_between_rounds_is_told_until_it_is_taken() {
     assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, "", false)]);
 }
 
+#[test]
+fn what_holds_nothing_merged_needs_no_memory_to_be_withdrawn() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    host.map(PID, (RANGE.start, RANGE.end), "", true);
+    let mut trial = Trial::new(&host);
+    trial.add(&plan());
+    trial.look(Whom::All);
+    host.free(0);
+    let (mut session, ..) = Session::begin(&host, directory.path()).unwrap();
+    let gone = trial.withdraw(&mut session, Moment::Early).unwrap();
+    assert_eq!(refused(&trial), [""; 0]);
+    assert_eq!(gone.into_values().collect::<Vec<_>>(), [Pages(64)]);
+    assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, "", false)]);
+}
+
 /// What is told at the end, once there is nobody left to merge.
 fn told_at_the_end<'h>(host: &'h Fake, directory: &Path, trial: &mut Trial<'h>) -> Vec<String> {
     let mut lines = Vec::new();

@@ -26,11 +26,11 @@ pub struct Plan {
     /// By process, in the order of the census. Processes of which nothing pays are not among them.
     pub targets: Vec<Target>,
     /// What programs enrolled themselves and does not pay, those of which nothing else is enrolled among them: ksmd would
-    /// walk it. In the order of the census, each process once; nothing where there are no targets.
+    /// walk it. Each process once; nothing where there are no targets.
     pub narrowed: Vec<Narrowed>,
     /// What it should come to.
     pub predicted: Predicted,
-    /// Processes of the census that are left alone on purpose.
+    /// Processes of the census of which nothing is enrolled, on purpose.
     pub left_alone: Vec<LeftAlone>,
 }
 

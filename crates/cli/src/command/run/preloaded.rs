@@ -77,7 +77,8 @@ pub fn watch(host: &dyn Host, first: ProcessId, library: &[u8]) {
             }
             judged.insert(which);
         }
-        if last || !stays && judged.iter().any(|(process, _)| *process == first) {
+        let is_judged = || judged.iter().any(|(process, _)| *process == first);
+        if last || !stays && (is_judged() || !tree.members().any(|process| process == first)) {
             return;
         }
         std::thread::sleep(pause);
