@@ -7,7 +7,6 @@ use pagefold_model::doctor::{Tuner, USER_HZ, tuner};
 use pagefold_model::ksm::{Setting, Settings};
 use pagefold_model::pace::Pace;
 use pagefold_model::plan::Plan;
-use pagefold_model::region::VmFlags;
 use pagefold_model::{Absent, Pages, Reading};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -83,10 +82,8 @@ impl<'a> Gauge<'a> {
 
     /// Whether any of them has enrolled memory; of who cannot be looked at it is taken to be so.
     fn any_enrolled(&self) -> bool {
-        self.handles.iter().any(|handle| match observe::regions(&**handle) {
-            Ok(regions) => regions.iter().any(|region| region.flags.has(VmFlags::MERGEABLE)),
-            Err(why) => why != Absent::Vanished,
-        })
+        let is = |handle: &dyn Process| verify::has_enrolled(handle).unwrap_or_else(|why| why != Absent::Vanished);
+        self.handles.iter().any(|handle| is(&**handle))
     }
 
     fn all(&self) -> Pages {

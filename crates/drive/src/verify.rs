@@ -7,6 +7,7 @@ use pagefold_host::{Host, Process, observe, parse};
 use pagefold_model::ksm::RMAP_ITEM_BYTES;
 use pagefold_model::outcome::Found;
 use pagefold_model::plan::{Plan, Target};
+use pagefold_model::region::VmFlags;
 use pagefold_model::{Absent, AddressRange, Bytes, NetBytes, Pages, Pfn, Pid, ProcessId, Reading};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -215,6 +216,17 @@ fn is_enrolled(read: impl Fn(&str) -> Reading<Vec<u8>>) -> Reading<bool> {
         Ok(mergeable) => Ok(mergeable),
         Err(_) if ksm.rmap_items.is_ok_and(|items| items > 0) || ksm.merging_pages? > 0 => Ok(true),
         Err(_) => Err(Absent::NotOnThisKernel),
+    }
+}
+
+/// Whether a process has enrolled memory now. Before 6.14 its regions tell, which takes longer the more it has.
+pub fn has_enrolled(handle: &dyn Process) -> Reading<bool> {
+    let told = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel));
+    match told.mergeable {
+        Err(Absent::NotOnThisKernel) => {
+            Ok(observe::regions(handle)?.iter().any(|region| region.flags.has(VmFlags::MERGEABLE)))
+        }
+        mergeable => Ok(told.merge_any == Ok(true) || mergeable?),
     }
 }
 

@@ -10,9 +10,8 @@ use super::companion::{FIRST_PAUSE, LONGEST_PAUSE, Tree};
 use super::program::{self, Loading};
 use super::way;
 use pagefold_drive::verify;
-use pagefold_host::{Host, Process, observe, parse};
+use pagefold_host::Host;
 use pagefold_linux::launch;
-use pagefold_model::region::VmFlags;
 use pagefold_model::{Absent, ProcessId};
 use std::collections::BTreeSet;
 use std::fs;
@@ -97,7 +96,7 @@ fn executed(process: ProcessId) -> Option<PathBuf> {
 /// What came of the library in a process, which executed `file` just before.
 fn look(host: &dyn Host, process: ProcessId, file: &Path, library: &[u8]) -> Seen {
     let Ok(handle) = verify::open(host, process) else { return Seen::Begins };
-    if is_enrolled(&*handle) {
+    if verify::has_enrolled(&*handle) == Ok(true) {
         return Seen::Enrolled;
     }
     let maps = match handle.read("maps") {
@@ -118,14 +117,4 @@ fn look(host: &dyn Host, process: ProcessId, file: &Path, library: &[u8]) -> See
     };
     // What was seen was of the same program.
     if executed(process).is_some_and(|now| now == file) { Seen::Not(why) } else { Seen::Begins }
-}
-
-/// Whether a process is enrolled, wholly or in part. Before 6.14 its regions tell, which takes longer the more it has.
-fn is_enrolled(handle: &dyn Process) -> bool {
-    let ksm = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel));
-    if ksm.mergeable == Err(Absent::NotOnThisKernel) {
-        let regions = observe::regions(handle).unwrap_or_default();
-        return regions.iter().any(|region| region.flags.has(VmFlags::MERGEABLE));
-    }
-    ksm.merge_any == Ok(true) || ksm.mergeable == Ok(true)
 }
