@@ -10,6 +10,8 @@ use std::os::unix::fs::{PermissionsExt, chown, symlink};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use tempfile::TempDir;
 
 const PAGE: u64 = 4096;
@@ -277,17 +279,41 @@ fn root_sees_the_domains_of_all_users_and_trusts_none() {
     drop(removed);
 }
 
+/// Do something while the kernel moves whatever memory it can move.
+fn amid_compaction<T>(act: impl FnOnce() -> T) -> T {
+    struct End<'a>(&'a AtomicBool);
+    impl Drop for End<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+    let ended = AtomicBool::new(false);
+    let compact = || fs::write("/proc/sys/vm/compact_memory", "1").is_ok();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !ended.load(Ordering::Relaxed) {
+                compact();
+            }
+        });
+        let _end = End(&ended);
+        act()
+    })
+}
+
 /// Shares of the store's pages are in the account, named, and add up: 1500 of two members, of which 40 were written by
-/// one of them since.
+/// one of them since. None is missed because the kernel was moving it.
 #[test]
 fn an_account_names_what_members_share() {
     let Some(member) = example() else { return };
     let root = root();
-    let [first, mut second] = two(&member, root.path());
+    let [first, mut second] = amid_compaction(|| two(&member, root.path()));
     second.tell("fill 0 40 9");
     let pids: Vec<String> = [&first, &second].iter().map(|member| format!("--pid={}", member.pid())).collect();
     let arguments = ["account", "--json", &pids[0], &pids[1]];
-    let account = report(root.path(), "account", &arguments);
+    let account = || report(root.path(), "account", &arguments);
+    let moved = amid_compaction(account);
+    assert_eq!(moved["total"]["engine_pages"].as_u64(), Some(1500 + 1460), "{moved:#}");
+    let account = account();
     let of = |name: &str| account["total"][name].as_u64();
     assert_eq!(of("engine_pages"), Some(1500 + 1460), "{account:#}");
     let text = String::from_utf8(pagefold(root.path(), &["account", &pids[0], &pids[1]]).stdout).expect("UTF-8");

@@ -7,7 +7,6 @@ use pagefold_model::engine::{RegionTally, Tally};
 use pagefold_model::hot::Note;
 use pagefold_model::{AddressRange, Bytes, Pages};
 use pagefold_sys::pagemap;
-use std::fs::File;
 use std::io;
 use std::time::Duration;
 
@@ -142,15 +141,13 @@ impl Region {
 /// Those of reading `/proc/self/maps` and `pagemap`.
 pub fn tally_now(domain: &Domain, regions: &mut [Region], now: Duration) -> io::Result<u64> {
     let (parts, mappings) = layout::own(domain.store.identity(), domain.page())?;
-    let pagemap = File::open("/proc/self/pagemap")?;
+    let mut pagemap = pagemap::Own::open()?;
     for region in regions {
         region.tally_anew();
         let first = parts.partition_point(|part| part.range.end <= region.range.start);
         for part in &parts[first..] {
             let Some(range) = part.range.overlap(region.range) else { break };
-            let mut found = Vec::new();
-            pagemap::mapped(&pagemap, range.start..range.end, |mapped| found.push(mapped))?;
-            region.tally(range, part.kind, &found, now);
+            region.tally(range, part.kind, &pagemap.mapped(range.start..range.end)?, now);
         }
     }
     Ok(mappings)

@@ -9,7 +9,6 @@ use crate::statistics::Merged;
 use pagefold_model::lasting::must_last;
 use pagefold_model::{AddressRange, Pages};
 use pagefold_sys::pagemap;
-use std::fs::File;
 use std::io;
 use std::time::Duration;
 
@@ -59,7 +58,7 @@ impl Survey {
     pub fn of(regions: &mut [Region], domain: &Domain, now: Duration, merged: &mut Merged) -> io::Result<Self> {
         let page = domain.page();
         let (parts, mappings) = layout::own(domain.store.identity(), page)?;
-        let pagemap = File::open("/proc/self/pagemap")?;
+        let mut pagemap = pagemap::Own::open()?;
         let must_last = must_last(page);
         let stored =
             parts.iter().filter(|part| part.kind != Kind::Ordinary).map(|part| part.range.bytes().0 / page).sum();
@@ -71,8 +70,7 @@ impl Survey {
             for part in &parts[first..] {
                 let Some(whole) = part.range.overlap(region.range()) else { break };
                 survey.parts.push(whole);
-                let mut found = Vec::new();
-                pagemap::mapped(&pagemap, whole.start..whole.end, |mapped| found.push(mapped))?;
+                let found = pagemap.mapped(whole.start..whole.end)?;
                 for mapped in &found {
                     let range = AddressRange { start: mapped.start, end: mapped.end };
                     let addresses = (range.start..range.end).step_by(page as usize);

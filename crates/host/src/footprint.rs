@@ -25,10 +25,11 @@
 //!
 //! # What moves
 //! Processes are not stopped. A count is read right after the page table it belongs to, in batches of 65,536 pages, so
-//! a process's own shares are as good as its `Pss:`. Across processes: a frame whose count was another one when it was
-//! read before is `moved`; a frame with no mapping left is `gone`, and in nothing else; a process that vanished midway
-//! is `unread`, and what was counted of it is `lost`. Processes that share one address space (CLONE_VM, a child of
-//! vfork before its exec) map each frame once between them and are seen to map it twice: `excess`.
+//! a process's own shares are as good as its `Pss:`. The kernel moves pages between frames, too, for compaction and
+//! between NUMA nodes: a page whose frame has no mapping left is looked for again; if that stays so it is `gone`, and in
+//! nothing else. Across processes: a frame whose count was another one when it was read before is `moved`; a process that
+//! vanished midway is `unread`, and what was counted of it is `lost`. Processes that share one address space (CLONE_VM,
+//! a child of vfork before its exec) map each frame once between them and are seen to map it twice: `excess`.
 //!
 //! # Cost
 //! Two bytes for each base page of the 128 MiB blocks of physical memory that hold any frame seen (4 KiB pages): 512
@@ -48,6 +49,9 @@ use std::num::NonZeroU64;
 
 /// Page table entries read at once, and frames asked for at once.
 const BATCH: u64 = 64 * 1024;
+
+/// How often a page is looked for whose frame has no mapping left.
+const LOOKS: usize = 4;
 
 /// A region is sparse if less than one page in so many is resident.
 const SPARSE: u64 = 8;
@@ -70,8 +74,8 @@ impl<'h> Ledger<'h> {
     /// `Denied` without the privilege to see frame numbers: an estimate is then all there is. `Vanished` if it ended
     /// meanwhile. Either way the process is in [`Frames::unread`].
     pub fn enter(&mut self, process: &dyn Process, regions: &[Region]) -> Reading<Mapped> {
-        let mut entry = Entry { ledger: self, mapped: Mapped::default(), pending: Vec::new() };
-        let outcome = regions.iter().try_for_each(|region| entry.region(process, region)).and_then(|()| entry.count());
+        let mut entry = Entry { ledger: self, process, mapped: Mapped::default(), pending: Vec::new() };
+        let outcome = regions.iter().try_for_each(|region| entry.region(region)).and_then(|()| entry.count());
         let mapped = entry.mapped;
         self.frames.zero += mapped.zero;
         self.frames.huge_zero += mapped.huge_zero;
@@ -121,55 +125,57 @@ impl<'h> Ledger<'h> {
 }
 
 /// One process being entered.
-struct Entry<'l, 'h> {
+struct Entry<'l, 'h, 'p> {
     ledger: &'l mut Ledger<'h>,
+    process: &'p dyn Process,
     mapped: Mapped,
-    /// Frames whose counts are still to be asked for; one that is mapped twice is in it twice.
-    /// With whether it is mapped as of the engine's store.
-    pending: Vec<(Pfn, bool)>,
+    pending: Vec<Pending>,
 }
 
-impl Entry<'_, '_> {
-    fn region(&mut self, process: &dyn Process, region: &Region) -> Reading<()> {
+/// A page whose frame's count is still to be asked for.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Pending {
+    frame: Pfn,
+    address: u64,
+    /// Whether it is in a mapping of the engine's store, and was not written since.
+    store: bool,
+}
+
+impl Entry<'_, '_, '_> {
+    fn region(&mut self, region: &Region) -> Reading<()> {
         let empty = region.rss == Bytes::ZERO && region.hugetlb == Bytes::ZERO;
         if empty || region.flags.has(VmFlags::PFN_MAP.with(VmFlags::IO)) {
             return Ok(());
         }
         if !is_sparse(region, self.batch_bytes()) {
-            return self.range(process, region.range, is_store(&region.name));
+            return self.range(region.range, is_store(&region.name));
         }
         let page = self.ledger.host.page_size();
         let mut window: Option<AddressRange> = None;
-        for run in process.resident(&[region.range])? {
+        for run in self.process.resident(&[region.range])? {
             let run = AddressRange { start: run.address, end: run.address + page.of(Pages(run.pages.into())).0 };
             window = match window {
                 Some(open) if run.end.saturating_sub(open.start) <= self.batch_bytes() => {
                     Some(AddressRange { start: open.start, end: run.end })
                 }
                 full => {
-                    full.map_or(Ok(()), |full| self.range(process, full, false))?;
+                    full.map_or(Ok(()), |full| self.range(full, false))?;
                     Some(run)
                 }
             };
         }
-        window.map_or(Ok(()), |last| self.range(process, last, false))
+        window.map_or(Ok(()), |last| self.range(last, false))
     }
 
     fn batch_bytes(&self) -> u64 {
         self.ledger.host.page_size().of(Pages(BATCH)).0
     }
 
-    fn range(&mut self, process: &dyn Process, range: AddressRange, store: bool) -> Reading<()> {
+    fn range(&mut self, range: AddressRange, store: bool) -> Reading<()> {
         let mut start = range.start;
         while start < range.end {
             let end = range.end.min(start.saturating_add(self.batch_bytes()));
-            for Mapping { present, frame, file, .. } in process.mappings(AddressRange { start, end })? {
-                if present {
-                    // The kernel hides frame numbers from those without CAP_SYS_ADMIN.
-                    // A page that was written since it was merged is no longer the store's.
-                    self.pending.push((frame.ok_or(Absent::Denied)?, store && file));
-                }
-            }
+            self.look(AddressRange { start, end }, store)?;
             if self.pending.len() as u64 >= BATCH {
                 self.count()?;
             }
@@ -178,29 +184,60 @@ impl Entry<'_, '_> {
         Ok(())
     }
 
-    /// Ask for the counts and flags of the pending frames and enter them. On an error none of them is entered.
+    /// Which frames the pages of a range are in.
+    fn look(&mut self, range: AddressRange, store: bool) -> Reading<()> {
+        let addresses = (range.start..).step_by(self.ledger.host.page_size().bytes() as usize);
+        for (address, Mapping { present, frame, file, .. }) in addresses.zip(self.process.mappings(range)?) {
+            if present {
+                // The kernel hides frame numbers from those without CAP_SYS_ADMIN.
+                let frame = frame.ok_or(Absent::Denied)?;
+                self.pending.push(Pending { frame, address, store: store && file });
+            }
+        }
+        Ok(())
+    }
+
+    /// Enter the pending frames. On an error none of those is entered whose counts were not read before.
     fn count(&mut self) -> Reading<()> {
+        let page = self.ledger.host.page_size().bytes();
+        let mut lost = self.count_once()?;
+        for _ in 1..LOOKS {
+            for Pending { address, store, .. } in lost {
+                let before = self.pending.len();
+                self.look(AddressRange { start: address, end: address + page }, store)?;
+                self.mapped.gone += Pages(u64::from(self.pending.len() == before));
+            }
+            lost = self.count_once()?;
+        }
+        self.mapped.gone += Pages(lost.len() as u64);
+        Ok(())
+    }
+
+    /// Ask for the counts and flags of the pending frames and enter them, but for those that have no mapping left:
+    /// these are returned. On an error none of them is entered.
+    fn count_once(&mut self) -> Reading<Vec<Pending>> {
         self.pending.sort_unstable();
-        let of_one = |a: &(Pfn, bool), b: &(Pfn, bool)| a.0 == b.0;
-        let frames: Vec<Pfn> = self.pending.chunk_by(of_one).map(|same| same[0].0).collect();
+        let of_one = |a: &Pending, b: &Pending| a.frame == b.frame;
+        let frames: Vec<Pfn> = self.pending.chunk_by(of_one).map(|same| same[0].frame).collect();
+        let mut lost = Vec::new();
         if frames.is_empty() {
-            return Ok(());
+            return Ok(lost);
         }
         let mappings = stay(self.ledger.host.frame_mappings(&frames))?;
         let flags = stay(self.ledger.host.frame_flags(&frames))?;
         for ((same, mappings), flags) in self.pending.chunk_by(of_one).zip(mappings).zip(flags) {
-            let (pfn, places) = (same[0].0, same.len() as u64);
+            let (pfn, places) = (same[0].frame, same.len() as u64);
             if flags.is_zero_page() {
                 let zeros = if flags.is_thp() { &mut self.mapped.huge_zero } else { &mut self.mapped.zero };
                 *zeros += Pages(places);
                 continue;
             }
             let Some(mappings) = NonZeroU64::new(mappings) else {
-                self.mapped.gone += Pages(places);
+                lost.extend_from_slice(same);
                 continue;
             };
             self.mapped.shares.add(mappings, places);
-            self.mapped.engine.add(mappings, same.iter().filter(|(_, store)| *store).count() as u64);
+            self.mapped.engine.add(mappings, same.iter().filter(|page| page.store).count() as u64);
             if flags.is_ksm() {
                 self.mapped.ksm.add(mappings, places);
             }
@@ -210,7 +247,7 @@ impl Entry<'_, '_> {
             self.ledger.frame(pfn, mappings, flags, places);
         }
         self.pending.clear();
-        Ok(())
+        Ok(lost)
     }
 }
 

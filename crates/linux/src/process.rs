@@ -17,9 +17,16 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 /// Pagemap entries read at once.
 const ENTRIES: usize = 1 << 16;
+/// How long pages that the kernel is moving are waited for in all while a process is held, and for how long at first
+/// and at most before they are looked at again. It moves up to 512 at once, in a millisecond or two if it has a CPU.
+const PATIENCE: Duration = Duration::from_millis(500);
+const FIRST_WAIT: Duration = Duration::from_micros(50);
+const LONGEST_WAIT: Duration = Duration::from_millis(10);
 /// How often threads are listed to find one that lives.
 const LOOKS: usize = 8;
 
@@ -30,6 +37,8 @@ pub struct LiveProcess<'a> {
     directory: OwnedFd,
     pagemap: OnceLock<Reading<File>>,
     memory: OnceLock<Reading<File>>,
+    /// Microseconds that were waited for pages being moved.
+    waited: AtomicU64,
 }
 
 impl<'a> LiveProcess<'a> {
@@ -44,6 +53,7 @@ impl<'a> LiveProcess<'a> {
             directory,
             pagemap: OnceLock::new(),
             memory: OnceLock::new(),
+            waited: AtomicU64::new(0),
         };
         process.id.start_time = parse::stat(&process.read("stat")?)?.start_time;
         Ok(process)
@@ -105,10 +115,12 @@ impl<'a> LiveProcess<'a> {
     }
 
     /// The pagemap entries of so many pages from an address on, into `mappings`. `Vanished` once the address space is
-    /// gone.
+    /// gone. Pages that the kernel is moving, as compaction does with anybody's, are waited for; with memory of devices,
+    /// which looks the same and stays, patience comes to an end.
     pub(crate) fn read_mappings(&self, address: u64, pages: usize, mappings: &mut Vec<Mapping>) -> Reading<()> {
         let pagemap = self.pagemap()?;
         let mut bytes = vec![0; pages.min(ENTRIES) * 8];
+        let mut moving = Vec::new();
         let mut page = address / self.host.page_size.bytes();
         let mut missing = pages;
         while missing > 0 {
@@ -118,11 +130,37 @@ impl<'a> LiveProcess<'a> {
                 return Err(Absent::Vanished);
             }
             let entries = bytes[..count].as_chunks::<8>().0;
-            mappings.extend(entries.iter().map(|&entry| Mapping::from_entry(u64::from_ne_bytes(entry))));
+            for (number, entry) in (page..).zip(entries.iter().copied().map(u64::from_ne_bytes)) {
+                if Mapping::is_moving(entry) {
+                    moving.push((number, mappings.len()));
+                }
+                mappings.push(Mapping::from_entry(entry));
+            }
             page += entries.len() as u64;
             missing -= entries.len();
         }
+        let mut wait = FIRST_WAIT;
+        while !moving.is_empty() && self.may_wait(wait) {
+            std::thread::sleep(wait);
+            wait = LONGEST_WAIT.min(2 * wait);
+            // What cannot be read any more stays as it was.
+            moving.retain(|&(number, at)| {
+                let mut bytes = [0; 8];
+                let read = pagemap.read_exact_at(&mut bytes, number * 8);
+                let entry = u64::from_ne_bytes(bytes);
+                if read.is_ok() {
+                    mappings[at] = Mapping::from_entry(entry);
+                }
+                read.is_ok() && Mapping::is_moving(entry)
+            });
+        }
         Ok(())
+    }
+
+    /// Whether so long a wait is within what is left of patience, which is less by it then.
+    fn may_wait(&self, wait: Duration) -> bool {
+        let wait = wait.as_micros() as u64;
+        self.waited.fetch_add(wait, Ordering::Relaxed) + wait <= PATIENCE.as_micros() as u64
     }
 
     /// Resident pages as kernels before 6.7 tell them: from pagemap, with kpageflags to tell the kernel's page of zeros
@@ -262,6 +300,8 @@ fn gone(why: &Absent) -> Absent {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
+    use std::sync::atomic::AtomicBool;
 
     #[test]
     fn resident_parts_are_clipped_to_ranges() {
@@ -273,5 +313,46 @@ mod tests {
         found.into_iter().for_each(|part| clip.take(part));
         let runs: Vec<_> = clip.runs.iter().map(|run| (run.address / 4096, run.pages, run.huge)).collect();
         assert_eq!(runs, [(2, 2, false), (4, 6, false), (10, 2, true), (20, 1, true), (28, 2, true), (40, 1, false)]);
+    }
+    /// What is mapped is told to be present while the kernel moves all memory that it can move.
+    #[test]
+    fn pages_that_the_kernel_moves_are_waited_for() {
+        const PAGES: usize = 4096;
+        let compact = || fs::write("/proc/sys/vm/compact_memory", "1");
+        if let Err(error) = compact() {
+            return eprintln!("skipped: /proc/sys/vm/compact_memory: {error}");
+        }
+        let host = LiveHost::new();
+        let process = LiveProcess::open(&host, Pid(std::process::id())).unwrap();
+        let page_len = host.page_size.bytes() as usize;
+        let mut blocks: Vec<Vec<u8>> = Vec::new();
+        let ended = AtomicBool::new(false);
+        let absent = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !ended.load(Ordering::Relaxed) {
+                    compact().unwrap();
+                }
+            });
+            let mut absent = 0;
+            for round in 1..=150_u8 {
+                blocks.push(vec![round; PAGES * page_len]);
+                // Compaction fills the frames that are given back.
+                match round % 12 {
+                    0 => blocks.truncate(4),
+                    3 | 6 | 9 => drop(blocks.remove(0)),
+                    _ => {}
+                }
+                for block in &blocks {
+                    let address = (block.as_ptr().expose_provenance()).next_multiple_of(page_len) as u64;
+                    let mut mappings = Vec::new();
+                    if process.read_mappings(address, PAGES - 1, &mut mappings).is_ok() {
+                        absent += mappings.iter().filter(|mapping| !mapping.present).count();
+                    }
+                }
+            }
+            ended.store(true, Ordering::Relaxed);
+            absent
+        });
+        assert_eq!(absent, 0);
     }
 }

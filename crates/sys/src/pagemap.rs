@@ -9,6 +9,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
+use std::time::Duration;
 
 const PAGE_IS_FILE: u64 = 1 << 2;
 const PAGE_IS_PRESENT: u64 = 1 << 3;
@@ -120,6 +121,65 @@ pub fn mapped(pagemap: &File, range: Range<u64>, mut found: impl FnMut(MappedRan
     }
 }
 
+/// The calling process's own pages, of which those that the kernel is moving to other frames are waited for.
+///
+/// Compaction moves anybody's memory, up to 512 pages at once, in a millisecond or two if it has a CPU. Meanwhile they
+/// look swapped out. That nothing is told by `VmSwap` of `/proc/self/status`, and that they are not guard regions by
+/// mincore(2), which takes what is being moved to be in memory (mm/mincore.c, `mincore_pte_range`).
+pub struct Own {
+    pagemap: File,
+    /// How long may still be waited: not at all if something is swapped out; unknown before it matters.
+    patience: Option<Duration>,
+}
+
+/// How long [`Own`] waits in all, and for how long before it looks again.
+const PATIENCE: Duration = Duration::from_millis(50);
+const WAIT: Duration = Duration::from_micros(200);
+
+impl Own {
+    /// Errors are those of opening `/proc/self/pagemap`.
+    pub fn open() -> io::Result<Self> {
+        Ok(Self { pagemap: File::open("/proc/self/pagemap")?, patience: None })
+    }
+
+    /// As [`mapped`].
+    pub fn mapped(&mut self, range: Range<u64>) -> io::Result<Vec<MappedRange>> {
+        loop {
+            let mut found = Vec::new();
+            mapped(&self.pagemap, range.clone(), |mapped| found.push(mapped))?;
+            let is_moving = |found: &MappedRange| found.swapped && in_memory(found.start..found.end);
+            if !found.iter().any(is_moving) || self.patience() < WAIT {
+                return Ok(found);
+            }
+            std::thread::sleep(WAIT);
+            self.patience = Some(self.patience() - WAIT);
+        }
+    }
+
+    fn patience(&mut self) -> Duration {
+        *self.patience.get_or_insert_with(|| {
+            let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+            let swap = status.lines().find_map(|line| line.strip_prefix("VmSwap:")).map(str::trim);
+            if swap == Some("0 kB") { PATIENCE } else { Duration::ZERO }
+        })
+    }
+}
+
+/// Whether any of these pages of this process is in memory.
+fn in_memory(range: Range<u64>) -> bool {
+    let page = crate::mapping::page_size() as u64;
+    let mut states = [0_u8; 512];
+    (range.start..range.end).step_by(512 * page as usize).any(|start| {
+        let end = range.end.min(start + 512 * page);
+        let states = &mut states[..((end - start) / page) as usize];
+        let first = std::ptr::with_exposed_provenance_mut(start as usize);
+        // SAFETY: the kernel writes a byte for each page of the range to `states`, which has as many, and nothing
+        // else; where nothing is mapped it fails.
+        let told = unsafe { libc::mincore(first, (end - start) as usize, states.as_mut_ptr()) };
+        told == 0 && states.iter().any(|state| state & 1 != 0)
+    })
+}
+
 fn mapped_by_scan(pagemap: &File, range: Range<u64>, mut found: impl FnMut(MappedRange)) -> io::Result<()> {
     let wanted = Wanted {
         inverted: 0,
@@ -218,6 +278,7 @@ fn scan(pagemap: &File, range: Range<u64>, wanted: &Wanted, mut found: impl FnMu
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     /// Both ways tell the same of memory that nobody shares.
     #[test]
@@ -272,5 +333,46 @@ mod tests {
             }
             assert!((pages as u64 / 2 - 2..=pages as u64).contains(&count), "{count}");
         }
+    }
+
+    /// Nothing of one's own seems to be swapped out while the kernel moves all memory that it can move.
+    #[test]
+    fn pages_that_the_kernel_moves_are_waited_for() {
+        let page = crate::mapping::page_size();
+        let compact = || std::fs::write("/proc/sys/vm/compact_memory", "1");
+        if let Err(error) = compact() {
+            return println!("skipped: /proc/sys/vm/compact_memory: {error}");
+        }
+        let mut blocks: Vec<Vec<u8>> = Vec::new();
+        let ended = AtomicBool::new(false);
+        let seen = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !ended.load(Ordering::Relaxed) {
+                    compact().expect("as before");
+                }
+            });
+            let mut seen = 0;
+            for round in 1..=150_u8 {
+                blocks.push(vec![round; 4096 * page]);
+                // Compaction fills the frames that are given back.
+                match round % 12 {
+                    0 => blocks.truncate(4),
+                    3 | 6 | 9 => drop(blocks.remove(0)),
+                    _ => {}
+                }
+                for block in &blocks {
+                    let start = block.as_ptr().expose_provenance().next_multiple_of(page) as u64;
+                    let found = Own::open().and_then(|mut own| own.mapped(start..start + (4095 * page) as u64));
+                    seen += found.map_or(1, |found| found.iter().filter(|found| found.swapped).count());
+                }
+            }
+            ended.store(true, Ordering::Relaxed);
+            seen
+        });
+        let swap = std::fs::read_to_string("/proc/self/status").expect("one's own");
+        if !swap.lines().any(|line| line.starts_with("VmSwap:") && line.ends_with(" 0 kB")) {
+            return println!("skipped: this process is swapped out in part");
+        }
+        assert_eq!(seen, 0);
     }
 }

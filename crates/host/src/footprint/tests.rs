@@ -29,6 +29,8 @@ struct FakeProcess {
     lives: usize,
     /// Frames that are of files or of shared memory.
     files: Range<u64>,
+    /// Pages that are elsewhere, or nowhere, from the second time on that any are asked for.
+    moves: BTreeMap<u64, Option<Pfn>>,
     asked: Mutex<Vec<AddressRange>>,
 }
 
@@ -83,6 +85,7 @@ impl FakeProcess {
             pages: (16..).zip(frames.into_iter().map(|pfn| Some(Pfn(pfn)))).collect(),
             lives: usize::MAX,
             files: 0..0,
+            moves: BTreeMap::new(),
             asked: Mutex::default(),
         }
     }
@@ -115,8 +118,10 @@ impl Process for FakeProcess {
         Ok(pages.map(|(number, _)| Run { address: number * PAGE, pages: 1, huge: false }).collect())
     }
     fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>> {
+        let again = !self.asked.lock().unwrap().is_empty();
         self.answer(range, || {
-            let page = |number| match self.pages.get(&number) {
+            let page = |number| match self.moves.get(&number).filter(|_| again).or(self.pages.get(&number)) {
+                Some(None) if again => Mapping::default(),
                 Some(&frame) => {
                     let file = frame.is_some_and(|frame| self.files.contains(&frame.0));
                     Mapping { present: true, frame, file, ..Mapping::default() }
@@ -274,6 +279,23 @@ fn what_changes_between_two_reads_is_named() {
     assert_eq!(frames.moved, Pages(1));
     assert_eq!(frames.unseen, shares(&[(3, 1)]), "by the newest count one mapper of frame 1 was not seen");
     assert_eq!(frames.excess, shares(&[(1, 1)]), "frame 2 has one mapping and was seen in two processes");
+}
+
+#[test]
+fn pages_that_the_kernel_moves_are_found_again() {
+    let host = Fake::default();
+    // All frames of the process have been left meanwhile, but for the first.
+    host.frame(1, 2, SHARED_MEMORY);
+    (2..5).for_each(|pfn| host.frame(pfn, 0, 0));
+    host.frame(6, 2, SHARED_MEMORY);
+    let mut process = FakeProcess { files: 1..7, ..FakeProcess::new(1, [1, 2, 3, 4]) };
+    process.moves = BTreeMap::from([(17, Some(Pfn(6))), (18, None)]);
+    let stores = [Region { name: "/memfd:pagefold-store (deleted)".to_owned(), ..process.regions().remove(0) }];
+    let mut ledger = Ledger::new(&host);
+    let mapped = ledger.enter(&process, &stores).unwrap();
+    assert_eq!((mapped.shares, mapped.engine), (shares(&[(2, 2)]), shares(&[(2, 2)])), "one was found in frame 6");
+    assert_eq!(mapped.gone, Pages(2), "one is not mapped any more, and one was not found for all looking");
+    assert_eq!(ledger.close().distinct, Pages(2));
 }
 
 #[test]

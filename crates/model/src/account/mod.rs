@@ -138,8 +138,8 @@ pub struct Mapped {
     pub zero: Pages,
     /// Pages mapped to the kernel's huge zero page. No memory in use.
     pub huge_zero: Pages,
-    /// Pages that were mapped when the page table was read, and whose frame had no mapping any more when it was
-    /// counted. In no other field.
+    /// Pages that were mapped when the page table was read, whose frame had no mapping any more when it was counted,
+    /// and that were not found in another one. In no other field.
     pub gone: Pages,
 }
 
