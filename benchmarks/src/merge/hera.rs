@@ -1,8 +1,10 @@
 //! The stand-in for HERA (`labs/hera`) in all its modes: memory over time, gain, and run time.
 //!
 //! The cases are those of the evaluation that it stands for: six materials on 4 and on 8 ranks, a bigger case, and a
-//! code that is slowed as a build with `-finstrument-functions` is. In each round the modes come in an order drawn
-//! anew, and each is compared with the plain run of its round; what they compute must be the same to the last bit.
+//! code that is slowed as a build with `-finstrument-functions` is. Another is ours: the indirection writes no zeros
+//! where there are none stored, so that there is a case in which nobody writes what is there already. In each round the
+//! modes come in an order drawn anew, and each is compared with the plain run of its round; what they compute must be
+//! the same to the last bit.
 //!
 //! Memory is that of the job's control group, read in the same way for all: anonymous and shared memory, so that the
 //! messages of ranks, the store of the user engine, its index and the directory of its domain count. To that comes what
@@ -51,6 +53,11 @@ pub struct Case {
 /// Six materials each.
 const CASES: &[Case] = &[
     Case { name: "ranks4", title: "6 materials on 4 ranks", arguments: "--ranks 4 --steps 100" },
+    Case {
+        name: "changed",
+        title: "The same, with nothing written over what is the same",
+        arguments: "--ranks 4 --steps 100 --writes changed",
+    },
     Case { name: "ranks8", title: "6 materials on 8 ranks", arguments: "--ranks 8 --steps 100" },
     Case { name: "bigger", title: "A bigger case on 8 ranks", arguments: "--ranks 8 --roots 3 --levels 3 --steps 60" },
     Case { name: "slow", title: "The slowed code on 4 ranks", arguments: "--ranks 4 --slow --steps 40" },

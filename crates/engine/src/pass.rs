@@ -75,6 +75,37 @@ impl Stillness {
     }
 }
 
+/// Candidates that were looked at. Of each page no more is kept than its fingerprint: what a merge takes of its
+/// program's heap may stay with that.
+#[derive(Debug)]
+struct Looked {
+    found: Candidates,
+    /// Of its pages in turn, 0 of zeros; none if writers could not be held up.
+    fingerprints: Vec<u64>,
+}
+
+impl Looked {
+    fn pages(&self, page: u64) -> impl Iterator<Item = (Page, u64)> + '_ {
+        let addresses = (self.found.range.start..self.found.range.end).step_by(page as usize);
+        addresses.map(|address| Page::new(address, self.found.huge)).zip(self.fingerprints.iter().copied())
+    }
+
+    fn zeros(&self, page: u64) -> impl Iterator<Item = Page> + '_ {
+        self.pages(page).filter(|&(_, fingerprint)| fingerprint == 0).map(|(page, _)| page)
+    }
+
+    fn others(&self, page: u64) -> impl Iterator<Item = (Page, u64)> + '_ {
+        self.pages(page).filter(|&(_, fingerprint)| fingerprint != 0)
+    }
+}
+
+/// Why a page is not in the index.
+enum Unsighted {
+    NoRoom,
+    /// It held something else the last time.
+    Unsettled,
+}
+
 impl State {
     /// Merge what is identical now.
     pub fn merge(&mut self, options: &Options, directory: &Path, stillness: &Stillness) -> io::Result<Merged> {
@@ -139,7 +170,8 @@ impl State {
         let healed = survey.heal(stillness);
         fault::point("after healing");
         let (zeros, looked) = self.look(&survey.candidates, deadline, terms, merged);
-        let pages = self.sight(looked, terms, merged)?;
+        let pages = self.sight(&looked, terms, merged)?;
+        drop(looked);
 
         let mut split = HashSet::new();
         for run in choose(&zeros, |_| true, |_| page as i64, &split, page, usize::MAX) {
@@ -184,7 +216,7 @@ impl State {
     }
 
     /// Look at candidates until the deadline, the new ones first: pages of zeros, and others with their fingerprints,
-    /// by address. Zeros are found before any fingerprint is made: they are known by a line of each other page, and
+    /// both by address. Zeros are found before any fingerprint is made: they are known by a line of each other page, and
     /// most worth.
     fn look(
         &mut self,
@@ -192,7 +224,7 @@ impl State {
         deadline: Option<Instant>,
         Terms { threads, stillness, .. }: Terms<'_>,
         merged: &mut Merged,
-    ) -> (Vec<Page>, Vec<(Page, u64)>) {
+    ) -> (Vec<Page>, Vec<Looked>) {
         let page = self.domain.page();
         let addresses = |range: AddressRange| (range.start..range.end).step_by(page as usize);
         let pieces = |all: &[Candidates]| -> Vec<Candidates> {
@@ -236,32 +268,29 @@ impl State {
         let (mut zeros, chunks) = (zeros.concat(), pieces(&others.concat()));
 
         let hasher = &self.hasher;
-        let looked = parallel(threads, &chunks, |&chunk| {
+        let looked = parallel(threads, &chunks, |&found| {
             if over() {
                 return None;
             }
-            let Ok(_still) = stillness.of(chunk.range) else { return Some(Vec::new()) };
+            let Ok(_still) = stillness.of(found.range) else { return Some(Looked { found, fingerprints: Vec::new() }) };
             // SAFETY: as above.
-            let bytes = unsafe { memory::bytes(chunk.range) };
-            let look = |(address, bytes)| (Page::new(address, chunk.huge), hasher.fingerprint(bytes));
-            Some(addresses(chunk.range).zip(bytes.chunks_exact(page as usize)).map(look).collect::<Vec<_>>())
+            let bytes = unsafe { memory::bytes(found.range) };
+            let fingerprints = bytes.chunks_exact(page as usize).map(|bytes| hasher.fingerprint(bytes)).collect();
+            Some(Looked { found, fingerprints })
         });
         let unseen = looked.iter().position(Option::is_none).map(|at| chunks[at].range.start);
         let unreached = unseen.or(unsifted);
         merged.cut_short += u64::from(unreached.is_some());
         self.cursor = unreached.unwrap_or(0);
-        let mut others: Vec<(Page, u64)> = Vec::new();
-        for (page, fingerprint) in looked.into_iter().flatten().flatten() {
-            match fingerprint {
-                // Written between.
-                0 => zeros.push(page),
-                _ => others.push((page, fingerprint)),
-            }
-        }
-        merged.looked_at += Pages((zeros.len() + others.len()) as u64);
+        let mut looked: Vec<Looked> = looked.into_iter().flatten().collect();
+        let sifted = zeros.len();
+        // Written between.
+        zeros.extend(looked.iter().flat_map(|looked| looked.zeros(page)));
+        let others: usize = looked.iter().map(|looked| looked.fingerprints.len()).sum();
+        merged.looked_at += Pages((sifted + others) as u64);
         zeros.sort_unstable_by_key(|page| page.address);
-        others.sort_unstable_by_key(|(page, _)| page.address);
-        (zeros, others)
+        looked.sort_unstable_by_key(|looked| looked.found.range.start);
+        (zeros, looked)
     }
 
     /// Note each content in the index. Pages for which there is no room are left out. Where there is a bound on what
@@ -269,42 +298,42 @@ impl State {
     /// is merged while it changes costs its program a fault and the engine the work once more.
     fn sight(
         &mut self,
-        looked: Vec<(Page, u64)>,
+        looked: &[Looked],
         Terms { room, threads, now, .. }: Terms<'_>,
         merged: &mut Merged,
     ) -> io::Result<Vec<Page>> {
-        let sparing = room.is_some();
+        let (page, sparing) = (self.domain.page(), room.is_some());
         self.domain.follow()?;
         let regions = &self.regions;
-        let settled = |page: Page, fingerprint| region_of(regions, page.address).is_settled(page.address, fingerprint);
-        let enters = |page: Page, fingerprint| !sparing || settled(page, fingerprint);
-        let missing = |&&(page, fingerprint): &&(Page, u64)| {
-            enters(page, fingerprint) && self.domain.index.find(fingerprint).is_none()
+        let settled = |address, fingerprint| region_of(regions, address).is_settled(address, fingerprint);
+        let enters = |address, fingerprint| !sparing || settled(address, fingerprint);
+        let missing = |&(found, fingerprint): &(Page, u64)| {
+            enters(found.address, fingerprint) && self.domain.index.find(fingerprint).is_none()
         };
-        let contents = looked.iter().filter(missing).count();
+        let contents = looked.iter().flat_map(|looked| looked.others(page)).filter(missing).count();
         unless_held_up(self.domain.make_room(contents), merged)?;
         let (domain, random, epoch) = (&self.domain, self.random, self.domain.epoch());
-        let chunks: Vec<&[(Page, u64)]> = looked.chunks(CHUNK as usize).collect();
-        let sight = |&(page, fingerprint): &(Page, u64)| {
+        let sight = |(found, fingerprint): (Page, u64)| {
             let index = &domain.index;
-            let entry = if enters(page, fingerprint) {
-                index.entry(fingerprint)
+            let entry = if enters(found.address, fingerprint) {
+                index.entry(fingerprint).ok_or(Unsighted::NoRoom)
             } else {
-                index.find(fingerprint).ok_or((page, fingerprint)).map(Some)?
-            };
-            let Some(entry) = entry else { return Ok(None) };
-            index.see(entry, Tag::of(random, page.address), epoch);
-            Ok(Some(Page { entry, ..page }))
+                index.find(fingerprint).ok_or(Unsighted::Unsettled)
+            }?;
+            index.see(entry, Tag::of(random, found.address), epoch);
+            Ok(entry)
         };
-        let sighted = parallel(threads, &chunks, |chunk| chunk.iter().map(sight).collect::<Vec<_>>());
-        let mut pages = Vec::with_capacity(looked.len());
-        for sighted in sighted.into_iter().flatten() {
+        let sighted = parallel(threads, looked, |looked| looked.others(page).map(sight).collect::<Vec<_>>());
+        let mut pages = Vec::new();
+        for ((found, fingerprint), sighted) in
+            looked.iter().flat_map(|looked| looked.others(page)).zip(sighted.into_iter().flatten())
+        {
             match sighted {
-                Ok(Some(page)) => pages.push(page),
-                Ok(None) => merged.failed += Pages(1),
-                Err((page, fingerprint)) => {
-                    let at = self.regions.partition_point(|region| region.range().end <= page.address);
-                    self.regions[at].note(page.address).looked(now, fingerprint);
+                Ok(entry) => pages.push(Page { entry, ..found }),
+                Err(Unsighted::NoRoom) => merged.failed += Pages(1),
+                Err(Unsighted::Unsettled) => {
+                    let at = self.regions.partition_point(|region| region.range().end <= found.address);
+                    self.regions[at].note(found.address).looked(now, fingerprint);
                 }
             }
         }
