@@ -308,6 +308,14 @@ template <class Array> void simulate(const Options &options, Comm &comm)
             check(drift, totals);
         return drift;
     };
+    /* A safe point: nobody writes to arrays from here on until all are done. */
+    auto merge = [&] {
+        if (options.mode != Mode::engine)
+            return;
+        comm.barrier();
+        memory.merge();
+    };
+    merge();
     for (int step = 0;; step++) {
         /* Everybody's fastest wave, and whether it is time for a sample. */
         std::vector<double> words = comm.all_gather({ solver.fastest, double(trace.is_due()) });
@@ -329,11 +337,9 @@ template <class Array> void simulate(const Options &options, Comm &comm)
         if (words[1] != 0 || step + 1 == options.steps)
             trace.sample();
         solver.release();
-        if (options.mode == Mode::engine && (step + 1) % options.merge == 0) {
-            /* Nobody writes from here on: arrays have been stepped and moved, and messages are elsewhere. */
-            comm.barrier();
-            memory.merge();
-        }
+        /* Arrays have been stepped and moved, and messages are elsewhere. */
+        if ((step + 1) % options.merge == 0)
+            merge();
     }
     comm.barrier();
     double seconds = trace.seconds() - began, cpu = cpu_seconds() - cpu_began;

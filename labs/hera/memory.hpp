@@ -7,7 +7,7 @@
  * | plain  | ordinary memory |
  * | blocks | groups of 512 doubles behind an indirection in operator[]; one of zeros is not stored |
  * | ksm    | ordinary memory that the kernel may merge: madvise(MADV_MERGEABLE) |
- * | engine | memory of pagefold_allocate, merged at the end of each step by pagefold_merge |
+ * | engine | memory of pagefold_allocate, merged before the first step and at the end of each by pagefold_merge |
  *
  * Two classes of arrays have the same operators: `Plain` for all modes but `blocks`, and `Grouped` for that. Whoever
  * computes is a template over them, so that an access to a `Plain` one is an access to memory. New arrays are filled
