@@ -433,6 +433,29 @@ fn one_merge_after_another_keeps_domains_apart() {
 }
 
 #[test]
+fn that_others_cannot_be_seen_is_told() {
+    let state = tempfile::tempdir().unwrap();
+    let script = "sleep 60 & \"$0\" merge --dry-run --json --pid $! --state \"$1\"; status=$?; kill $!; exit $status";
+    let hidden = |within: &[&str], more: &str| {
+        let mut command = Command::new(within.first().unwrap_or(&"env"));
+        command.args(within.iter().skip(1)).args(["sh", "-c", &script.replace("--json", more)]);
+        let output = command.arg(env!("CARGO_BIN_EXE_pagefold")).arg(state.path()).output().unwrap();
+        report(&output, 0)["others_hidden"].clone()
+    };
+    let namespace = ["unshare", "--pid", "--fork", "--mount-proc"];
+    if !nix::unistd::geteuid().is_root()
+        || !Command::new("unshare").args(&namespace[1..]).arg("true").status().is_ok_and(|status| status.success())
+    {
+        return println!("skipped: needs root and unshare(1)");
+    }
+    assert_eq!(hidden(&namespace, "--json"), true);
+    assert_eq!(hidden(&namespace, "--json --whole"), true);
+    assert_eq!(hidden(&namespace, "--json --across-domains"), false, "nobody is kept apart");
+    let told = fs::read_to_string("/proc/self/ksm_stat").is_ok_and(|stat| stat.contains("ksm_mergeable"));
+    assert_eq!(hidden(&[], "--json"), !told, "before 6.14 it is not told of everybody");
+}
+
+#[test]
 fn a_deadline_ends_it_and_the_report_says_so() {
     let Some(ksm) = Ksm::take_as_others_set_it() else { return };
     let state = tempfile::tempdir().unwrap();

@@ -1,6 +1,6 @@
 //! From a host to a plan: the census that a plan needs, and the plan.
 
-use crate::verify;
+use crate::verify::{self, Enrolled};
 use pagefold_census::plan;
 use pagefold_census::{Ages, DEFAULT_MAX_MAP_COUNT, Probes, Second, Selection};
 use pagefold_host::{Host, observe};
@@ -51,6 +51,8 @@ pub struct Prepared {
     pub probes: Probes,
     /// What is left out because it, or all that it would merge with, is not old enough.
     pub young: BTreeMap<ProcessId, Bytes>,
+    /// Whether others may be enrolled whom it is not told: what they hold was not kept apart.
+    pub others_hidden: bool,
     /// A sample of what each holds, comparable between censuses with the same ages; nothing without.
     pub held: BTreeMap<ProcessId, Held>,
 }
@@ -71,8 +73,9 @@ pub fn prepare(
     let max_map_count = request.max_regions.map_or(kernels, |most| most.min(kernels));
     let apart = !request.across_domains && !request.whole;
     // Who enrols processes whole wants all that they hold, and is told who else is enrolled.
-    let enrolled = if apart { verify::enrolled(host).map(|enrolled| enrolled.processes) } else { Ok(Vec::new()) };
-    let enrolled = enrolled.map_err(|source| pagefold_census::Error::Processes { host: host.describe(), source })?;
+    let enrolled = if apart { verify::enrolled(host) } else { Ok(Enrolled::default()) };
+    let Enrolled { processes: enrolled, hidden: others_hidden } =
+        enrolled.map_err(|source| pagefold_census::Error::Processes { host: host.describe(), source })?;
     let options = pagefold_census::Options {
         selection: request.selection.clone(),
         domains: request.domains.clone(),
@@ -112,7 +115,7 @@ pub fn prepare(
     let held = if ages.is_some() { pagefold_census::sketches(&census, &index) } else { BTreeMap::new() };
     let young = ages.map(|(ages, now)| ages.sift(&mut plan, &census, &index, now)).unwrap_or_default();
     let probes = Probes::of(&plan, &census, &index, &hasher);
-    Ok(Prepared { census, plan, probes, young, held })
+    Ok(Prepared { census, plan, probes, young, others_hidden, held })
 }
 
 /// How many regions each process with anything to enrol has now: the census keeps to what there was when it began, and

@@ -111,11 +111,12 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     needs_ksm(&*host)?;
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
     let session = if options.dry_run { None } else { Some(begin(&*host, options, global)?) };
-    let Prepared { census, plan, probes, .. } = prepared(&*host, options, global, &stop)?;
+    let Prepared { census, plan, probes, others_hidden, .. } = prepared(&*host, options, global, &stop)?;
     let page_size = host.page_size();
     let huge_page_size = observe::huge_page_bytes(&*host).unwrap_or(page_size.bytes() * 512);
     let mut report = MergeReport::of_plan(host.describe(), page_size, huge_page_size, &census, &plan);
-    report.others_hidden = global.host == "live" && !options.across_domains && !neighbours::shows_all(&*host);
+    let seen = options.across_domains || !others_hidden && neighbours::shows_all(&*host);
+    report.others_hidden = global.host == "live" && !seen;
     drop(census);
     let mut met = true;
     if let Some(mut session) = session.filter(|_| !plan.targets.is_empty()) {
@@ -167,7 +168,7 @@ fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBo
     }
     if options.whole {
         is_of_one(options.qmp.as_deref(), plan.targets.iter().map(|target| &target.process))?;
-        one_domain(host, plan, &request.domains, options)?;
+        prepared.others_hidden = one_domain(host, plan, &request.domains, options)?;
         for target in &mut plan.targets {
             target.way = way(host, target, options, global)?;
         }
@@ -175,12 +176,13 @@ fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBo
     Ok(prepared)
 }
 
-/// Refuse to enrol processes whole where other trust domains are, or have been enrolled before.
-fn one_domain(host: &dyn Host, plan: &Plan, domains: &Domains, options: &Options) -> anyhow::Result<()> {
+/// Refuse to enrol processes whole where other trust domains are, or have been enrolled before. Whether there may be
+/// others that cannot be seen from here.
+fn one_domain(host: &dyn Host, plan: &Plan, domains: &Domains, options: &Options) -> anyhow::Result<bool> {
     if options.across_domains {
-        return Ok(());
+        return Ok(false);
     }
-    let mut all = Neighbours::observe(host, domains, None)?.domains;
+    let Neighbours { domains: mut all, hidden } = Neighbours::observe(host, domains, None)?;
     all.extend(plan.targets.iter().map(|target| target.domain.clone()));
     if !plan.targets.is_empty() && all.len() > 1 {
         let some: Vec<String> = all.iter().take(2).map(Domain::to_string).collect();
@@ -191,7 +193,7 @@ fn one_domain(host: &dyn Host, plan: &Plan, domains: &Domains, options: &Options
             some.join(", ")
         );
     }
-    Ok(())
+    Ok(hidden)
 }
 
 /// How a process is enrolled whole.

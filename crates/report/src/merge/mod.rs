@@ -32,7 +32,8 @@ pub struct MergeReport {
     /// Processes of other trust domains that are enrolled already. They were looked at, too: what they hold is in no
     /// plan.
     pub kept_apart_from: u64,
-    /// Whether there may be others who are enrolled and cannot be seen from here, as from within a container.
+    /// Whether there may be others who are enrolled and cannot be seen from here: those outside of a container, those
+    /// of other users without root, before Linux 6.14 whoever ksmd has not come to.
     pub others_hidden: bool,
     /// What was planned.
     pub plan: PlanReport,
