@@ -41,10 +41,14 @@ use std::fs::{DirBuilder, File, TryLockError};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// Where lock and journal are kept unless said otherwise.
 pub const DIRECTORY: &str = "/run/pagefold";
+
+/// How long a process that is ending is waited for where that keeps something from being put back.
+const ENDING: Duration = Duration::from_secs(2);
 
 /// Whether a change comes back when the session ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -269,6 +273,30 @@ impl<'a> Session<'a> {
         let effect = self.host.apply(action)?;
         self.stops.extend(&effect.stops);
         Ok(effect)
+    }
+
+    /// Put something back, or find that its process has ended: while that is ending it cannot be acted upon.
+    fn effect_or_end(&mut self, undo: &Action) -> Result<Effect, Refusal> {
+        let began = Instant::now();
+        loop {
+            let effect = self.effect(undo);
+            let busy = matches!(effect, Err(Refusal::Busy(_))) && began.elapsed() < ENDING;
+            if !busy || !self.is_ending(undo) {
+                return effect;
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Whether the process that something is done to is there, and its main thread has ended or is about to.
+    fn is_ending(&self, action: &Action) -> bool {
+        let (Action::Advise { process, .. } | Action::MergeAny { process, .. } | Action::GuestMerge { process, .. }) =
+            action
+        else {
+            return false;
+        };
+        let stat = verify::open(self.host, *process).and_then(|handle| parse::stat(&handle.read("stat")?));
+        stat.is_ok_and(|stat| matches!(stat.state, 'Z' | 'X') || stat.flags & parse::PF_EXITING != 0)
     }
 
     /// Write settings for now, in the order in which the kernel takes them. Those that have the value are not written.
@@ -516,7 +544,7 @@ impl<'a> Session<'a> {
             }
             _ => {}
         }
-        match self.effect(&entry.undo) {
+        match self.effect_or_end(&entry.undo) {
             Ok(_) | Err(Refusal::Vanished) => Back::done(entry),
             Err(why) => Back::not(entry, &why, later(&why)),
         }
@@ -622,7 +650,7 @@ impl<'a> Session<'a> {
             return back;
         }
         let action = part(&same);
-        match self.effect(&action.undo) {
+        match self.effect_or_end(&action.undo) {
             Ok(effect) => {
                 let mut missed: BTreeMap<String, Vec<_>> = BTreeMap::new();
                 // What was unmapped meanwhile has nothing that could come back.

@@ -3,8 +3,9 @@
 mod advice;
 
 use super::*;
-use crate::fake::Fake;
+use crate::fake::{Fake, Trouble};
 use pagefold_host::faulty::{Fault, Faulty};
+use pagefold_model::Pid;
 use std::fs;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -150,6 +151,38 @@ fn killed_between_the_note_and_the_change() {
     let (_, _, remains) = Session::begin(&host, directory.path()).unwrap();
     assert_eq!(remains, Vec::new());
     assert_eq!(host.values(), before);
+}
+
+#[test]
+fn who_is_ending_has_nothing_to_be_put_back() {
+    let ranges = vec![AddressRange { start: 0x1000, end: 0x3000 }];
+    // Nobody else knows that they end.
+    let exits = |host: &Fake| host.file("proc/7/stat", "7 (program) Z 1 1 1 0 -1 4 0 0 0 0 0 0 0 0 20 0 1 0 1\n");
+    for (exiting, ends) in [(true, true), (true, false), (false, false)] {
+        let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+        host.map(7, (0x1000, 0x3000), "", false);
+        let mut session = begin(&host, directory.path());
+        let process = ProcessId { pid: Pid(7), start_time: 1 };
+        let enrol = Action::Advise { process, advice: Advice::Mergeable, ranges: ranges.clone() };
+        session.apply(&enrol, Stays::ForNow).unwrap();
+        host.trouble(Some(Trouble::BusyAfter(0)));
+        if exiting {
+            exits(&host);
+        }
+        let began = Instant::now();
+        let remains = thread::scope(|scope| {
+            scope.spawn(|| {
+                thread::sleep(Duration::from_millis(100));
+                if ends {
+                    host.end(Pid(7));
+                }
+            });
+            session.finish().unwrap()
+        });
+        assert_eq!(remains.is_empty(), ends, "{remains:?}");
+        assert_eq!(began.elapsed() >= ENDING, exiting && !ends, "only who is ending is waited for");
+        host.trouble(None);
+    }
 }
 
 /// Every write and every read of a setting fails in turn: afterwards the host is as before, or it is said what is not,
