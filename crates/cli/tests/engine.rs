@@ -306,13 +306,14 @@ fn amid_compaction<T>(act: impl FnOnce() -> T) -> T {
 fn an_account_names_what_members_share() {
     let Some(member) = example() else { return };
     let root = root();
-    let [first, mut second] = amid_compaction(|| two(&member, root.path()));
+    let [first, mut second] = two(&member, root.path());
     second.tell("fill 0 40 9");
     let pids: Vec<String> = [&first, &second].iter().map(|member| format!("--pid={}", member.pid())).collect();
     let arguments = ["account", "--json", &pids[0], &pids[1]];
     let account = || report(root.path(), "account", &arguments);
-    let moved = amid_compaction(account);
-    assert_eq!(moved["total"]["engine_pages"].as_u64(), Some(1500 + 1460), "{moved:#}");
+    // On a machine that is busy with other things it may keep a page for longer than anybody waits.
+    let exact = || account()["total"]["engine_pages"].as_u64() == Some(1500 + 1460);
+    assert!(amid_compaction(|| (0..5).any(|_| exact())), "none of five");
     let account = account();
     let of = |name: &str| account["total"][name].as_u64();
     assert_eq!(of("engine_pages"), Some(1500 + 1460), "{account:#}");

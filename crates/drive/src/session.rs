@@ -47,7 +47,7 @@ use std::time::{Duration, Instant};
 /// Where lock and journal are kept unless said otherwise.
 pub const DIRECTORY: &str = "/run/pagefold";
 
-/// How long a process that is ending is waited for where that keeps something from being put back.
+/// How long processes that are ending are waited for in all where that keeps something from being put back.
 const ENDING: Duration = Duration::from_secs(2);
 
 /// Whether a change comes back when the session ends.
@@ -275,12 +275,12 @@ impl<'a> Session<'a> {
         Ok(effect)
     }
 
-    /// Put something back, or find that its process has ended: while that is ending it cannot be acted upon.
-    fn effect_or_end(&mut self, undo: &Action) -> Result<Effect, Refusal> {
-        let began = Instant::now();
+    /// Put something back, or find that its process has ended: while that is ending it cannot be acted upon. Waits
+    /// until some time for it.
+    fn effect_or_end(&mut self, undo: &Action, until: Instant) -> Result<Effect, Refusal> {
         loop {
             let effect = self.effect(undo);
-            let busy = matches!(effect, Err(Refusal::Busy(_))) && began.elapsed() < ENDING;
+            let busy = matches!(effect, Err(Refusal::Busy(_))) && Instant::now() < until;
             if !busy || !self.is_ending(undo) {
                 return effect;
             }
@@ -506,10 +506,10 @@ impl<'a> Session<'a> {
     /// Put back all there is, newest first, whatever happens to one of them or to the journal.
     fn put_back(&mut self) -> Result<(Vec<Action>, Vec<Remains>), Error> {
         let (mut undone, mut remains, mut stored) = (Vec::new(), Vec::new(), Ok(()));
-        let older = self.left.len();
+        let (older, until) = (self.left.len(), Instant::now() + ENDING);
         // `run` was written last and is put back first, so that ksmd does not run under half of the old settings.
         while let Some(entry) = self.journal.entries.pop() {
-            let back = self.put_back_one(&entry);
+            let back = self.put_back_one(&entry, until);
             undone.extend(back.done);
             for (entry, why, kept) in back.remains {
                 remains.push(Remains { undo: entry.undo.clone(), why, kept });
@@ -527,7 +527,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    fn put_back_one(&mut self, entry: &Entry) -> Back {
+    fn put_back_one(&mut self, entry: &Entry, until: Instant) -> Back {
         if entry.until_done
             && let Err(why) = self.may_copy(&entry.undo)
         {
@@ -540,11 +540,11 @@ impl<'a> Session<'a> {
                 Err((why, kept)) => return Back::not(entry, why, kept),
             },
             Action::Advise { process, advice, ranges } => {
-                return self.put_back_advice(entry, *process, *advice, ranges);
+                return self.put_back_advice(entry, (*process, *advice, ranges), until);
             }
             _ => {}
         }
-        match self.effect_or_end(&entry.undo) {
+        match self.effect_or_end(&entry.undo, until) {
             Ok(_) | Err(Refusal::Vanished) => Back::done(entry),
             Err(why) => Back::not(entry, &why, later(&why)),
         }
@@ -620,7 +620,12 @@ impl<'a> Session<'a> {
     }
 
     /// Put advice back where what was advised is still there.
-    fn put_back_advice(&mut self, entry: &Entry, process: ProcessId, advice: Advice, ranges: &[AddressRange]) -> Back {
+    fn put_back_advice(
+        &mut self,
+        entry: &Entry,
+        (process, advice, ranges): (ProcessId, Advice, &[AddressRange]),
+        until: Instant,
+    ) -> Back {
         let extents = match Extents::of(self.host, process) {
             Ok(extents) => extents,
             Err(Absent::Vanished) => return Back::done(entry),
@@ -650,7 +655,7 @@ impl<'a> Session<'a> {
             return back;
         }
         let action = part(&same);
-        match self.effect_or_end(&action.undo) {
+        match self.effect_or_end(&action.undo, until) {
             Ok(effect) => {
                 let mut missed: BTreeMap<String, Vec<_>> = BTreeMap::new();
                 // What was unmapped meanwhile has nothing that could come back.

@@ -42,6 +42,9 @@ const CHUNK: u64 = 512;
 /// only find out what there is would use up what there is room for. With others, it takes half as much.
 const SURVEYS: u32 = 4;
 
+/// How long at most pages that the kernel is moving are waited for.
+const STILL: Duration = Duration::from_millis(50);
+
 /// References are made anew once an eighth of them, and so many, are not needed.
 const SPARE: u64 = 64;
 
@@ -75,19 +78,22 @@ impl Stillness {
     }
 }
 
-/// Candidates that were looked at. Of each page no more is kept than its fingerprint: what a merge takes of its
-/// program's heap may stay with that.
-#[derive(Debug)]
+/// Candidates that were looked at, as many as a thread takes at a time. Of each page no more is kept than its
+/// fingerprint: what a merge takes of its program's heap may stay with that.
+#[derive(Debug, Default)]
 struct Looked {
-    found: Candidates,
-    /// Of its pages in turn, 0 of zeros; none if writers could not be held up.
+    found: Vec<Candidates>,
+    /// Of all their pages in turn, 0 of zeros.
     fingerprints: Vec<u64>,
 }
 
 impl Looked {
     fn pages(&self, page: u64) -> impl Iterator<Item = (Page, u64)> + '_ {
-        let addresses = (self.found.range.start..self.found.range.end).step_by(page as usize);
-        addresses.map(|address| Page::new(address, self.found.huge)).zip(self.fingerprints.iter().copied())
+        let pages = move |found: &Candidates| {
+            let (range, huge) = (found.range, found.huge);
+            (range.start..range.end).step_by(page as usize).map(move |address| Page::new(address, huge))
+        };
+        self.found.iter().flat_map(pages).zip(self.fingerprints.iter().copied())
     }
 
     fn zeros(&self, page: u64) -> impl Iterator<Item = Page> + '_ {
@@ -162,7 +168,8 @@ impl State {
         let Terms { room, threads, now, stillness, .. } = terms;
         let page = self.domain.page();
         let began = Instant::now();
-        let mut survey = Survey::of(&mut self.regions, &self.domain, now, merged)?;
+        let patience = room.map_or(STILL, |room| STILL.min(room / SURVEYS));
+        let mut survey = Survey::of(&mut self.regions, &self.domain, (now, patience), merged)?;
         self.surveying = began.elapsed();
         // The other half of what is left is for what is found.
         let deadline = room.map(|room| Instant::now() + room.saturating_sub(self.surveying) / 2);
@@ -216,8 +223,8 @@ impl State {
     }
 
     /// Look at candidates until the deadline, the new ones first: pages of zeros, and others with their fingerprints,
-    /// both by address. Zeros are found before any fingerprint is made: they are known by a line of each other page, and
-    /// most worth.
+    /// both by address. Zeros are found before any fingerprint is made: they are known by a line of each other page,
+    /// and most worth.
     fn look(
         &mut self,
         candidates: &[Candidates],
@@ -227,17 +234,14 @@ impl State {
     ) -> (Vec<Page>, Vec<Looked>) {
         let page = self.domain.page();
         let addresses = |range: AddressRange| (range.start..range.end).step_by(page as usize);
-        let pieces = |all: &[Candidates]| -> Vec<Candidates> {
-            let piece = |found: &Candidates| {
-                let (found, bytes) = (*found, CHUNK * page);
-                (found.range.start..found.range.end).step_by(bytes as usize).map(move |start| {
-                    let range = AddressRange { start, end: found.range.end.min(start + bytes) };
-                    Candidates { range, ..found }
-                })
-            };
-            all.iter().flat_map(piece).collect()
+        let pieces = |found: &Candidates| {
+            let (found, bytes) = (*found, CHUNK * page);
+            (found.range.start..found.range.end).step_by(bytes as usize).map(move |start| {
+                let range = AddressRange { start, end: found.range.end.min(start + bytes) };
+                Candidates { range, ..found }
+            })
         };
-        let mut chunks = pieces(candidates);
+        let mut chunks: Vec<Candidates> = candidates.iter().flat_map(pieces).collect();
         // What the last merge did not come to is first.
         let first = chunks.partition_point(|chunk| chunk.range.start < self.cursor);
         chunks.rotate_left(first);
@@ -265,20 +269,25 @@ impl State {
         });
         let unsifted = sifted.iter().position(Option::is_none).map(|at| chunks[at].range.start);
         let (zeros, others): (Vec<Vec<Page>>, Vec<Vec<Candidates>>) = sifted.into_iter().flatten().unzip();
-        let (mut zeros, chunks) = (zeros.concat(), pieces(&others.concat()));
+        let mut zeros = zeros.concat();
+        let others: Vec<Vec<Candidates>> = others.into_iter().filter(|others| !others.is_empty()).collect();
 
         let hasher = &self.hasher;
-        let looked = parallel(threads, &chunks, |&found| {
+        let looked = parallel(threads, &others, |others| {
             if over() {
                 return None;
             }
-            let Ok(_still) = stillness.of(found.range) else { return Some(Looked { found, fingerprints: Vec::new() }) };
-            // SAFETY: as above.
-            let bytes = unsafe { memory::bytes(found.range) };
-            let fingerprints = bytes.chunks_exact(page as usize).map(|bytes| hasher.fingerprint(bytes)).collect();
-            Some(Looked { found, fingerprints })
+            let mut looked = Looked::default();
+            for &found in others {
+                let Ok(_still) = stillness.of(found.range) else { continue };
+                // SAFETY: as above.
+                let bytes = unsafe { memory::bytes(found.range) };
+                looked.fingerprints.extend(bytes.chunks_exact(page as usize).map(|bytes| hasher.fingerprint(bytes)));
+                looked.found.push(found);
+            }
+            Some(looked)
         });
-        let unseen = looked.iter().position(Option::is_none).map(|at| chunks[at].range.start);
+        let unseen = looked.iter().position(Option::is_none).map(|at| others[at][0].range.start);
         let unreached = unseen.or(unsifted);
         merged.cut_short += u64::from(unreached.is_some());
         self.cursor = unreached.unwrap_or(0);
@@ -286,10 +295,10 @@ impl State {
         let sifted = zeros.len();
         // Written between.
         zeros.extend(looked.iter().flat_map(|looked| looked.zeros(page)));
-        let others: usize = looked.iter().map(|looked| looked.fingerprints.len()).sum();
-        merged.looked_at += Pages((sifted + others) as u64);
+        let seen: usize = looked.iter().map(|looked| looked.fingerprints.len()).sum();
+        merged.looked_at += Pages((sifted + seen) as u64);
         zeros.sort_unstable_by_key(|page| page.address);
-        looked.sort_unstable_by_key(|looked| looked.found.range.start);
+        looked.sort_unstable_by_key(|looked| looked.found.first().map(|found| found.range.start));
         (zeros, looked)
     }
 

@@ -7,6 +7,7 @@ use pagefold_model::engine::{RegionTally, Tally};
 use pagefold_model::hot::Note;
 use pagefold_model::{AddressRange, Bytes, Pages};
 use pagefold_sys::pagemap;
+use std::fs::File;
 use std::io;
 use std::time::Duration;
 
@@ -141,13 +142,15 @@ impl Region {
 /// Those of reading `/proc/self/maps` and `pagemap`.
 pub fn tally_now(domain: &Domain, regions: &mut [Region], now: Duration) -> io::Result<u64> {
     let (parts, mappings) = layout::own(domain.store.identity(), domain.page())?;
-    let mut pagemap = pagemap::Own::open()?;
+    let pagemap = File::open("/proc/self/pagemap")?;
     for region in regions {
         region.tally_anew();
         let first = parts.partition_point(|part| part.range.end <= region.range.start);
         for part in &parts[first..] {
             let Some(range) = part.range.overlap(region.range) else { break };
-            region.tally(range, part.kind, &pagemap.mapped(range.start..range.end)?, now);
+            let mut found = Vec::new();
+            pagemap::mapped(&pagemap, range.start..range.end, |mapped| found.push(mapped))?;
+            region.tally(range, part.kind, &found, now);
         }
     }
     Ok(mappings)

@@ -51,14 +51,20 @@ impl Candidates {
 }
 
 impl Survey {
-    /// Find out what there is; regions are put in the order of their addresses.
+    /// Find out what there is; regions are put in the order of their addresses. Pages that the kernel is moving are
+    /// waited for, so long in all.
     ///
     /// # Errors
     /// Those of reading `/proc/self/maps` and `pagemap`.
-    pub fn of(regions: &mut [Region], domain: &Domain, now: Duration, merged: &mut Merged) -> io::Result<Self> {
+    pub fn of(
+        regions: &mut [Region],
+        domain: &Domain,
+        (now, patience): (Duration, Duration),
+        merged: &mut Merged,
+    ) -> io::Result<Self> {
         let page = domain.page();
         let (parts, mappings) = layout::own(domain.store.identity(), page)?;
-        let mut pagemap = pagemap::Own::open()?;
+        let mut pagemap = pagemap::Own::open(patience)?;
         let must_last = must_last(page);
         let stored =
             parts.iter().filter(|part| part.kind != Kind::Ordinary).map(|part| part.range.bytes().0 / page).sum();

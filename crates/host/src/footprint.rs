@@ -26,10 +26,11 @@
 //! # What moves
 //! Processes are not stopped. A count is read right after the page table it belongs to, in batches of 65,536 pages, so
 //! a process's own shares are as good as its `Pss:`. The kernel moves pages between frames, too, for compaction and
-//! between NUMA nodes: a page whose frame has no mapping left is looked for again; if that stays so it is `gone`, and in
-//! nothing else. Across processes: a frame whose count was another one when it was read before is `moved`; a process that
-//! vanished midway is `unread`, and what was counted of it is `lost`. Processes that share one address space (CLONE_VM,
-//! a child of vfork before its exec) map each frame once between them and are seen to map it twice: `excess`.
+//! between NUMA nodes: a page whose frame has no mapping left is looked for again; if that stays so it is `gone`, and
+//! in nothing else. Across processes: a frame whose count was another one when it was read before is `moved`; a process
+//! that vanished midway is `unread`, and what was counted of it is `lost`. Processes that share one address space
+//! (CLONE_VM, a child of vfork before its exec) map each frame once between them and are seen to map it twice:
+//! `excess`.
 //!
 //! # Cost
 //! Two bytes for each base page of the 128 MiB blocks of physical memory that hold any frame seen (4 KiB pages): 512
@@ -202,10 +203,11 @@ impl Entry<'_, '_, '_> {
         let page = self.ledger.host.page_size().bytes();
         let mut lost = self.count_once()?;
         for _ in 1..LOOKS {
-            for Pending { address, store, .. } in lost {
-                let before = self.pending.len();
-                self.look(AddressRange { start: address, end: address + page }, store)?;
-                self.mapped.gone += Pages(u64::from(self.pending.len() == before));
+            lost.sort_unstable_by_key(|lost| lost.address);
+            for run in lost.chunk_by(|a, b| a.address + page == b.address && a.store == b.store) {
+                let (first, last, before) = (run[0], run[run.len() - 1], self.pending.len());
+                self.look(AddressRange { start: first.address, end: last.address + page }, first.store)?;
+                self.mapped.gone += Pages((run.len() + before - self.pending.len()) as u64);
             }
             lost = self.count_once()?;
         }

@@ -191,9 +191,9 @@ impl Mapping {
     /// memory in one piece. It is neither present nor swapped out then, but will be back within milliseconds.
     ///
     /// The entry says it is swapped out, and in bits 0-4 to a kind of place that is none (`pte_to_pagemap_entry` in
-    /// fs/proc/task_mmu.c, `SWP_MIGRATION_READ` in include/linux/swap.h): one of 23 to 30 on all kernels since 5.19,
-    /// of which some may be memory of devices instead. What was never written to a swap area and is of a file is so
-    /// without CAP_SYS_ADMIN, too, where these bits are 0.
+    /// fs/proc/task_mmu.c, `SWP_MIGRATION_READ` in include/linux/swap.h): one of 23 to 30 in nearly all configurations
+    /// since 5.19, of which some may be poisoned pages or memory of devices instead. Without CAP_SYS_ADMIN these bits
+    /// are 0, and only pages of files and of shared memory are known to be moved: they are never swapped out so.
     pub fn is_moving(entry: u64) -> bool {
         let seems = Self::from_entry(entry);
         seems.swapped && (seems.file || (23..=30).contains(&(entry & 31)))

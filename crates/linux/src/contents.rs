@@ -193,7 +193,7 @@ impl<'a> Batch<'a> {
         }
         let address = self.pages[0].address;
         self.mappings.clear();
-        self.process.read_mappings(address, 1, &mut self.mappings)
+        self.process.read_mappings(address, 1, &mut self.mappings).map(drop)
     }
 
     /// Read the rest through `/proc/PID/mem`. Pages it does not get are gone.

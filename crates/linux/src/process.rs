@@ -18,12 +18,13 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Pagemap entries read at once.
 const ENTRIES: usize = 1 << 16;
 /// How long pages that the kernel is moving are waited for in all while a process is held, and for how long at first
 /// and at most before they are looked at again. It moves up to 512 at once, in a millisecond or two if it has a CPU.
+/// Poisoned pages and memory of devices look the same and stay: then patience comes to an end.
 const PATIENCE: Duration = Duration::from_millis(500);
 const FIRST_WAIT: Duration = Duration::from_micros(50);
 const LONGEST_WAIT: Duration = Duration::from_millis(10);
@@ -114,15 +115,13 @@ impl<'a> LiveProcess<'a> {
         self.memory.get_or_init(|| self.open_file("mem")).as_ref().map_err(Absent::clone)
     }
 
-    /// The pagemap entries of so many pages from an address on, into `mappings`. `Vanished` once the address space is
-    /// gone. Pages that the kernel is moving, as compaction does with anybody's, are waited for; with memory of devices,
-    /// which looks the same and stays, patience comes to an end.
-    pub(crate) fn read_mappings(&self, address: u64, pages: usize, mappings: &mut Vec<Mapping>) -> Reading<()> {
+    /// The pagemap entries of so many pages from an address on, into `mappings`; whether the kernel was moving any of
+    /// them. `Vanished` once the address space is gone.
+    pub(crate) fn read_mappings(&self, address: u64, pages: usize, mappings: &mut Vec<Mapping>) -> Reading<bool> {
         let pagemap = self.pagemap()?;
         let mut bytes = vec![0; pages.min(ENTRIES) * 8];
-        let mut moving = Vec::new();
         let mut page = address / self.host.page_size.bytes();
-        let mut missing = pages;
+        let (mut missing, mut moving) = (pages, false);
         while missing > 0 {
             let wanted = missing.min(ENTRIES) * 8;
             let count = pagemap.read_at(&mut bytes[..wanted], page * 8).map_err(|error| self.why(&error))?;
@@ -130,37 +129,20 @@ impl<'a> LiveProcess<'a> {
                 return Err(Absent::Vanished);
             }
             let entries = bytes[..count].as_chunks::<8>().0;
-            for (number, entry) in (page..).zip(entries.iter().copied().map(u64::from_ne_bytes)) {
-                if Mapping::is_moving(entry) {
-                    moving.push((number, mappings.len()));
-                }
+            for entry in entries.iter().copied().map(u64::from_ne_bytes) {
+                moving |= Mapping::is_moving(entry);
                 mappings.push(Mapping::from_entry(entry));
             }
             page += entries.len() as u64;
             missing -= entries.len();
         }
-        let mut wait = FIRST_WAIT;
-        while !moving.is_empty() && self.may_wait(wait) {
-            std::thread::sleep(wait);
-            wait = LONGEST_WAIT.min(2 * wait);
-            // What cannot be read any more stays as it was.
-            moving.retain(|&(number, at)| {
-                let mut bytes = [0; 8];
-                let read = pagemap.read_exact_at(&mut bytes, number * 8);
-                let entry = u64::from_ne_bytes(bytes);
-                if read.is_ok() {
-                    mappings[at] = Mapping::from_entry(entry);
-                }
-                read.is_ok() && Mapping::is_moving(entry)
-            });
-        }
-        Ok(())
+        Ok(moving)
     }
 
-    /// Whether so long a wait is within what is left of patience, which is less by it then.
-    fn may_wait(&self, wait: Duration) -> bool {
-        let wait = wait.as_micros() as u64;
-        self.waited.fetch_add(wait, Ordering::Relaxed) + wait <= PATIENCE.as_micros() as u64
+    /// Whether there is patience left after so long, which is less by it then.
+    fn is_patient(&self, after: Duration) -> bool {
+        let after = after.as_micros() as u64;
+        self.waited.fetch_add(after, Ordering::Relaxed) + after <= PATIENCE.as_micros() as u64
     }
 
     /// Resident pages as kernels before 6.7 tell them: from pagemap, with kpageflags to tell the kernel's page of zeros
@@ -245,9 +227,17 @@ impl Process for LiveProcess<'_> {
     }
 
     fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>> {
-        let mut mappings = Vec::new();
-        self.read_mappings(range.start, self.host.page_size.pages_in(range.bytes()).0 as usize, &mut mappings)?;
-        Ok(mappings)
+        let (pages, mut wait) = (self.host.page_size.pages_in(range.bytes()).0 as usize, FIRST_WAIT);
+        loop {
+            let (began, mut mappings) = (Instant::now(), Vec::new());
+            let moving = self.read_mappings(range.start, pages, &mut mappings)?;
+            // All of them are read anew then: what is told is of one moment.
+            if !moving || !self.is_patient(wait + began.elapsed()) {
+                return Ok(mappings);
+            }
+            std::thread::sleep(wait);
+            wait = LONGEST_WAIT.min(2 * wait);
+        }
     }
 
     fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
@@ -314,6 +304,7 @@ mod tests {
         let runs: Vec<_> = clip.runs.iter().map(|run| (run.address / 4096, run.pages, run.huge)).collect();
         assert_eq!(runs, [(2, 2, false), (4, 6, false), (10, 2, true), (20, 1, true), (28, 2, true), (40, 1, false)]);
     }
+
     /// What is mapped is told to be present while the kernel moves all memory that it can move.
     #[test]
     fn pages_that_the_kernel_moves_are_waited_for() {
@@ -323,16 +314,22 @@ mod tests {
             return eprintln!("skipped: /proc/sys/vm/compact_memory: {error}");
         }
         let host = LiveHost::new();
-        let process = LiveProcess::open(&host, Pid(std::process::id())).unwrap();
         let page_len = host.page_size.bytes() as usize;
         let mut blocks: Vec<Vec<u8>> = Vec::new();
         let ended = AtomicBool::new(false);
+        struct End<'a>(&'a AtomicBool);
+        impl Drop for End<'_> {
+            fn drop(&mut self) {
+                self.0.store(true, Ordering::Relaxed);
+            }
+        }
         let absent = std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !ended.load(Ordering::Relaxed) {
                     compact().unwrap();
                 }
             });
+            let _end = End(&ended);
             let mut absent = 0;
             for round in 1..=150_u8 {
                 blocks.push(vec![round; PAGES * page_len]);
@@ -343,16 +340,20 @@ mod tests {
                     _ => {}
                 }
                 for block in &blocks {
-                    let address = (block.as_ptr().expose_provenance()).next_multiple_of(page_len) as u64;
-                    let mut mappings = Vec::new();
-                    if process.read_mappings(address, PAGES - 1, &mut mappings).is_ok() {
-                        absent += mappings.iter().filter(|mapping| !mapping.present).count();
-                    }
+                    let start = block.as_ptr().expose_provenance().next_multiple_of(page_len) as u64;
+                    let range = AddressRange { start, end: start + ((PAGES - 1) * page_len) as u64 };
+                    // Each with all its patience.
+                    let process = LiveProcess::open(&host, Pid(std::process::id())).unwrap();
+                    let mappings = process.mappings(range).unwrap();
+                    absent += mappings.iter().filter(|mapping| !mapping.present).count();
                 }
             }
-            ended.store(true, Ordering::Relaxed);
             absent
         });
+        let status = fs::read_to_string("/proc/self/status").unwrap();
+        if !status.lines().any(|line| line.starts_with("VmSwap:") && line.ends_with(" 0 kB")) {
+            return eprintln!("skipped: this process is swapped out in part");
+        }
         assert_eq!(absent, 0);
     }
 }

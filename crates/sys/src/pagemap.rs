@@ -9,7 +9,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const PAGE_IS_FILE: u64 = 1 << 2;
 const PAGE_IS_PRESENT: u64 = 1 << 3;
@@ -128,39 +128,42 @@ pub fn mapped(pagemap: &File, range: Range<u64>, mut found: impl FnMut(MappedRan
 /// mincore(2), which takes what is being moved to be in memory (mm/mincore.c, `mincore_pte_range`).
 pub struct Own {
     pagemap: File,
-    /// How long may still be waited: not at all if something is swapped out; unknown before it matters.
-    patience: Option<Duration>,
+    /// How long may still be waited.
+    patience: Duration,
+    /// Whether something of this process is swapped out, once it is known: then nothing is waited for.
+    swapped: Option<bool>,
 }
 
-/// How long [`Own`] waits in all, and for how long before it looks again.
-const PATIENCE: Duration = Duration::from_millis(50);
+/// For how long [`Own`] waits before it looks again.
 const WAIT: Duration = Duration::from_micros(200);
 
 impl Own {
-    /// Errors are those of opening `/proc/self/pagemap`.
-    pub fn open() -> io::Result<Self> {
-        Ok(Self { pagemap: File::open("/proc/self/pagemap")?, patience: None })
+    /// With how long may be waited in all. Errors are those of opening `/proc/self/pagemap`.
+    pub fn open(patience: Duration) -> io::Result<Self> {
+        Ok(Self { pagemap: File::open("/proc/self/pagemap")?, patience, swapped: None })
     }
 
     /// As [`mapped`].
     pub fn mapped(&mut self, range: Range<u64>) -> io::Result<Vec<MappedRange>> {
+        let (began, mut waited) = (Instant::now(), Duration::ZERO);
         loop {
             let mut found = Vec::new();
             mapped(&self.pagemap, range.clone(), |mapped| found.push(mapped))?;
             let is_moving = |found: &MappedRange| found.swapped && in_memory(found.start..found.end);
-            if !found.iter().any(is_moving) || self.patience() < WAIT {
+            let moving = found.iter().any(is_moving);
+            if !moving || began.elapsed() + WAIT > self.patience || self.has_swapped() {
+                self.patience = self.patience.saturating_sub(waited);
                 return Ok(found);
             }
             std::thread::sleep(WAIT);
-            self.patience = Some(self.patience() - WAIT);
+            waited = began.elapsed();
         }
     }
 
-    fn patience(&mut self) -> Duration {
-        *self.patience.get_or_insert_with(|| {
+    fn has_swapped(&mut self) -> bool {
+        *self.swapped.get_or_insert_with(|| {
             let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-            let swap = status.lines().find_map(|line| line.strip_prefix("VmSwap:")).map(str::trim);
-            if swap == Some("0 kB") { PATIENCE } else { Duration::ZERO }
+            status.lines().find_map(|line| line.strip_prefix("VmSwap:")).map(str::trim) != Some("0 kB")
         })
     }
 }
@@ -278,11 +281,16 @@ fn scan(pagemap: &File, range: Range<u64>, wanted: &Wanted, mut found: impl FnMu
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::Mutex;
     use std::sync::atomic::{AtomicBool, Ordering};
+
+    /// One of these tests has the kernel move memory, which the others do not wait for.
+    static STILL: Mutex<()> = Mutex::new(());
 
     /// Both ways tell the same of memory that nobody shares.
     #[test]
     fn entries_tell_what_a_scan_does() {
+        let _still = STILL.lock();
         let page = crate::mapping::page_size();
         let mut memory = vec![0_u8; 9000 * page];
         // Neither huge pages nor another test's forks are to be seen.
@@ -314,6 +322,7 @@ mod tests {
 
     #[test]
     fn every_page_is_told_once() {
+        let _still = STILL.lock();
         let page = crate::mapping::page_size();
         // Every other page of it is written, which makes several buffers of ranges, the last of them not full.
         for pages in [2 * 1024, 2 * 5000] {
@@ -338,6 +347,7 @@ mod tests {
     /// Nothing of one's own seems to be swapped out while the kernel moves all memory that it can move.
     #[test]
     fn pages_that_the_kernel_moves_are_waited_for() {
+        let _still = STILL.lock();
         let page = crate::mapping::page_size();
         let compact = || std::fs::write("/proc/sys/vm/compact_memory", "1");
         if let Err(error) = compact() {
@@ -345,12 +355,19 @@ mod tests {
         }
         let mut blocks: Vec<Vec<u8>> = Vec::new();
         let ended = AtomicBool::new(false);
+        struct End<'a>(&'a AtomicBool);
+        impl Drop for End<'_> {
+            fn drop(&mut self) {
+                self.0.store(true, Ordering::Relaxed);
+            }
+        }
         let seen = std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !ended.load(Ordering::Relaxed) {
                     compact().expect("as before");
                 }
             });
+            let _end = End(&ended);
             let mut seen = 0;
             for round in 1..=150_u8 {
                 blocks.push(vec![round; 4096 * page]);
@@ -362,11 +379,11 @@ mod tests {
                 }
                 for block in &blocks {
                     let start = block.as_ptr().expose_provenance().next_multiple_of(page) as u64;
-                    let found = Own::open().and_then(|mut own| own.mapped(start..start + (4095 * page) as u64));
+                    let found = Own::open(Duration::from_secs(1))
+                        .and_then(|mut own| own.mapped(start..start + (4095 * page) as u64));
                     seen += found.map_or(1, |found| found.iter().filter(|found| found.swapped).count());
                 }
             }
-            ended.store(true, Ordering::Relaxed);
             seen
         });
         let swap = std::fs::read_to_string("/proc/self/status").expect("one's own");

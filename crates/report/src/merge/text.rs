@@ -278,8 +278,8 @@ fn notes(report: &MergeReport, top: usize, remedy: &str, style: Style) -> String
     if report.others_hidden {
         text.push_str(&style.paragraph(
             "Others may be enrolled who cannot be seen from here: those outside of a container, those of other users \
-             without root, before Linux 6.14 whoever ksmd has not come to. What is enrolled may merge with theirs, and who \
-             shares a page can tell by the time of a write that somebody else holds it.",
+             without root, before Linux 6.14 whoever ksmd has not come to. What is enrolled may merge with theirs, and \
+             who shares a page can tell by the time of a write that somebody else holds it.",
             2,
         ));
     }
