@@ -2,7 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+
+/// Where compaction of all memory is asked for, as root.
+pub const COMPACT: &str = "/proc/sys/vm/compact_memory";
 
 /// The addresses of a process's enrolled pages, by its `smaps`.
 ///
@@ -35,4 +39,26 @@ pub fn until(what: &str, mut there: impl FnMut() -> bool) {
         assert!(began.elapsed() < Duration::from_secs(300), "{what} did not come within five minutes");
         std::thread::sleep(Duration::from_millis(10));
     }
+}
+
+/// Do something while the kernel moves all memory that it can move to other frames, as compaction does. Where
+/// [`COMPACT`] cannot be written it is done all the same.
+pub fn amid_compaction<T>(act: impl FnOnce() -> T) -> T {
+    struct End<'a>(&'a AtomicBool);
+    impl Drop for End<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+    let ended = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut may = true;
+            while may && !ended.load(Ordering::Relaxed) {
+                may = fs::write(COMPACT, "1").is_ok();
+            }
+        });
+        let _end = End(&ended);
+        act()
+    })
 }

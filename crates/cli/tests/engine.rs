@@ -3,6 +3,7 @@
 
 #![forbid(unsafe_code)]
 
+use pagefold_labs::look::amid_compaction;
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -10,8 +11,6 @@ use std::os::unix::fs::{PermissionsExt, chown, symlink};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 use tempfile::TempDir;
 
 const PAGE: u64 = 4096;
@@ -277,27 +276,6 @@ fn root_sees_the_domains_of_all_users_and_trusts_none() {
     assert!(String::from_utf8_lossy(&output.stderr).contains(&format!("pagefold-{uid} is not a directory")));
     drop(one);
     drop(removed);
-}
-
-/// Do something while the kernel moves whatever memory it can move.
-fn amid_compaction<T>(act: impl FnOnce() -> T) -> T {
-    struct End<'a>(&'a AtomicBool);
-    impl Drop for End<'_> {
-        fn drop(&mut self) {
-            self.0.store(true, Ordering::Relaxed);
-        }
-    }
-    let ended = AtomicBool::new(false);
-    let compact = || fs::write("/proc/sys/vm/compact_memory", "1").is_ok();
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            while !ended.load(Ordering::Relaxed) {
-                compact();
-            }
-        });
-        let _end = End(&ended);
-        act()
-    })
 }
 
 /// Shares of the store's pages are in the account, named, and add up: 1500 of two members, of which 40 were written by

@@ -290,8 +290,6 @@ fn gone(why: &Absent) -> Absent {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs;
-    use std::sync::atomic::AtomicBool;
 
     #[test]
     fn resident_parts_are_clipped_to_ranges() {
@@ -303,57 +301,5 @@ mod tests {
         found.into_iter().for_each(|part| clip.take(part));
         let runs: Vec<_> = clip.runs.iter().map(|run| (run.address / 4096, run.pages, run.huge)).collect();
         assert_eq!(runs, [(2, 2, false), (4, 6, false), (10, 2, true), (20, 1, true), (28, 2, true), (40, 1, false)]);
-    }
-
-    /// What is mapped is told to be present while the kernel moves all memory that it can move.
-    #[test]
-    fn pages_that_the_kernel_moves_are_waited_for() {
-        const PAGES: usize = 4096;
-        let compact = || fs::write("/proc/sys/vm/compact_memory", "1");
-        if let Err(error) = compact() {
-            return eprintln!("skipped: /proc/sys/vm/compact_memory: {error}");
-        }
-        let host = LiveHost::new();
-        let page_len = host.page_size.bytes() as usize;
-        let mut blocks: Vec<Vec<u8>> = Vec::new();
-        let ended = AtomicBool::new(false);
-        struct End<'a>(&'a AtomicBool);
-        impl Drop for End<'_> {
-            fn drop(&mut self) {
-                self.0.store(true, Ordering::Relaxed);
-            }
-        }
-        let absent = std::thread::scope(|scope| {
-            scope.spawn(|| {
-                while !ended.load(Ordering::Relaxed) {
-                    compact().unwrap();
-                }
-            });
-            let _end = End(&ended);
-            let mut absent = 0;
-            for round in 1..=150_u8 {
-                blocks.push(vec![round; PAGES * page_len]);
-                // Compaction fills the frames that are given back.
-                match round % 12 {
-                    0 => blocks.truncate(4),
-                    3 | 6 | 9 => drop(blocks.remove(0)),
-                    _ => {}
-                }
-                for block in &blocks {
-                    let start = block.as_ptr().expose_provenance().next_multiple_of(page_len) as u64;
-                    let range = AddressRange { start, end: start + ((PAGES - 1) * page_len) as u64 };
-                    // Each with all its patience.
-                    let process = LiveProcess::open(&host, Pid(std::process::id())).unwrap();
-                    let mappings = process.mappings(range).unwrap();
-                    absent += mappings.iter().filter(|mapping| !mapping.present).count();
-                }
-            }
-            absent
-        });
-        let status = fs::read_to_string("/proc/self/status").unwrap();
-        if !status.lines().any(|line| line.starts_with("VmSwap:") && line.ends_with(" 0 kB")) {
-            return eprintln!("skipped: this process is swapped out in part");
-        }
-        assert_eq!(absent, 0);
     }
 }

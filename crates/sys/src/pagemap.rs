@@ -281,16 +281,10 @@ fn scan(pagemap: &File, range: Range<u64>, wanted: &Wanted, mut found: impl FnMu
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Mutex;
-    use std::sync::atomic::{AtomicBool, Ordering};
-
-    /// One of these tests has the kernel move memory, which the others do not wait for.
-    static STILL: Mutex<()> = Mutex::new(());
 
     /// Both ways tell the same of memory that nobody shares.
     #[test]
     fn entries_tell_what_a_scan_does() {
-        let _still = STILL.lock();
         let page = crate::mapping::page_size();
         let mut memory = vec![0_u8; 9000 * page];
         // Neither huge pages nor another test's forks are to be seen.
@@ -322,7 +316,6 @@ mod tests {
 
     #[test]
     fn every_page_is_told_once() {
-        let _still = STILL.lock();
         let page = crate::mapping::page_size();
         // Every other page of it is written, which makes several buffers of ranges, the last of them not full.
         for pages in [2 * 1024, 2 * 5000] {
@@ -342,54 +335,5 @@ mod tests {
             }
             assert!((pages as u64 / 2 - 2..=pages as u64).contains(&count), "{count}");
         }
-    }
-
-    /// Nothing of one's own seems to be swapped out while the kernel moves all memory that it can move.
-    #[test]
-    fn pages_that_the_kernel_moves_are_waited_for() {
-        let _still = STILL.lock();
-        let page = crate::mapping::page_size();
-        let compact = || std::fs::write("/proc/sys/vm/compact_memory", "1");
-        if let Err(error) = compact() {
-            return println!("skipped: /proc/sys/vm/compact_memory: {error}");
-        }
-        let mut blocks: Vec<Vec<u8>> = Vec::new();
-        let ended = AtomicBool::new(false);
-        struct End<'a>(&'a AtomicBool);
-        impl Drop for End<'_> {
-            fn drop(&mut self) {
-                self.0.store(true, Ordering::Relaxed);
-            }
-        }
-        let seen = std::thread::scope(|scope| {
-            scope.spawn(|| {
-                while !ended.load(Ordering::Relaxed) {
-                    compact().expect("as before");
-                }
-            });
-            let _end = End(&ended);
-            let mut seen = 0;
-            for round in 1..=150_u8 {
-                blocks.push(vec![round; 4096 * page]);
-                // Compaction fills the frames that are given back.
-                match round % 12 {
-                    0 => blocks.truncate(4),
-                    3 | 6 | 9 => drop(blocks.remove(0)),
-                    _ => {}
-                }
-                for block in &blocks {
-                    let start = block.as_ptr().expose_provenance().next_multiple_of(page) as u64;
-                    let found = Own::open(Duration::from_secs(1))
-                        .and_then(|mut own| own.mapped(start..start + (4095 * page) as u64));
-                    seen += found.map_or(1, |found| found.iter().filter(|found| found.swapped).count());
-                }
-            }
-            seen
-        });
-        let swap = std::fs::read_to_string("/proc/self/status").expect("one's own");
-        if !swap.lines().any(|line| line.starts_with("VmSwap:") && line.ends_with(" 0 kB")) {
-            return println!("skipped: this process is swapped out in part");
-        }
-        assert_eq!(seen, 0);
     }
 }

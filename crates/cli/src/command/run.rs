@@ -37,8 +37,8 @@ use way::{Ready, Way};
 const TASK_NAME: usize = 15;
 
 /// What somebody is told who cannot see all processes of the host.
-const UNSEEN: &str = "others may be enrolled who cannot be seen from here (root on the host sees all, from Linux 6.14 on), of other trust \
-    domains too: what is equal merges with theirs";
+const UNSEEN: &str = "others may be enrolled who cannot be seen from here (root on the host sees all, from Linux 6.14 \
+    on), of other trust domains too: what is equal merges with theirs";
 
 const EXAMPLES: &str = "\
 Examples:

@@ -1,0 +1,81 @@
+//! What reads page tables, of others and of its own process, while the kernel moves pages to other frames: they look
+//! swapped out then, and are waited for.
+
+#![forbid(unsafe_code)]
+
+use pagefold_host::Host;
+use pagefold_labs::look::{COMPACT, amid_compaction};
+use pagefold_linux::LiveHost;
+use pagefold_model::{AddressRange, Pid};
+use pagefold_sys::pagemap::Own;
+use std::fs;
+use std::sync::Mutex;
+use std::time::Duration;
+
+const PAGES: usize = 4096;
+
+/// One at a time: two that have memory moved leave each other less to move.
+static ONE: Mutex<()> = Mutex::new(());
+
+/// Pages that `missing` does not see of memory that is all written, looked at again and again. Nothing where it cannot
+/// be told.
+fn missed(missing: impl Fn(AddressRange) -> usize) -> Option<usize> {
+    if let Err(error) = fs::write(COMPACT, "1") {
+        println!("skipped: {COMPACT}: {error}");
+        return None;
+    }
+    let _one = ONE.lock();
+    let page = rustix::param::page_size();
+    let missed = amid_compaction(|| {
+        let mut blocks: Vec<Vec<u8>> = Vec::new();
+        let mut missed = 0;
+        for round in 1..=150_u8 {
+            blocks.push(vec![round; PAGES * page]);
+            // Compaction fills the frames that are given back.
+            match round % 12 {
+                0 => blocks.truncate(4),
+                3 | 6 | 9 => drop(blocks.remove(0)),
+                _ => {}
+            }
+            for block in &blocks {
+                let start = block.as_ptr().addr().next_multiple_of(page) as u64;
+                missed += missing(AddressRange { start, end: start + ((PAGES - 1) * page) as u64 });
+            }
+        }
+        missed
+    });
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let whole = status.lines().any(|line| line.starts_with("VmSwap:") && line.ends_with(" 0 kB"));
+    if !whole {
+        println!("skipped: this process is swapped out in part");
+    }
+    whole.then_some(missed)
+}
+
+/// Each time with all the patience there is. As anybody but root it cannot be told that private memory is being moved.
+#[test]
+fn what_another_maps_is_present() {
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: needs root");
+    }
+    let host = LiveHost::new();
+    let absent = |range| {
+        let process = host.open(Pid(std::process::id())).unwrap();
+        process.mappings(range).unwrap().iter().filter(|mapping| !mapping.present).count()
+    };
+    if let Some(missed) = missed(absent) {
+        assert_eq!(missed, 0);
+    }
+}
+
+#[test]
+fn what_is_mapped_here_is_not_swapped_out() {
+    let swapped = |range: AddressRange| {
+        let mut own = Own::open(Duration::from_secs(1)).unwrap();
+        let found = own.mapped(range.start..range.end).unwrap();
+        found.iter().filter(|found| found.swapped).count()
+    };
+    if let Some(missed) = missed(swapped) {
+        assert_eq!(missed, 0);
+    }
+}
