@@ -3,7 +3,7 @@
 
 #![forbid(unsafe_code)]
 
-use pagefold_host::Host;
+use pagefold_host::{Host, PageContent, PageView, Way};
 use pagefold_labs::look::{COMPACT, amid_compaction};
 use pagefold_linux::LiveHost;
 use pagefold_model::{AddressRange, Pid};
@@ -64,6 +64,26 @@ fn what_another_maps_is_present() {
         process.mappings(range).unwrap().iter().filter(|mapping| !mapping.present).count()
     };
     if let Some(missed) = missed(absent) {
+        assert_eq!(missed, 0);
+    }
+}
+
+#[test]
+fn what_another_has_is_resident_and_read() {
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: needs root");
+    }
+    let host = LiveHost::new();
+    let missing = |range: AddressRange| {
+        let process = host.open(Pid(std::process::id())).unwrap();
+        let runs = process.resident(&[range]).unwrap();
+        let resident: usize = runs.iter().map(|run| run.pages as usize).sum();
+        let mut gone = 0;
+        let mut each = |_, page: PageView<'_>| gone += usize::from(matches!(page.content, PageContent::Gone));
+        process.contents(Way::Remote, &runs, &mut each).unwrap();
+        PAGES - 1 - resident + gone
+    };
+    if let Some(missed) = missed(missing) {
         assert_eq!(missed, 0);
     }
 }

@@ -2,6 +2,7 @@
 //! goes through all of them by the recorded clock.
 
 use pagefold_labs::client::Lab;
+use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -98,6 +99,19 @@ fn quiet_hours_are_by_the_clock_of_the_host_that_was_recorded() {
     }
 }
 
+/// What a file of pages says of each but its frame: the kernel may move a page to another at any time.
+fn held(pages: &Path) -> BTreeSet<(u64, [String; 2])> {
+    let text = fs::read_to_string(pages).unwrap();
+    let of_line = |line: &str| {
+        let words: Vec<_> = line.split(' ').collect();
+        let [address, pages, _frame, flags, content] = words[..] else { panic!("no line of pages: {line}") };
+        let (address, pages) = (u64::from_str_radix(address, 16).unwrap(), pages.parse::<u64>().unwrap());
+        let said = [flags.to_owned(), content.to_owned()];
+        (0..pages).map(move |page| (address + page * 4096, said.clone()))
+    };
+    text.lines().flat_map(of_line).collect()
+}
+
 #[test]
 fn moments_of_a_host_are_recorded_until_their_time_is_over() {
     let lab = Lab::layout(&["within=512", "zero=64"]).expect("the lab");
@@ -111,8 +125,15 @@ fn moments_of_a_host_are_recorded_until_their_time_is_over() {
     // On a busy machine a moment takes longer, and there are fewer; the last has begun before its time was over.
     let count = (0..3).take_while(|number| pages(*number).exists()).count();
     assert!(count >= 1 && said.contains(&format!("Recorded {count} moments of up to 1 process")), "{said}");
-    let inode = |number: u32| fs::metadata(pages(number)).unwrap().ino();
-    assert!((1..count as u32).all(|number| inode(number) == inode(0)), "pages of one who sleeps do not change");
+    let inode =
+        |number: u32| fs::metadata(root.join(format!("{number:06}/files/proc/{}/cmdline", lab.pid()))).unwrap().ino();
+    assert!((1..count as u32).all(|number| inode(number) == inode(0)), "what does not change is kept once");
+    let first = held(&pages(0));
+    for number in 1..count as u32 {
+        let later = held(&pages(number));
+        let changed: Vec<_> = first.symmetric_difference(&later).collect();
+        assert!(changed.is_empty(), "pages of one who sleeps do not change, but in moment {number}: {changed:?}");
+    }
 
     for host in [root.clone(), root.join("000000")] {
         let census = text(&pagefold(&[&format!("--host=recording:{}", host.display()), "census", "--json"]));

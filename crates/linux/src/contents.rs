@@ -57,13 +57,12 @@ pub fn read(
     let mut batch = Batch::new(process, way, page_len);
     let mut position = 0;
     for run in runs {
-        let mut address = run.address;
-        let mut pages = run.pages as usize;
-        while pages > 0 {
-            let fits = pages.min(batch.room());
-            batch.add(address, fits)?;
-            address += (fits * page_len) as u64;
-            pages -= fits;
+        let mut rest = *run;
+        while rest.pages > 0 {
+            let pages = rest.pages.min(batch.room());
+            batch.parts.push(Run { pages, ..rest });
+            rest.address += u64::from(pages) * page_len as u64;
+            rest.pages -= pages;
             if batch.room() == 0 {
                 position += batch.flush(position, sink)?;
             }
@@ -77,6 +76,8 @@ struct Batch<'a> {
     process: &'a LiveProcess<'a>,
     way: Way,
     page_len: usize,
+    /// Where its pages are.
+    parts: Vec<Run>,
     pages: Vec<Page>,
     mappings: Vec<Mapping>,
     /// Room for the pages, `offset` bytes into which a page boundary lies, so that lines are not split when hashed.
@@ -88,34 +89,43 @@ impl<'a> Batch<'a> {
     fn new(process: &'a LiveProcess<'a>, way: Way, page_len: usize) -> Self {
         let buffer = vec![0; BATCH_BYTES.max(page_len) + page_len];
         let offset = buffer.as_ptr().align_offset(page_len).min(page_len);
-        Self { process, way, page_len, pages: Vec::new(), mappings: Vec::new(), buffer, offset }
+        Self { process, way, page_len, parts: Vec::new(), pages: Vec::new(), mappings: Vec::new(), buffer, offset }
     }
 
-    fn room(&self) -> usize {
-        (BATCH_BYTES / self.page_len).max(1) - self.pages.len()
+    /// How many pages it still takes.
+    fn room(&self) -> u32 {
+        let taken: u32 = self.parts.iter().map(|part| part.pages).sum();
+        (BATCH_BYTES / self.page_len).max(1) as u32 - taken
     }
 
-    /// Take up pages, as pagemap shows them now.
-    fn add(&mut self, address: u64, pages: usize) -> Reading<()> {
-        self.mappings.clear();
-        self.process.read_mappings(address, pages, &mut self.mappings)?;
-        for (i, &mapping) in self.mappings.iter().enumerate() {
-            let outcome = match self.way {
-                _ if !mapping.present || mapping.file => Outcome::Gone,
-                Way::Remote if mapping.exclusive => Outcome::Remote,
-                Way::Remote | Way::Memory { .. } => Outcome::Memory,
-            };
-            self.pages.push(Page { address: address + (i * self.page_len) as u64, mapping, outcome });
-        }
-        Ok(())
+    /// The pages of all parts as pagemap shows them now, and none of them being moved, if that can be had.
+    fn look(&mut self) -> Reading<()> {
+        let process = self.process;
+        process.once_moved(|| {
+            self.pages.clear();
+            let mut moving = false;
+            for part in &self.parts {
+                self.mappings.clear();
+                moving |= process.read_mappings(part.address, part.pages as usize, &mut self.mappings)?;
+                for (i, &mapping) in self.mappings.iter().enumerate() {
+                    let outcome = match self.way {
+                        _ if !mapping.present || mapping.file => Outcome::Gone,
+                        Way::Remote if mapping.exclusive => Outcome::Remote,
+                        Way::Remote | Way::Memory { .. } => Outcome::Memory,
+                    };
+                    self.pages.push(Page { address: part.address + (i * self.page_len) as u64, mapping, outcome });
+                }
+            }
+            Ok(((), moving))
+        })
     }
 
     /// Read what was taken up and hand it out. Returns how many pages that were.
     fn flush(&mut self, position: usize, sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<usize> {
-        let count = self.pages.len();
-        if count == 0 {
+        if self.parts.is_empty() {
             return Ok(0);
         }
+        self.look()?;
         if self.pages.iter().any(|page| page.outcome == Outcome::Remote) {
             self.read_remote()?;
         }
@@ -131,8 +141,8 @@ impl<'a> Batch<'a> {
             let Mapping { exclusive, frame, .. } = page.mapping;
             sink(position + i, PageView { content, merged: merged[i], exclusive, frame });
         }
-        self.pages.clear();
-        Ok(count)
+        self.parts.clear();
+        Ok(self.pages.len())
     }
 
     fn slot(&self, i: usize) -> Range<usize> {

@@ -9,7 +9,7 @@ use pagefold_host::act::Refusal;
 use pagefold_host::parse::{self, Stat};
 use pagefold_host::{Mapping, PageView, Process, Run, Way};
 use pagefold_model::{Absent, AddressRange, Pid, ProcessId, Reading};
-use pagefold_sys::pagemap::ResidentRange;
+use pagefold_sys::pagemap::{self, MappedRange};
 use rustix::fs::{Dir, Mode, OFlags, openat, readlinkat};
 use rustix::io::Errno;
 use std::fs::File;
@@ -139,6 +139,53 @@ impl<'a> LiveProcess<'a> {
         Ok(moving)
     }
 
+    /// What a look tells once the kernel is moving none of the pages it looks at, or patience has come to an end. Each
+    /// look is a new one: what is told is of one moment. A look also says whether it saw any being moved.
+    pub(crate) fn once_moved<T>(&self, mut look: impl FnMut() -> Reading<(T, bool)>) -> Reading<T> {
+        let mut wait = FIRST_WAIT;
+        loop {
+            let began = Instant::now();
+            let (told, moving) = look()?;
+            if !moving || !self.is_patient(wait + began.elapsed()) {
+                return Ok(told);
+            }
+            std::thread::sleep(wait);
+            wait = LONGEST_WAIT.min(2 * wait);
+        }
+    }
+
+    /// Resident pages in these ranges, and in which parts of them pages are swapped out, or being moved.
+    fn scan(&self, ranges: &[AddressRange]) -> Reading<(Vec<Run>, Vec<AddressRange>)> {
+        let (Some(first), Some(last)) = (ranges.first(), ranges.last()) else {
+            return Ok(Default::default());
+        };
+        let mut clip = Clip { ranges, page_len: self.host.page_size.bytes(), runs: Vec::new(), away: Vec::new() };
+        match pagemap::anonymous(self.pagemap()?, first.start..last.end, |part| clip.take(part)) {
+            Ok(()) => Ok((clip.runs, clip.away)),
+            Err(error) if before_pagemap_scan(&error) => {
+                let runs = ranges.iter().map(|&range| self.resident_by_pagemap(range));
+                Ok((runs.collect::<Reading<Vec<_>>>()?.concat(), Vec::new()))
+            }
+            Err(error) => Err(self.why(&error)),
+        }
+    }
+
+    /// Whether the kernel is moving any page of a range that was swapped out or being moved, or has moved it since.
+    fn comes_back(&self, range: AddressRange) -> Reading<bool> {
+        let mut mappings = Vec::new();
+        let chunk = ENTRIES as u64 * self.host.page_size.bytes();
+        for start in (range.start..range.end).step_by(chunk as usize) {
+            let part = AddressRange { start, end: range.end.min(start + chunk) };
+            mappings.clear();
+            let moving =
+                self.read_mappings(start, self.host.page_size.pages_in(part.bytes()).0 as usize, &mut mappings)?;
+            if moving || mappings.iter().any(|mapping| mapping.present) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     /// Whether there is patience left after so long, which is less by it then.
     fn is_patient(&self, after: Duration) -> bool {
         let after = after.as_micros() as u64;
@@ -151,12 +198,10 @@ impl<'a> LiveProcess<'a> {
     fn resident_by_pagemap(&self, range: AddressRange) -> Reading<Vec<Run>> {
         let page_len = self.host.page_size.bytes();
         let mut runs: Vec<Run> = Vec::new();
-        let mut mappings = Vec::new();
         let mut address = range.start;
         while address < range.end {
             let pages = ((range.end - address) / page_len).min(ENTRIES as u64) as usize;
-            mappings.clear();
-            self.read_mappings(address, pages, &mut mappings)?;
+            let mappings = self.mappings(AddressRange { start: address, end: address + pages as u64 * page_len })?;
             let mut frames: Vec<_> = mappings.iter().filter_map(|mapping| mapping.frame).collect();
             frames.sort_unstable();
             frames.dedup();
@@ -212,32 +257,36 @@ impl Process for LiveProcess<'_> {
     }
 
     fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<Run>> {
-        let (Some(first), Some(last)) = (ranges.first(), ranges.last()) else {
-            return Ok(Vec::new());
+        let (mut runs, away) = self.scan(ranges)?;
+        let coming_back = |away: Vec<AddressRange>| -> Reading<Vec<AddressRange>> {
+            let kept = away.into_iter().map(|part| Ok(self.comes_back(part)?.then_some(part)));
+            kept.filter_map(Reading::transpose).collect()
         };
-        let mut clip = Clip { ranges, page_len: self.host.page_size.bytes(), runs: Vec::new() };
-        match pagefold_sys::pagemap::resident(self.pagemap()?, first.start..last.end, |part| clip.take(part)) {
-            Ok(()) => Ok(clip.runs),
-            Err(error) if before_pagemap_scan(&error) => {
-                let runs = ranges.iter().map(|&range| self.resident_by_pagemap(range));
-                Ok(runs.collect::<Reading<Vec<_>>>()?.concat())
-            }
-            Err(error) => Err(self.why(&error)),
+        let coming = coming_back(away)?;
+        if !coming.is_empty() {
+            let mut back = self.once_moved(|| {
+                let (mut back, mut away) = (Vec::new(), Vec::new());
+                // One by one: a scan of all walks the page tables of what lies between them, too.
+                for part in &coming {
+                    let (runs, still) = self.scan(std::slice::from_ref(part))?;
+                    back.extend(runs);
+                    away.extend(still);
+                }
+                Ok((back, !coming_back(away)?.is_empty()))
+            })?;
+            runs.append(&mut back);
+            runs.sort_unstable_by_key(|run| run.address);
         }
+        Ok(runs)
     }
 
     fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>> {
-        let (pages, mut wait) = (self.host.page_size.pages_in(range.bytes()).0 as usize, FIRST_WAIT);
-        loop {
-            let (began, mut mappings) = (Instant::now(), Vec::new());
+        let pages = self.host.page_size.pages_in(range.bytes()).0 as usize;
+        self.once_moved(|| {
+            let mut mappings = Vec::new();
             let moving = self.read_mappings(range.start, pages, &mut mappings)?;
-            // All of them are read anew then: what is told is of one moment.
-            if !moving || !self.is_patient(wait + began.elapsed()) {
-                return Ok(mappings);
-            }
-            std::thread::sleep(wait);
-            wait = LONGEST_WAIT.min(2 * wait);
-        }
+            Ok((mappings, moving))
+        })
     }
 
     fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
@@ -249,22 +298,29 @@ impl Process for LiveProcess<'_> {
     }
 }
 
-/// Collects what of resident parts lies in the ranges; both ascend.
+/// Collects what of mapped parts lies in the ranges; both ascend.
 struct Clip<'a> {
     /// Those that later parts may lie in.
     ranges: &'a [AddressRange],
     page_len: u64,
+    /// What is resident.
     runs: Vec<Run>,
+    /// What is swapped out.
+    away: Vec<AddressRange>,
 }
 
 impl Clip<'_> {
-    fn take(&mut self, part: ResidentRange) {
+    fn take(&mut self, part: MappedRange) {
         // A run counts its pages in 32 bits.
         let longest = u64::from(u32::MAX / 2) * self.page_len;
         let passed = self.ranges.iter().take_while(|range| range.end <= part.start).count();
         self.ranges = &self.ranges[passed..];
         for range in self.ranges.iter().take_while(|range| range.start < part.end) {
             let (mut start, end) = (part.start.max(range.start), part.end.min(range.end));
+            if part.swapped {
+                self.away.push(AddressRange { start, end });
+                continue;
+            }
             while start < end {
                 let bytes = (end - start).min(longest);
                 self.runs.push(Run { address: start, pages: (bytes / self.page_len) as u32, huge: part.huge });
@@ -293,13 +349,17 @@ mod tests {
 
     #[test]
     fn resident_parts_are_clipped_to_ranges() {
-        let part = |start: u64, end: u64, huge| ResidentRange { start: start * 4096, end: end * 4096, huge };
+        let part = |start: u64, end: u64, huge| {
+            let (file, zero, swapped) = (false, false, start == 41);
+            MappedRange { start: start * 4096, end: end * 4096, file, zero, huge, swapped }
+        };
         let range = |start: u64, end: u64| AddressRange { start: start * 4096, end: end * 4096 };
-        let found = [part(0, 10, false), part(10, 30, true), part(40, 41, false)];
+        let found = [part(0, 10, false), part(10, 30, true), part(40, 41, false), part(41, 65, false)];
         let ranges = [range(2, 4), range(4, 12), range(20, 21), range(28, 50), range(60, 70)];
-        let mut clip = Clip { ranges: &ranges, page_len: 4096, runs: Vec::new() };
+        let mut clip = Clip { ranges: &ranges, page_len: 4096, runs: Vec::new(), away: Vec::new() };
         found.into_iter().for_each(|part| clip.take(part));
         let runs: Vec<_> = clip.runs.iter().map(|run| (run.address / 4096, run.pages, run.huge)).collect();
         assert_eq!(runs, [(2, 2, false), (4, 6, false), (10, 2, true), (20, 1, true), (28, 2, true), (40, 1, false)]);
+        assert_eq!(clip.away, [range(41, 50), range(60, 65)]);
     }
 }

@@ -48,17 +48,6 @@ nix::ioctl_readwrite!(
     pagemap_scan, b'f', 16, PmScanArg
 );
 
-/// A range of resident anonymous pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ResidentRange {
-    /// First address.
-    pub start: u64,
-    /// First address after it.
-    pub end: u64,
-    /// Whether huge pages of the PMD level map it.
-    pub huge: bool,
-}
-
 /// How many ranges one call returns at most; larger results are fetched in several.
 const BATCH: usize = 4096;
 
@@ -87,22 +76,20 @@ struct Wanted {
     told: u64,
 }
 
-/// Hand the resident anonymous pages of `range` to `found`, in address order. Left out: file pages, shared memory,
-/// swapped-out pages and mappings of the kernel's zero page.
+/// Hand the anonymous pages of `range` that are resident or swapped out to `found`, in address order. Left out: file
+/// pages, shared memory and mappings of the kernel's zero page. A page that the kernel is moving to another frame is
+/// told to be swapped out.
 ///
 /// `pagemap` is an open `/proc/PID/pagemap`. Errors are the ioctl's: `ENOTTY` before 6.7, `ESRCH` when the process's
 /// memory is gone.
-pub fn resident(pagemap: &File, range: Range<u64>, mut found: impl FnMut(ResidentRange)) -> io::Result<()> {
+pub fn anonymous(pagemap: &File, range: Range<u64>, found: impl FnMut(MappedRange)) -> io::Result<()> {
     let wanted = Wanted {
         inverted: PAGE_IS_FILE | PAGE_IS_PFNZERO,
-        all_of: PAGE_IS_PRESENT | PAGE_IS_FILE | PAGE_IS_PFNZERO,
-        any_of: 0,
-        told: PAGE_IS_HUGE,
+        all_of: PAGE_IS_FILE | PAGE_IS_PFNZERO,
+        any_of: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+        told: PAGE_IS_HUGE | PAGE_IS_SWAPPED,
     };
-    scan(pagemap, range, &wanted, |region| {
-        let huge = region.categories & PAGE_IS_HUGE != 0;
-        found(ResidentRange { start: region.start, end: region.end, huge });
-    })
+    scan(pagemap, range, &wanted, found)
 }
 
 /// Hand all pages of `range` that are resident or swapped out to `found`, in address order.
@@ -183,24 +170,14 @@ fn in_memory(range: Range<u64>) -> bool {
     })
 }
 
-fn mapped_by_scan(pagemap: &File, range: Range<u64>, mut found: impl FnMut(MappedRange)) -> io::Result<()> {
+fn mapped_by_scan(pagemap: &File, range: Range<u64>, found: impl FnMut(MappedRange)) -> io::Result<()> {
     let wanted = Wanted {
         inverted: 0,
         all_of: 0,
         any_of: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
         told: PAGE_IS_FILE | PAGE_IS_PFNZERO | PAGE_IS_HUGE | PAGE_IS_SWAPPED,
     };
-    scan(pagemap, range, &wanted, |region| {
-        let is = |category| region.categories & category != 0;
-        found(MappedRange {
-            start: region.start,
-            end: region.end,
-            file: is(PAGE_IS_FILE),
-            zero: is(PAGE_IS_PFNZERO),
-            huge: is(PAGE_IS_HUGE),
-            swapped: is(PAGE_IS_SWAPPED),
-        });
-    })
+    scan(pagemap, range, &wanted, found)
 }
 
 /// As [`mapped`], by the entries of eight bytes each (Documentation/admin-guide/mm/pagemap.rst, 4.2 and later).
@@ -239,7 +216,7 @@ fn mapped_by_entries(pagemap: &File, range: Range<u64>, mut found: impl FnMut(Ma
     Ok(())
 }
 
-fn scan(pagemap: &File, range: Range<u64>, wanted: &Wanted, mut found: impl FnMut(PageRegion)) -> io::Result<()> {
+fn scan(pagemap: &File, range: Range<u64>, wanted: &Wanted, mut found: impl FnMut(MappedRange)) -> io::Result<()> {
     let pages = (range.end.saturating_sub(range.start)).div_ceil(crate::mapping::page_size() as u64);
     let mut batch = vec![PageRegion::default(); BATCH.min(pages as usize)];
     // Where the kernel empties its own buffer of 512 ranges on the way, the end that it tells may lie before what it
@@ -264,10 +241,12 @@ fn scan(pagemap: &File, range: Range<u64>, wanted: &Wanted, mut found: impl FnMu
         // `page_region`s that outlive the call. Without PM_SCAN_WP_MATCHING the kernel changes nothing else.
         let count = unsafe { pagemap_scan(pagemap.as_raw_fd(), &mut request) }?;
         for region in &batch[..count as usize] {
-            let start = region.start.max(told);
-            if start < region.end {
-                found(PageRegion { start, ..*region });
-                told = region.end;
+            let (start, end) = (region.start.max(told), region.end);
+            let is = |category| region.categories & category != 0;
+            if start < end {
+                let (file, zero) = (is(PAGE_IS_FILE), is(PAGE_IS_PFNZERO));
+                found(MappedRange { start, end, file, zero, huge: is(PAGE_IS_HUGE), swapped: is(PAGE_IS_SWAPPED) });
+                told = end;
             }
         }
         if request.walk_end <= start {
@@ -325,11 +304,11 @@ mod tests {
             let (first, end) = (start.next_multiple_of(page as u64), start + memory.len() as u64);
             let pagemap = File::open("/proc/self/pagemap").expect("one's own");
             let (mut told, mut count) = (first, 0);
-            let each = |range: ResidentRange| {
+            let each = |range: MappedRange| {
                 assert!(range.start >= told, "{range:?} after {told:#x}");
                 (told, count) = (range.end, count + (range.end - range.start) / page as u64);
             };
-            if let Err(error) = resident(&pagemap, first..end / page as u64 * page as u64, each) {
+            if let Err(error) = anonymous(&pagemap, first..end / page as u64 * page as u64, each) {
                 println!("skipped: PAGEMAP_SCAN: {error}");
                 return;
             }
