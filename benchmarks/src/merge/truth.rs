@@ -82,7 +82,9 @@ fn private_anonymous(line: &str) -> Option<(u64, u64)> {
     (private && anonymous && !made_by_kernel).then_some((address(start)?, address(end)?))
 }
 
-/// Hash the pages of a region that are there: neither swapped out nor of a file (pagemap(5), bits 63 and 61).
+/// Hash the pages of a region that are written and of no file (Documentation/admin-guide/mm/pagemap.rst, bits 61 to 63).
+/// What the kernel is moving to another frame looks swapped out, and reading waits for it; what is swapped out is brought
+/// back.
 fn region(memory: &File, pagemap: &File, start: u64, end: u64, copies: &mut Contents) -> Result<()> {
     let page = pagefold_sys::mapping::page_size();
     let mut bytes = vec![0; BATCH * page];
@@ -90,7 +92,7 @@ fn region(memory: &File, pagemap: &File, start: u64, end: u64, copies: &mut Cont
     for at in (start..end).step_by(bytes.len()) {
         let pages = ((end - at) as usize / page).min(BATCH);
         pagemap.read_exact_at(&mut entries[..pages * 8], at / page as u64 * 8)?;
-        let is_there = |entry: &[u8; 8]| u64::from_ne_bytes(*entry) >> 61 & 0b101 == 0b100;
+        let is_there = |entry: &[u8; 8]| matches!(u64::from_ne_bytes(*entry) >> 61, 0b100 | 0b010);
         let there: Vec<bool> = entries[..pages * 8].as_chunks::<8>().0.iter().map(is_there).collect();
         let mut next = 0;
         while let Some(first) = (next..pages).find(|&page| there[page]) {
