@@ -11,6 +11,7 @@
 
 #![forbid(unsafe_code)]
 
+mod again;
 mod chart;
 mod daemon;
 mod hashes;
@@ -57,6 +58,8 @@ enum Section {
     Scaling,
     /// 20 TiB of nothing, 100,000 regions, 2,000 processes
     Shapes,
+    /// Looking again at whom was looked at before
+    Again,
 }
 
 impl Section {
@@ -67,6 +70,7 @@ impl Section {
             Self::Threads => "threads",
             Self::Scaling => "scaling",
             Self::Shapes => "shapes",
+            Self::Again => "again",
         }
     }
 
@@ -77,6 +81,7 @@ impl Section {
             Self::Threads => threads::measure(effort),
             Self::Scaling => scaling::measure(effort),
             Self::Shapes => shapes::measure(effort),
+            Self::Again => again::measure(effort),
         }
     }
 }

@@ -4,7 +4,6 @@
 //! [`Order::phases`] its steps are called one by one instead, to see where the time goes.
 
 use anyhow::{Context, Result, ensure};
-use pagefold_census::pairs::Pairs;
 use pagefold_census::scan::{Progress, Scan};
 use pagefold_census::witnesses::Elsewhere;
 use pagefold_census::{DEFAULT_MAX_MAP_COUNT, Index, Options, Selection, choose, group, survey, tally};
@@ -113,8 +112,8 @@ impl Order {
             last = now;
         };
         let threads = rayon::ThreadPoolBuilder::new().num_threads(self.threads).build()?;
-        let survey = threads
-            .install(|| survey::survey(host, &self.selection(), &DomainRule::User.into(), &[], &|_, _| false))?;
+        let survey =
+            threads.install(|| survey::survey(host, &self.selection(), &DomainRule::User.into(), &[], None))?;
         lap("survey");
         let mut index = threads.install(|| Index::list(host, &survey, false))?;
         lap("list");
@@ -128,6 +127,7 @@ impl Order {
             progress: &progress,
             stop: &stop,
             sample: None,
+            remembered: None,
         };
         let failures = threads.install(|| scan.first_pass(&mut index));
         ensure!(failures.is_empty(), "not all was read: {failures:?}");
@@ -135,7 +135,7 @@ impl Order {
         let sharing = Sharing::default();
         let rule = group::Rule { sharing, across_domains: false };
         let groups = threads.install(|| {
-            let pairs = Pairs::of(&index);
+            let (pairs, _) = scan.pairs(&mut index);
             group::classify(&mut index, &survey, &pairs, rule, &Elsewhere::default(), 10)
         });
         lap("group");
@@ -156,7 +156,7 @@ impl Order {
 }
 
 /// CPU time of this process so far.
-fn cpu_seconds() -> f64 {
+pub fn cpu_seconds() -> f64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }

@@ -166,7 +166,7 @@ impl<'a> Bench<'a> {
         let process = host.open(Pid(pid))?;
         let runs = process.resident(&[AddressRange { start: address, end: address + bytes as u64 }])?;
         let selection = Selection { pids: vec![Pid(pid)], ..Selection::default() };
-        let survey = survey::survey(host, &selection, &DomainRule::Host.into(), &[], &|_, _| false)?;
+        let survey = survey::survey(host, &selection, &DomainRule::Host.into(), &[], None)?;
         let index = Index::list(host, &survey, false)?;
         Ok(Self {
             host,
@@ -237,6 +237,7 @@ impl<'a> Bench<'a> {
             progress: &progress,
             stop: &stop,
             sample: None,
+            remembered: None,
         };
         let index = &mut self.index;
         let failures = self.threads.install(|| scan.first_pass(index));

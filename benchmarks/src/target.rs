@@ -9,6 +9,7 @@ use pagefold_sys::mapping::{Access, Advice, Mapping, page_size};
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, BufReader, PipeReader, PipeWriter, Read};
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 /// What a process holds.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
@@ -26,6 +27,51 @@ pub struct Layout {
     pub copies: bool,
     /// What makes unique content so: different for each process.
     pub seed: u64,
+    /// What it does once that is filled.
+    pub then: Then,
+}
+
+/// What a process does once its memory is filled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Then {
+    /// Nothing.
+    #[default]
+    Sleep,
+    /// Run, and write nothing.
+    Run,
+    /// Write the first tenth of its memory anew, again and again.
+    WriteTenth,
+    /// Write a tenth of its memory anew, again and again, and each second another.
+    WriteTenths,
+    /// Write one page in so many anew, again and again.
+    WriteEvery(usize),
+}
+
+/// How often in a second a process does it.
+const TURNS_A_SECOND: usize = 50;
+
+impl Then {
+    /// Do it for ever, in turns with some rest.
+    fn carry_out(self, memory: &mut [u8]) -> ! {
+        let pages = memory.len() / page_size();
+        for turn in 1_u64.. {
+            let written = match self {
+                Self::Sleep | Self::Run => 0..0,
+                Self::WriteTenth => 0..pages / 10,
+                Self::WriteTenths => {
+                    let tenth = turn as usize / TURNS_A_SECOND % 10;
+                    tenth * pages / 10..(tenth + 1) * pages / 10
+                }
+                Self::WriteEvery(_) => 0..pages,
+            };
+            let step = if let Self::WriteEvery(step) = self { step } else { 1 };
+            for page in written.step_by(step) {
+                memory[page * page_size()..][..8].copy_from_slice(&turn.to_ne_bytes());
+            }
+            std::thread::sleep(Duration::from_secs(1) / TURNS_A_SECOND as u32);
+        }
+        unreachable!("turns do not end")
+    }
 }
 
 /// The size of a huge page here, for alignment; more than needed does no harm.
@@ -76,8 +122,16 @@ pub fn hold(layout: Layout) -> Result<()> {
         }
     }
     println!("{}", memory.address());
-    io::stdin().read_to_end(&mut Vec::new())?;
-    Ok(())
+    let until_released = || io::stdin().read_to_end(&mut Vec::new());
+    if layout.then == Then::Sleep {
+        until_released()?;
+        return Ok(());
+    }
+    std::thread::spawn(move || {
+        let _ = until_released();
+        std::process::exit(0)
+    });
+    layout.then.carry_out(memory.as_mut_slice())
 }
 
 /// Children that hold memory. Ended when dropped.

@@ -4,21 +4,22 @@
 //! every few seconds holds still between them, and merging it is a loss. So who takes censuses again and again asks for
 //! an age: [`ripe_after`] says which, and what is younger is left for a later census.
 //!
-//! A census that has no partner of a page tells nothing of it but that it held still: what was seen of it before stays.
+//! A census that has no partner of a page tells nothing of it but that it held still, or is taken to: what was seen of it
+//! before stays.
 //!
 //! Takes 4 bytes for each page that a plan covers and that has anything to gain, and 24 for each stretch of neighbours
 //! that were first seen together. What is written with the bytes that were there grows old like anything else: only the
 //! kernel's page tables tell, once it is merged ([`pagefold_model::lasting`]).
 
 use crate::Error;
+use crate::Remembered;
 use crate::choose::each_page;
 use crate::group;
 use crate::index::Index;
-use crate::witnesses::Witnesses;
 use pagefold_model::census::{Census, SubjectCensus};
 use pagefold_model::lasting::ripe_after;
 use pagefold_model::plan::{Plan, Target};
-use pagefold_model::{AddressRange, Bytes, Fingerprint, PageClass, PageSize, ProcessId};
+use pagefold_model::{AddressRange, Bytes, Fingerprint, PageClass, PageSize, Pages, ProcessId};
 use pagefold_sys::fingerprint::Hasher;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -37,7 +38,7 @@ pub struct Ages {
     page_size: PageSize,
     began: Instant,
     processes: BTreeMap<ProcessId, Seen>,
-    witnesses: Witnesses,
+    remembered: Remembered,
 }
 
 /// Pages of a process, ascending by address.
@@ -108,12 +109,17 @@ impl Ages {
     /// Nothing seen before a time.
     pub fn since(page_size: PageSize, began: Instant) -> Result<Self, Error> {
         let hasher = Hasher::random(page_size.as_len()).map_err(Error::Key)?;
-        Ok(Self { hasher, page_size, began, processes: BTreeMap::new(), witnesses: Witnesses::new(began) })
+        Ok(Self { hasher, page_size, began, processes: BTreeMap::new(), remembered: Remembered::new(began) })
     }
 
-    /// What is remembered between the censuses of those who are only kept apart from, with the key of all of them.
-    pub fn witnesses(&mut self) -> (&mut Witnesses, &Hasher) {
-        (&mut self.witnesses, &self.hasher)
+    /// What is remembered between the censuses, with the key of all of them.
+    pub fn remembered(&mut self) -> (&mut Remembered, &Hasher) {
+        (&mut self.remembered, &self.hasher)
+    }
+
+    /// How many pages of a process the last census has not read, since it was remembered what they held.
+    pub fn spared(&self, process: ProcessId) -> Pages {
+        self.remembered.spared(process)
     }
 
     /// The fingerprint of all censuses that are compared.
@@ -226,6 +232,7 @@ impl Ages {
     /// Forget the processes that do not fit.
     pub fn retain(&mut self, fits: impl Fn(ProcessId) -> bool) {
         self.processes.retain(|&process, _| fits(process));
+        self.remembered.retain(fits);
     }
 }
 

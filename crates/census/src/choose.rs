@@ -5,7 +5,8 @@
 //! - A duplicate or a page of zeros gains what it stands for in its group, a merged page nothing, at no cost: its
 //!   metadata is paid for. All others are scanned for nothing, volatile ones above all, and so are those of which
 //!   nothing is known because they could not be read.
-//! - A page of a content that another trust domain merges must not be covered.
+//! - A page of a content that another trust domain merges must not be covered, nor one of which it is only remembered
+//!   what it held, or that it changes.
 //! - A hole within a region may be bridged, at the price of metadata for its pages, which ksmd pays only if they fill:
 //!   cheaper than a second range if the hole is small, dearer if it is large. Ranges end at resident pages and never
 //!   leave their region.
@@ -137,6 +138,8 @@ impl Terms {
     fn worth(&self, mark: Mark) -> Option<i64> {
         match mark.class() {
             _ if mark.is_forbidden() => None,
+            // Another trust domain may merge what it holds now.
+            _ if mark.is_unsure() => None,
             None if mark == Mark::GONE => Some(-self.costs.hole),
             // Those left out of a sample say nothing: what the sample holds then stands for itself.
             None if mark == Mark::SKIPPED => Some(0),

@@ -224,7 +224,8 @@ pub fn classify(
 /// Forbid the pages that are in no group, but hold what another trust domain has: they may lie in a range that is
 /// enrolled for others.
 fn forbid_single(index: &Index, domains: &[u32], elsewhere: &Elsewhere) {
-    let is_single = |entry: &&Entry| index.mark(entry.ordinal).class() == Some(PageClass::Unique);
+    // What is only remembered is in no range.
+    let is_single = |entry: &&Entry| index.mark(entry.ordinal) == Mark::of(PageClass::Unique);
     index.entries.par_iter().filter(is_single).for_each(|entry| {
         let holder = elsewhere.holder(entry.fingerprint());
         if holder.is_some_and(|holder| holder != domains[index.subject(entry.ordinal)]) {

@@ -89,6 +89,20 @@ impl Mark {
         Self(Self::of(class).0 | if redundant { Self::REDUNDANT } else { 0 } | share << Self::SHARE)
     }
 
+    /// A page that held something of its own as far as is remembered, or came to be read too late to be compared with
+    /// all others. Where it was not read its entry has half of the fingerprint ([`Fingerprint::of_half`]).
+    pub const RECALLED: Self = Self(Self::FIRST_CLASS + PageClass::Unique as u8 + Self::UNSURE);
+    /// A page that was not read because it has changed each time.
+    pub const PASSED_BY: Self = Self(Self::FIRST_CLASS + PageClass::Volatile as u8 + Self::UNSURE);
+    /// Only duplicates have a share.
+    const UNSURE: u8 = 1 << Self::SHARE;
+
+    /// Whether it is not known what the page holds now, or whether somebody else holds the same: it is one of the two
+    /// above.
+    pub fn is_unsure(self) -> bool {
+        [Self::RECALLED.0, Self::PASSED_BY.0].contains(&(self.0 & !Self::COVERED))
+    }
+
     /// Every mark that there could be, in the order of their bits.
     pub(crate) fn every() -> impl Iterator<Item = Self> {
         (0..=u8::MAX).map(Self)
@@ -182,6 +196,8 @@ pub struct Index {
     marks: Vec<AtomicU8>,
     /// The NUMA node of each page, if pages of different nodes are kept apart.
     nodes: Vec<AtomicU8>,
+    /// Pages that others map too, with their frames, until they are told apart.
+    shared: Vec<(Pfn, u32)>,
     /// Pages that are the frame of an earlier page, mapped once more, with that page; sorted.
     again: Vec<(u32, u32)>,
     /// Pages that others map too, and whose frames may not be known.
@@ -227,6 +243,7 @@ impl Index {
             paired: 0,
             marks: Vec::new(),
             nodes: Vec::new(),
+            shared: Vec::new(),
             again: Vec::new(),
             indistinct: 0,
             unlisted: Vec::new(),
@@ -339,8 +356,14 @@ impl Index {
         }
     }
 
-    /// Take note of the frames of pages that others map too, so that a frame counts once.
-    pub(crate) fn note_frames(&mut self, mut shared: Vec<(Pfn, u32)>) {
+    /// Take note of the frames of pages that others map too.
+    pub(crate) fn note_frames(&mut self, shared: Vec<(Pfn, u32)>) {
+        self.shared.extend(shared);
+    }
+
+    /// Have each of these frames count once.
+    pub(crate) fn tell_frames_apart(&mut self) {
+        let mut shared = std::mem::take(&mut self.shared);
         shared.par_sort_unstable();
         let frames = shared.chunk_by(|a, b| a.0 == b.0);
         self.again = frames.flat_map(|same| same[1..].iter().map(|&(_, page)| (page, same[0].1))).collect();
@@ -459,5 +482,10 @@ mod tests {
         assert!(mark.is_redundant() && mark.was_read() && !mark.is_covered() && mark.covered().is_covered());
         assert_eq!(mark.covered().class(), Some(PageClass::DuplicateForeign));
         assert_eq!(Mark::SKIPPED.forbidden(), Mark::SKIPPED);
+        for (mark, class) in [(Mark::RECALLED, PageClass::Unique), (Mark::PASSED_BY, PageClass::Volatile)] {
+            assert_eq!((mark.class(), mark.is_redundant(), mark.is_forbidden()), (Some(class), false, false));
+        }
+        let unsure = [Mark::RECALLED, Mark::PASSED_BY].map(|mark| [mark, mark.covered()]).concat();
+        assert!(Mark::every().all(|mark| mark.is_unsure() == unsure.contains(&mark)));
     }
 }

@@ -6,8 +6,8 @@
 //!    its pages and how they may be read.
 //! 2. [`index`] lists the resident pages and gives each an ordinal: processes in the order of their trust domains,
 //!    pages in the order of their addresses.
-//! 3. [`scan`] reads the pages in parallel and puts a fingerprint for each into the index; a second pass marks what
-//!    changed.
+//! 3. [`scan`] reads the pages in parallel and puts a fingerprint for each into the index, but for those of which it is
+//!    remembered what they hold; a second pass marks what changed.
 //! 4. [`group`] sorts the fingerprints, after [`pairs`] has told most of those that have no partner. Equal ones lie
 //!    side by side, ordered by domain and process, so one walk over them classifies every page.
 //! 5. [`tally`] walks the pages in address order and counts: by region, process, extent and content. Before that,
@@ -24,8 +24,8 @@
 //! none of the chosen ones if somebody who is not chosen has it enrolled ([`Options::enrolled`]). That keeps apart what
 //! is equal when the census is taken, and promises nothing for later: two covered pages of different domains whose
 //! contents become equal afterwards are merged while ksmd runs, and so are pages that programs enrolled themselves,
-//! whatever is chosen here. Who takes censuses again and again need not read everybody for that each time:
-//! [`witnesses`].
+//! whatever is chosen here. Who takes censuses again and again need not read everybody for that each time
+//! ([`witnesses`]), nor of who is chosen all that has not changed: [`take_again`].
 
 #![forbid(unsafe_code)]
 
@@ -37,6 +37,7 @@ pub mod pages;
 pub mod pairs;
 mod plan;
 mod probes;
+mod recall;
 pub mod scan;
 mod sketches;
 pub mod survey;
@@ -47,7 +48,6 @@ pub use ages::Ages;
 pub use index::Index;
 /// The key of fingerprints: equal only under one.
 pub use pagefold_sys::fingerprint::Hasher;
-use pairs::Pairs;
 pub use plan::plan;
 pub use probes::Probes;
 pub use scan::Progress;
@@ -60,6 +60,7 @@ use pagefold_model::census::Census;
 use pagefold_model::domain::Domains;
 use pagefold_model::savings::{Costs, Sharing};
 use pagefold_model::{Absent, PageSize, Pages, ProcessId, Reading};
+use recall::Recall;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -190,22 +191,47 @@ pub fn take_under(
     census(None, hasher, host, options, progress, stop)
 }
 
-/// Take a census, at a time that is given, in which nobody is read for what it has enrolled alone of whom that is
-/// remembered from those before, which were under the same key.
-pub fn take_beside(
-    (witnesses, now): (&mut Witnesses, Instant),
+/// What is remembered from census to census under one key.
+pub struct Remembered {
+    witnesses: Witnesses,
+    recall: Recall,
+}
+
+impl Remembered {
+    /// Nothing yet.
+    pub fn new(now: Instant) -> Self {
+        Self { witnesses: Witnesses::new(now), recall: Recall::new(now) }
+    }
+
+    /// How many pages of a process the last census has not read, since it was remembered what they held.
+    pub fn spared(&self, process: ProcessId) -> Pages {
+        self.recall.spared(process)
+    }
+
+    /// Forget the processes that do not fit. Of witnesses those are forgotten that are not enrolled when a census begins.
+    pub fn retain(&mut self, fits: impl Fn(ProcessId) -> bool) {
+        self.recall.retain(fits);
+    }
+}
+
+/// Take a census, at a time that is given, in which nothing is read that need not be by what is remembered from those
+/// before, which were under the same key: nobody for what it has enrolled alone, and of those who are chosen little of
+/// what has not changed. What changes each time is counted as volatile unread.
+pub fn take_again(
+    (remembered, now): (&mut Remembered, Instant),
     hasher: &Hasher,
     host: &dyn Host,
     options: &Options,
     progress: &Progress,
     stop: &AtomicBool,
 ) -> Result<(Census, Index), Error> {
-    witnesses.begin(now, &options.enrolled);
-    census(Some(witnesses), hasher, host, options, progress, stop)
+    remembered.witnesses.begin(now, &options.enrolled);
+    remembered.recall.begin(now);
+    census(Some(remembered), hasher, host, options, progress, stop)
 }
 
 fn census(
-    mut witnesses: Option<&mut Witnesses>,
+    mut remembered: Option<&mut Remembered>,
     hasher: &Hasher,
     host: &dyn Host,
     options: &Options,
@@ -214,9 +240,9 @@ fn census(
 ) -> Result<(Census, Index), Error> {
     let started = Instant::now();
     let threads = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build()?;
-    let rests = |process, standing| witnesses.as_ref().is_some_and(|known| known.rests(process, standing));
+    let known = remembered.as_ref().map(|known| &known.witnesses);
     let mut survey =
-        threads.install(|| survey::survey(host, &options.selection, &options.domains, &options.enrolled, &rests))?;
+        threads.install(|| survey::survey(host, &options.selection, &options.domains, &options.enrolled, known))?;
     let mut sharing = observe::ksm(host).map(|ksm| Sharing::of(&ksm)).unwrap_or_default();
     sharing.use_zero_pages |= options.use_zero_pages;
     let nodes = if sharing.across_nodes { None } else { observe::Nodes::observe(host).ok() };
@@ -226,12 +252,15 @@ fn census(
     let mut index = threads.install(|| Index::list(host, &survey, nodes.is_some()))?;
     progress.expect(index.pages() as u64 * if options.settle.is_zero() { 1 } else { 2 });
     let sample = options.sample.map(|probability| scan::SampleRule::new(probability, options.seed));
-    let scan = scan::Scan { host, survey: &survey, hasher, nodes, progress, stop, sample };
+    let recalls = nodes.is_none() && sample.is_none();
+    let earlier = remembered.as_deref().filter(|_| recalls);
+    let scan = scan::Scan { host, survey: &survey, hasher, nodes, progress, stop, sample, remembered: earlier };
     let first = Instant::now();
     let ran_before = if options.second == Second::Candidates { cpu_times(host, &survey) } else { Vec::new() };
     let mut failures = index.unlisted().to_vec();
     failures.extend(threads.install(|| scan.first_pass(&mut index)));
-    let pairs = threads.install(|| Pairs::of(&index));
+    let (pairs, more) = threads.install(|| scan.pairs(&mut index));
+    failures.extend(more);
     let (mut settled, mut reread) = (false, Pages::ZERO);
     if !options.settle.is_zero() {
         wait(options.settle.saturating_sub(first.elapsed()), stop);
@@ -250,12 +279,15 @@ fn census(
     let unread: BTreeSet<usize> = failures.iter().map(|(subject, _)| *subject).collect();
     tally::note_unread(&mut survey, failures);
     let rule = group::Rule { sharing, across_domains: options.across_domains };
-    let elsewhere = witnesses.as_ref().map(|known| threads.install(|| Elsewhere::of(&survey, known)));
+    let elsewhere = remembered.as_ref().map(|known| threads.install(|| Elsewhere::of(&survey, &known.witnesses)));
     let elsewhere = elsewhere.unwrap_or_default();
     let groups = threads.install(|| group::classify(&mut index, &survey, &pairs, rule, &elsewhere, options.top));
     drop((pairs, elsewhere));
-    if let Some(witnesses) = witnesses.as_mut().filter(|_| !partial && options.sample.is_none()) {
-        threads.install(|| witnesses.note(&survey, &index, &unread));
+    if let Some(remembered) = remembered.as_mut().filter(|_| !partial && options.sample.is_none()) {
+        threads.install(|| remembered.witnesses.note(&survey, &index, &unread));
+        if recalls {
+            remembered.recall.note(&survey, &index, &unread);
+        }
     }
     let page_size = host.page_size();
     let terms = choose::Terms {

@@ -4,6 +4,9 @@
 //! share a bit both are taken for partners, so what seemed to have one is noted once more by other bits, and little is
 //! left that has none. What either does not have has no partner, and that is most of what a host holds: it need be
 //! neither sorted nor read again.
+//!
+//! Fingerprints are told apart by half of them, which is all that is known of pages that are remembered: of n pages one
+//! in 2^32 / n is taken for one with a partner by that alone.
 
 use crate::index::{Entry, Index};
 use pagefold_model::{Fingerprint, PageClass};
@@ -15,8 +18,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// first, and seldom by both.
 const BITS: usize = 16;
 
-/// The multipliers by which fingerprints are spread over the bits, because those of a recording may be small numbers
-/// (Fibonacci hashing: D. Knuth, The Art of Computer Programming 3, 6.4). The second is the first of SplitMix64's.
+/// The multipliers by which halves of fingerprints are spread over the bits (Fibonacci hashing: D. Knuth, The Art of
+/// Computer Programming 3, 6.4). The second is the first of SplitMix64's.
 const SPREADS: [u64; 2] = [0x9e37_79b9_7f4a_7c15, 0xbf58_476d_1ce4_e5b9];
 
 /// The bitmaps: 4 to 8 bytes for each page while they live, and 2 to 4 more while they are made.
@@ -92,7 +95,7 @@ impl Bitmap {
 
     /// The word of a fingerprint, and its bit.
     fn place(&self, fingerprint: Fingerprint) -> (usize, u64) {
-        let hash = fingerprint.0.wrapping_mul(self.spread) >> self.shift;
+        let hash = u64::from(fingerprint.half()).wrapping_mul(self.spread) >> self.shift;
         ((hash / 64) as usize, 1 << (hash % 64))
     }
 }

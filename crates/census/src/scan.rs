@@ -3,8 +3,11 @@
 //! While ksmd rests, what KSM has merged is read once for all pages that are mapped to the same frame: on a host that
 //! is merged, that is most of what its processes hold.
 
+use crate::Remembered;
+use crate::choose::each_page;
 use crate::index::{Entry, Index, Mark, Unit};
 use crate::pairs::Pairs;
+use crate::recall::{Recalled, is_recalled, piece_at};
 use crate::survey::Survey;
 use pagefold_host::observe::Nodes;
 use pagefold_host::{Host, Mapping, PageContent, PageView, Process, Run, Way};
@@ -90,6 +93,8 @@ pub struct Scan<'a> {
     pub stop: &'a AtomicBool,
     /// Which pages to look at; all if `None`.
     pub sample: Option<SampleRule>,
+    /// What is remembered of earlier censuses under the same key. Not for a sample, nor where nodes are kept apart.
+    pub remembered: Option<&'a Remembered>,
 }
 
 /// What the second pass did.
@@ -111,6 +116,49 @@ struct Seen {
     /// Whether nobody else maps it.
     exclusive: bool,
     frame: Option<Pfn>,
+}
+
+/// A unit in hand, with what is found of it.
+struct Portion<'a> {
+    index: &'a Index,
+    unit: Unit,
+    entries: &'a mut [Entry],
+    nodes: Option<&'a Nodes>,
+    /// Pages that others map too, with their frames.
+    shared: Vec<(Pfn, u32)>,
+    /// How many others map too whose frames are not known.
+    indistinct: u64,
+    merged: Vec<Merged>,
+}
+
+impl Portion<'_> {
+    /// Put what was seen of a page into the index; `None` for one that is gone.
+    fn note(&mut self, ordinal: u32, seen: Option<Seen>) {
+        let Some(seen) = seen else { return self.index.set_mark(ordinal, Mark::GONE) };
+        let class = match seen.fingerprint {
+            _ if seen.merged => PageClass::Merged,
+            None => PageClass::Volatile,
+            Some(Fingerprint::ZERO_PAGE) => PageClass::Zero,
+            // Until groups are known.
+            Some(_) => PageClass::Unique,
+        };
+        self.entries[(ordinal - self.unit.ordinals.start) as usize] =
+            Entry::new(seen.fingerprint.unwrap_or(Fingerprint::ZERO_PAGE), ordinal);
+        match (seen.frame, seen.fingerprint) {
+            _ if seen.exclusive => {}
+            (Some(frame), Some(content)) if seen.merged => self.merged.push(Merged { ordinal, frame, content }),
+            _ if seen.merged => {}
+            (Some(frame), _) => self.shared.push((frame, ordinal)),
+            (None, _) => self.indistinct += 1,
+        }
+        let node = self.nodes.zip(seen.frame).map_or(0, |(nodes, frame)| nodes.of(frame) as u8);
+        self.index.set_node(ordinal, node);
+        self.index.set_mark(ordinal, Mark::of(class));
+    }
+
+    fn is_unread(&self, ordinal: u32) -> bool {
+        self.index.mark(ordinal) == Mark::UNREAD
+    }
 }
 
 /// Consecutive pages that are known are passed by if they are at least so many: a call for what lies on either side of
@@ -166,64 +214,73 @@ impl MergedFrames {
 impl Scan<'_> {
     /// Fill the index with fingerprints. Returns the subjects that could not be read, and why.
     pub fn first_pass(&self, index: &mut Index) -> Vec<(usize, Absent)> {
+        let merged = MergedFrames::new(self.host);
+        self.fill(index, |portion| {
+            self.skip_unsampled(portion.index, &portion.unit);
+            // What cannot be told is read, and what was told need not be confirmed.
+            let told = self.tell(portion, &merged).unwrap_or(0);
+            portion.merged.clear();
+            let recalled = self.recalled(portion);
+            if let Some(recalled) = &recalled {
+                let _ = self.recall(portion, recalled);
+            }
+            let outcome = if told == 0 && recalled.is_none() && self.sample.is_none() {
+                self.read_some(portion, None, None)
+            } else {
+                self.read_unread(portion, recalled.as_ref())
+            };
+            self.progress.advance(portion.unit.ordinals.len() as u64, 0);
+            // Nothing is remembered of what cannot be confirmed.
+            let _ = self.confirm(portion, &merged);
+            outcome
+        })
+    }
+
+    /// Tell which pages may have a partner, and read those of them of which it is only remembered what they held. To be
+    /// called once, after the first pass.
+    pub fn pairs(&self, index: &mut Index) -> (Pairs, Vec<(usize, Absent)>) {
+        let pairs = Pairs::of(index);
+        let again = |portion: &mut Portion<'_>| self.read_recalled(portion, &pairs);
+        let failures = if self.remembered.is_some() { self.fill(index, again) } else { Vec::new() };
+        index.tell_frames_apart();
+        (pairs, failures)
+    }
+
+    /// Go through all units in parallel. Returns the subjects that could not be read, and why.
+    fn fill(&self, index: &mut Index, look: impl Fn(&mut Portion<'_>) -> Reading<()> + Sync) -> Vec<(usize, Absent)> {
         let mut entries = std::mem::take(&mut index.entries);
         let mut work = Vec::new();
         let mut rest = entries.as_mut_slice();
         for unit in index.units(self.survey) {
-            let (slots, after) = rest.split_at_mut(unit.ordinals.len());
-            work.push((unit, slots));
+            let (own, after) = rest.split_at_mut(unit.ordinals.len());
+            work.push((unit, own));
             rest = after;
         }
-        let shared = &*index;
-        let merged = MergedFrames::new(self.host);
+        let (filled, nodes) = (&*index, self.nodes.as_ref());
         let results: Vec<_> = work
             .into_par_iter()
             // One by one: what a thread has begun as one piece cannot be taken from it by an idle one.
             .with_max_len(1)
-            .map(|(unit, slots)| {
-                self.skip_unsampled(shared, &unit);
-                let (mut frames, mut indistinct, mut fresh) = (Vec::new(), 0, Vec::new());
-                let mut note = |ordinal, seen: Option<Seen>| {
-                    let Some(seen) = seen else { return shared.set_mark(ordinal, Mark::GONE) };
-                    let class = match seen.fingerprint {
-                        _ if seen.merged => PageClass::Merged,
-                        None => PageClass::Volatile,
-                        Some(Fingerprint::ZERO_PAGE) => PageClass::Zero,
-                        // Until groups are known.
-                        Some(_) => PageClass::Unique,
-                    };
-                    slots[(ordinal - unit.ordinals.start) as usize] =
-                        Entry::new(seen.fingerprint.unwrap_or(Fingerprint::ZERO_PAGE), ordinal);
-                    match (seen.frame, seen.fingerprint) {
-                        _ if seen.exclusive => {}
-                        (Some(frame), Some(content)) if seen.merged => fresh.push(Merged { ordinal, frame, content }),
-                        _ if seen.merged => {}
-                        (Some(frame), _) => frames.push((frame, ordinal)),
-                        (None, _) => indistinct += 1,
-                    }
-                    let node = self.nodes.as_ref().zip(seen.frame).map_or(0, |(nodes, frame)| nodes.of(frame) as u8);
-                    shared.set_node(ordinal, node);
-                    shared.set_mark(ordinal, Mark::of(class));
-                };
-                // What cannot be told is read.
-                let told = self.tell(shared, &unit, &merged, &mut note).unwrap_or(0);
-                let takes = |ordinal| shared.mark(ordinal) == Mark::UNREAD;
-                let takes: Option<Takes<'_>> = (told > 0 || self.sample.is_some()).then_some(&takes);
-                let outcome = self.read(shared, &unit, takes, &mut note);
-                // Nothing is remembered of what cannot be confirmed.
-                let _ = self.confirm(shared, &unit, &fresh[told..], &merged);
+            .map(|(unit, entries)| {
+                let (shared, merged) = Default::default();
+                let mut portion = Portion { index: filled, unit, entries, nodes, shared, indistinct: 0, merged };
+                let outcome = look(&mut portion);
                 if outcome == Err(Absent::Vanished) {
-                    unit.ordinals.clone().filter(|&page| shared.mark(page) == Mark::UNREAD).for_each(|page| {
-                        shared.set_mark(page, Mark::GONE);
+                    portion.unit.ordinals.clone().filter(|&page| portion.is_unread(page)).for_each(|page| {
+                        filled.set_mark(page, Mark::GONE);
                     });
                 }
-                (unit.subject, outcome, frames, indistinct)
+                (portion.unit.subject, outcome, portion.shared, portion.indistinct)
             })
             .collect();
         index.entries = entries;
-        index.indistinct = results.iter().map(|(.., indistinct)| indistinct).sum();
-        index.note_frames(results.iter().flat_map(|(_, _, frames, _)| frames).copied().collect());
-        results.into_iter().filter_map(|(subject, outcome, ..)| Some((subject, outcome.err()?))).collect()
+        let mut failures = Vec::new();
+        for (subject, outcome, shared, indistinct) in results {
+            index.indistinct += indistinct;
+            index.note_frames(shared);
+            failures.extend(outcome.err().map(|why| (subject, why)));
+        }
+        failures
     }
 
     /// Read again and mark what changed: everything that is not merged, or with `pairs` only what has anything to gain.
@@ -241,7 +298,7 @@ impl Scan<'_> {
                     None => {
                         let passed_by = merged.partition_point(|stretch| stretch.end <= ordinal);
                         let is_merged = merged.get(passed_by).is_some_and(|stretch| stretch.contains(&ordinal));
-                        !is_merged && index.mark(ordinal) != Mark::SKIPPED
+                        !is_merged && index.mark(ordinal) != Mark::SKIPPED && !index.mark(ordinal).is_unsure()
                     }
                 };
                 let all = pairs.is_none() && self.sample.is_none() && merged.is_empty();
@@ -264,6 +321,7 @@ impl Scan<'_> {
                         }
                     }
                 });
+                self.progress.advance(unit.ordinals.len() as u64, 0);
                 if outcome == Err(Absent::Vanished) {
                     unit.ordinals.clone().for_each(|page| index.set_mark(page, Mark::GONE));
                 }
@@ -311,22 +369,16 @@ impl Scan<'_> {
         Ok(())
     }
 
-    /// Tell `note` of those of a unit's pages that are merged to frames of which it is known what they hold, where that
-    /// is less work than to read them. Returns how many those are.
-    fn tell(
-        &self,
-        index: &Index,
-        unit: &Unit,
-        merged: &MergedFrames,
-        note: &mut dyn FnMut(u32, Option<Seen>),
-    ) -> Reading<usize> {
-        let any = unit.way == (Way::Memory { merged: true }) && merged.any.load(Ordering::Relaxed);
+    /// Note those of a unit's pages that are merged to frames of which it is known what they hold, where that is less
+    /// work than to read them. Returns how many those are.
+    fn tell(&self, portion: &mut Portion<'_>, merged: &MergedFrames) -> Reading<usize> {
+        let any = portion.unit.way == (Way::Memory { merged: true }) && merged.any.load(Ordering::Relaxed);
         if !any || self.stop.load(Ordering::Relaxed) {
             return Ok(0);
         }
         let mut known: Vec<(u32, Pfn, Fingerprint)> = Vec::new();
-        let wanted = |ordinal| index.mark(ordinal) == Mark::UNREAD;
-        self.mapped(index, unit, &wanted, &mut |ordinal, mapping| {
+        let wanted = |ordinal| portion.is_unread(ordinal);
+        self.mapped(portion.index, &portion.unit, &wanted, &mut |ordinal, mapping| {
             let shared = mapping.present && !mapping.file && !mapping.exclusive;
             let frame = mapping.frame.filter(|_| shared && wanted(ordinal));
             known.extend(frame.and_then(|frame| Some((ordinal, frame, merged.content(frame)?))));
@@ -343,18 +395,115 @@ impl Scan<'_> {
             told += same.len();
             for &(frame, ordinal, content) in same {
                 let (fingerprint, frame) = (Some(content), Some(frame));
-                note(ordinal, Some(Seen { fingerprint, merged: true, exclusive: false, frame }));
+                portion.note(ordinal, Some(Seen { fingerprint, merged: true, exclusive: false, frame }));
             }
         }
         Ok(told)
     }
 
+    /// What is remembered of a unit's pages.
+    fn recalled(&self, portion: &Portion<'_>) -> Option<Recalled<'_>> {
+        let Unit { subject, way, ordinals } = &portion.unit;
+        let remembered = self.remembered.filter(|_| is_recalled(&self.survey.subjects[*subject], *way))?;
+        remembered.recall.of(self.survey, portion.index, *subject, ordinals.clone())
+    }
+
+    /// Note those of a unit's pages that may be taken to hold what they did, after some were read, and those that are
+    /// taken to change on.
+    fn recall(&self, portion: &mut Portion<'_>, recalled: &Recalled<'_>) -> Reading<()> {
+        let first = portion.unit.ordinals.start;
+        let (mut tried, mut any) = (vec![false; portion.unit.ordinals.len()], false);
+        for page in recalled.tried() {
+            (tried[(page - first) as usize], any) = (true, true);
+        }
+        if any {
+            self.read_some(portion, Some(&|page| tried[(page - first) as usize]), Some(recalled))?;
+        }
+        let told = recalled.told().map(|(page, content)| (page, Entry::new(content, page), Mark::RECALLED));
+        let changes = |page| (page, Entry::new(Fingerprint::ZERO_PAGE, page), Mark::PASSED_BY);
+        for (page, entry, mark) in told.chain(recalled.skipped().map(changes)) {
+            if portion.is_unread(page) && !self.stop.load(Ordering::Relaxed) {
+                portion.entries[(page - first) as usize] = entry;
+                portion.index.set_mark(page, mark);
+            }
+        }
+        Ok(())
+    }
+
+    /// Read what is not known of a unit.
+    fn read_unread(&self, portion: &mut Portion<'_>, recalled: Option<&Recalled<'_>>) -> Reading<()> {
+        let first = portion.unit.ordinals.start;
+        let unread: Vec<bool> = portion.unit.ordinals.clone().map(|page| portion.is_unread(page)).collect();
+        self.read_some(portion, Some(&|page| unread[(page - first) as usize]), recalled)
+    }
+
+    /// Read those of a unit's pages that may have a partner by what they are remembered to have held, and those in the
+    /// same pieces as any others that have something to gain: they may be covered with these. What is found to hold
+    /// something else now was not compared with the others, unless that may have a partner, too.
+    fn read_recalled(&self, portion: &mut Portion<'_>, pairs: &Pairs) -> Reading<()> {
+        let (index, ordinals) = (portion.index, portion.unit.ordinals.clone());
+        let is_recalled = |page: u32| index.mark(page) == Mark::RECALLED;
+        if !ordinals.clone().any(is_recalled) {
+            return Ok(());
+        }
+        let at = |page: u32| (page - ordinals.start) as usize;
+        let content = |portion: &Portion<'_>, page: u32| portion.entries[at(page)].fingerprint();
+        let gains = |page: u32| match index.mark(page).class() {
+            Some(PageClass::Zero) => true,
+            Some(PageClass::Unique) => pairs.may_pair(content(portion, page)),
+            _ => false,
+        };
+        let pages: Vec<(u32, u64)> =
+            each_page(index, &ordinals).map(|(_, page, address)| (page, piece_at(index, address))).collect();
+        let mut again = vec![false; ordinals.len()];
+        for piece in pages.chunk_by(|a, b| a.1 == b.1).filter(|piece| piece.iter().any(|&(page, _)| gains(page))) {
+            piece.iter().filter(|(page, _)| is_recalled(*page)).for_each(|&(page, _)| again[at(page)] = true);
+        }
+        let held: Vec<(u32, u32)> = ordinals
+            .clone()
+            .filter(|&page| again[at(page)])
+            .map(|page| (page, content(portion, page).half()))
+            .collect();
+        if held.is_empty() {
+            return Ok(());
+        }
+        // What cannot be read stays so.
+        held.iter().for_each(|&(page, _)| index.set_mark(page, Mark::PASSED_BY));
+        let recalled = self.recalled(portion);
+        let outcome = self.read_some(portion, Some(&|page| again[at(page)]), recalled.as_ref());
+        for (page, half) in held {
+            let now = content(portion, page);
+            if index.mark(page).class() == Some(PageClass::Unique) && now.half() != half && !pairs.may_pair(now) {
+                index.set_mark(page, Mark::RECALLED);
+            }
+        }
+        outcome
+    }
+
+    /// Read and note some of a unit's pages, and compare them with what is remembered.
+    fn read_some(
+        &self,
+        portion: &mut Portion<'_>,
+        takes: Option<Takes<'_>>,
+        recalled: Option<&Recalled<'_>>,
+    ) -> Reading<()> {
+        let (index, unit) = (portion.index, portion.unit.clone());
+        self.read(index, &unit, takes, &mut |page, seen| {
+            if let (Some(recalled), Some(Seen { merged: false, fingerprint, .. })) = (recalled, &seen) {
+                recalled.compare(page, *fingerprint);
+            }
+            portion.note(page, seen);
+        })
+    }
+
     /// Remember what frames hold whose pages were read, as far as these are still mapped to them: what was read is
-    /// theirs, then, and not what somebody wrote to a copy of his own meanwhile. `read` is ascending.
-    fn confirm(&self, index: &Index, unit: &Unit, read: &[Merged], merged: &MergedFrames) -> Reading<()> {
+    /// theirs, then, and not what somebody wrote to a copy of his own meanwhile.
+    fn confirm(&self, portion: &mut Portion<'_>, merged: &MergedFrames) -> Reading<()> {
+        let Portion { index, unit, merged: read, .. } = portion;
         if read.is_empty() || merged.works {
             return Ok(());
         }
+        read.sort_unstable_by_key(|page| page.ordinal);
         let position = |ordinal| read.binary_search_by_key(&ordinal, |page: &Merged| page.ordinal).ok();
         self.mapped(index, unit, &|ordinal| position(ordinal).is_some(), &mut |ordinal, mapping| {
             let page = position(ordinal).map(|position| &read[position]);
@@ -378,7 +527,6 @@ impl Scan<'_> {
         }
         let (runs, ordinals) = self.taken(index, unit, takes);
         if runs.is_empty() {
-            self.progress.advance(unit.ordinals.len() as u64, 0);
             return Ok(());
         }
         let mut bytes = 0;
@@ -397,7 +545,7 @@ impl Scan<'_> {
             note(ordinal, Some(Seen { fingerprint, merged, exclusive, frame }));
         };
         let outcome = self.open(unit).and_then(|handle| handle.contents(unit.way, &runs, &mut see));
-        self.progress.advance(unit.ordinals.len() as u64, bytes);
+        self.progress.advance(0, bytes);
         outcome
     }
 

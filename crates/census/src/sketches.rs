@@ -8,7 +8,8 @@ use rayon::prelude::*;
 use std::collections::BTreeMap;
 
 /// What everybody holds whose pages could be listed, witnesses apart: what held still and is no zeros, which is what
-/// classifying leaves in an index. Under the census's key.
+/// classifying leaves in an index. Under the census's key, by halves of fingerprints, which is all that is known of pages
+/// that are remembered.
 pub fn sketches(census: &Census, index: &Index) -> BTreeMap<ProcessId, Held> {
     let pages = |subject: usize| Pages(index.pages_of(subject).len() as u64);
     let is_seen = |subject: &usize| {
@@ -22,14 +23,14 @@ pub fn sketches(census: &Census, index: &Index) -> BTreeMap<ProcessId, Held> {
     let mut kept: Vec<(usize, Fingerprint, bool)> = index
         .entries
         .par_iter()
-        .filter(|entry| entry.fingerprint() != Fingerprint::ZERO_PAGE && rank(entry.fingerprint()) >= least)
-        .map(|entry| (index.subject(entry.ordinal), entry))
-        .filter(|&(subject, entry)| rank(entry.fingerprint()) >= Sketch::least(pages(subject)))
+        .filter(|entry| entry.fingerprint() != Fingerprint::ZERO_PAGE)
+        .map(|entry| (Fingerprint::of_half(entry.fingerprint().half()), entry.ordinal))
+        .filter(|&(content, _)| rank(content) >= least)
+        .map(|(content, ordinal)| (index.subject(ordinal), content, ordinal))
+        .filter(|&(subject, content, _)| rank(content) >= Sketch::least(pages(subject)))
         // What several map since a fork is the first one's: they cannot merge it with each other.
-        .filter(|(_, entry)| index.frame(entry.ordinal) == entry.ordinal)
-        .map(|(subject, entry)| {
-            (subject, entry.fingerprint(), index.mark(entry.ordinal).class() == Some(PageClass::Merged))
-        })
+        .filter(|&(.., ordinal)| index.frame(ordinal) == ordinal)
+        .map(|(subject, content, ordinal)| (subject, content, index.mark(ordinal).class() == Some(PageClass::Merged)))
         .collect();
     kept.par_sort_unstable();
     let of = |subject: usize| {

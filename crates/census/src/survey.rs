@@ -1,7 +1,7 @@
 //! Who is counted: the chosen processes with their regions, sorted into trust domains.
 
 use crate::Error;
-use crate::witnesses::Standing;
+use crate::witnesses::{Standing, Witnesses};
 use globset::{Glob, GlobMatcher};
 use pagefold_host::{Host, Process as Handle, Way, observe};
 use pagefold_model::census::Unseen;
@@ -79,11 +79,16 @@ pub struct Survey {
     pub unseen: Vec<Unseen>,
     /// Witnesses that are not among the subjects, since it is remembered what they hold, with their trust domains.
     pub resting: Vec<(Domain, ProcessId)>,
-    /// How much the other witnesses had run before they were looked at.
+    /// How much all others had run before they were looked at, where that is remembered and known.
     pub standings: BTreeMap<ProcessId, Standing>,
 }
 
 impl Survey {
+    fn add(&mut self, subject: Subject, standing: Option<Standing>) {
+        self.standings.extend(standing.map(|standing| (subject.process.id, standing)));
+        self.subjects.push(subject);
+    }
+
     /// The number of each subject's trust domain, in the order of subjects.
     pub fn domains(&self) -> Vec<u32> {
         crate::group::domain_numbers(self.subjects.iter().map(|subject| &subject.domain))
@@ -102,25 +107,30 @@ enum Beside {
     /// What it holds is remembered.
     Rests(Domain, ProcessId),
     /// It is looked at. How much it had run before is not known everywhere.
-    Looked(Box<Subject>, Reading<Standing>),
+    Looked(Box<Subject>, Option<Standing>),
 }
 
 /// Choose processes and read their regions; of `enrolled` ones that are not chosen and of other trust domains than all
-/// that are, those regions that are enrolled, unless it `rests`.
+/// that are, those regions that are enrolled, unless `known` witnesses rest.
 pub fn survey(
     host: &dyn Host,
     selection: &Selection,
     domains: &Domains,
     enrolled: &[ProcessId],
-    rests: &(dyn Fn(ProcessId, Standing) -> bool + Sync),
+    known: Option<&Witnesses>,
 ) -> Result<Survey, Error> {
-    let look = |handle: &dyn Handle, process: Process| {
+    let standing = |handle: &dyn Handle| known.and_then(|_| Standing::of(host, handle).ok());
+    // How much it has run is read before what it holds.
+    let look = |handle: &dyn Handle, process: Process, standing: Option<Standing>| {
         let regions = judge(handle, &process, observe::regions(handle)?);
-        Ok(Subject { domain: domains.domain(&process), process, regions, witness: false })
+        Ok((Subject { domain: domains.domain(&process), process, regions, witness: false }, standing))
     };
-    let (subjects, unseen) = choose(host, selection, look)?;
-    let mut survey = Survey { subjects, unseen, ..Survey::default() };
-    let subjects = &mut survey.subjects;
+    let (looked, unseen) = choose(host, selection, |handle, process| look(handle, process, standing(handle)))?;
+    let mut survey = Survey { unseen, ..Survey::default() };
+    for (subject, standing) in looked {
+        survey.add(subject, standing);
+    }
+    let subjects = &survey.subjects;
     let chosen: BTreeSet<ProcessId> = subjects.iter().map(|subject| subject.process.id).collect();
     let chosen_domains: BTreeSet<Domain> = subjects.iter().map(|subject| subject.domain.clone()).collect();
     let pids: Vec<Pid> = enrolled.iter().filter(|id| !chosen.contains(id)).map(|id| id.pid).collect();
@@ -130,11 +140,12 @@ pub fn survey(
             if !chosen_domains.iter().any(|chosen| *chosen != domain) {
                 return Ok(Beside::Same);
             }
-            let standing = Standing::of(host, handle);
-            if standing.as_ref().is_ok_and(|standing| rests(process.id, *standing)) {
+            let standing = standing(handle);
+            let rests = known.zip(standing).is_some_and(|(known, standing)| known.rests(process.id, standing));
+            if rests {
                 return Ok(Beside::Rests(domain, process.id));
             }
-            let mut subject = look(handle, process)?;
+            let (mut subject, standing) = look(handle, process, standing)?;
             subject.regions.retain(|(region, _)| region.may_hold_merged());
             subject.witness = true;
             Ok(Beside::Looked(Box::new(subject), standing))
@@ -145,14 +156,11 @@ pub fn survey(
             match other {
                 Beside::Same => {}
                 Beside::Rests(domain, process) => survey.resting.push((domain, process)),
-                Beside::Looked(subject, standing) => {
-                    survey.standings.extend(standing.ok().map(|standing| (subject.process.id, standing)));
-                    subjects.push(*subject);
-                }
+                Beside::Looked(subject, standing) => survey.add(*subject, standing),
             }
         }
     }
-    subjects.sort_by(|a, b| (&a.domain, a.process.id).cmp(&(&b.domain, b.process.id)));
+    survey.subjects.sort_by(|a, b| (&a.domain, a.process.id).cmp(&(&b.domain, b.process.id)));
     Ok(survey)
 }
 

@@ -23,7 +23,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 /// For how long what somebody has enrolled is remembered.
-const LASTS: Duration = Duration::from_secs(3600);
+pub(crate) const LASTS: Duration = Duration::from_secs(3600);
 
 /// Contents of a bucket.
 const BUCKET: usize = 4;
@@ -64,12 +64,6 @@ struct Known {
     contents: Vec<u32>,
 }
 
-/// By what a content is known: spread, because fingerprints of a recording may be small numbers (Fibonacci hashing:
-/// D. Knuth, The Art of Computer Programming 3, 6.4).
-fn half(content: Fingerprint) -> u32 {
-    (content.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as u32
-}
-
 impl Witnesses {
     /// Nothing remembered yet.
     pub fn new(now: Instant) -> Self {
@@ -93,7 +87,8 @@ impl Witnesses {
     pub(crate) fn note(&mut self, survey: &Survey, index: &Index, unread: &BTreeSet<usize>) {
         let seen = self.now;
         let known = |(position, subject): (usize, &Subject)| {
-            let standing = survey.standings.get(&subject.process.id).filter(|_| !unread.contains(&position))?;
+            let is_known = subject.witness && !unread.contains(&position);
+            let standing = survey.standings.get(&subject.process.id).filter(|_| is_known)?;
             Some(Known { standing: *standing, seen, contents: Vec::new() })
         };
         let mut noted: Vec<Option<Known>> = survey.subjects.iter().enumerate().map(known).collect();
@@ -103,7 +98,7 @@ impl Witnesses {
         // Those that may have partners are in order, so nearly all contents of many pages are added once.
         for entry in &index.entries {
             if let Some(known) = &mut noted[index.subject(entry.ordinal)] {
-                let content = half(entry.fingerprint());
+                let content = entry.fingerprint().half();
                 if known.contents.last() != Some(&content) {
                     known.contents.push(content);
                 }
@@ -116,7 +111,7 @@ impl Witnesses {
             let pages = || index.pages_of(position).into_par_iter();
             let Some(mut known) = known.filter(|_| pages().all(is_whole)) else { continue };
             if pages().any(is_zero) {
-                known.contents.push(half(Fingerprint::ZERO_PAGE));
+                known.contents.push(Fingerprint::ZERO_PAGE.half());
             }
             known.contents.par_sort_unstable();
             known.contents.dedup();
@@ -187,7 +182,7 @@ impl Elsewhere {
         if self.is_empty() {
             return None;
         }
-        let half = half(content);
+        let half = content.half();
         let bucket = (half >> self.shift) as usize;
         let bucket = &self.contents[self.starts[bucket] as usize..self.starts[bucket + 1] as usize];
         bucket.iter().find(|&&(held, _)| held == half).map(|&(_, holder)| holder)
@@ -205,7 +200,7 @@ mod tests {
             held in prop::collection::vec((0u64..300, 0u32..3), 0..500),
             others in prop::collection::vec(any::<u64>(), 0..100),
         ) {
-            let elsewhere = Elsewhere::from(held.iter().map(|&(content, holder)| (half(Fingerprint(content)), holder)).collect());
+            let elsewhere = Elsewhere::from(held.iter().map(|&(content, holder)| (Fingerprint(content).half(), holder)).collect());
             for asked in (0..300).chain(others).map(Fingerprint) {
                 let holders: BTreeSet<u32> =
                     held.iter().filter(|(content, _)| *content == asked.0).map(|(_, holder)| *holder).collect();

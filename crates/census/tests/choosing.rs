@@ -15,6 +15,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+#[path = "choosing/recall.rs"]
+mod recall;
 #[path = "choosing/witnesses.rs"]
 mod witnesses;
 
@@ -52,14 +54,16 @@ struct MadeHost {
     listed: AtomicU64,
     /// Whether nobody may know frames.
     hidden: bool,
+    /// Whether nothing may be read.
+    refuses: AtomicBool,
     /// How much each process has run, and how many page faults it has had, where that is known.
     ran: BTreeMap<u32, (u64, u64)>,
 }
 
 impl MadeHost {
     fn new(processes: &[Made]) -> Self {
-        let (read, listed) = Default::default();
-        Self { processes: processes.to_vec(), read, listed, hidden: false, ran: BTreeMap::new() }
+        let (read, listed, refuses) = Default::default();
+        Self { processes: processes.to_vec(), read, listed, hidden: false, refuses, ran: BTreeMap::new() }
     }
 }
 
@@ -126,7 +130,8 @@ impl Process for MadeProcess<'_> {
             file if file.ends_with("/schedstat") => format!("{ran} 0 0\n"),
             "status" => format!("Uid:\t{uid}\t{uid}\t{uid}\t{uid}\n"),
             "smaps" => {
-                let ksm = if *enrolled { kib } else { 0 };
+                let is_merged = |page: &Page| matches!(page, Page::Merged(_) | Page::Parted(_));
+                let ksm = if pages.iter().any(is_merged) { kib } else { 0 };
                 let flag = if *enrolled { " mg" } else { "" };
                 format!(
                     "{BASE:x}-{end:x} rw-p 00000000 00:00 0 \nRss: {kib} kB\nAnonymous: {kib} kB\nKSM: {ksm} kB\n\
@@ -161,6 +166,9 @@ impl Process for MadeProcess<'_> {
         Ok((range.start..range.end).step_by(PAGE as usize).map(of).map(hides).collect())
     }
     fn contents(&self, _: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
+        if self.host.refuses.load(Ordering::Relaxed) {
+            return Err(Absent::Denied);
+        }
         let pages = runs.iter().flat_map(|run| (0..run.pages).map(move |i| (run.address - BASE) / PAGE + u64::from(i)));
         for (position, page) in pages.enumerate() {
             let times = self.host.read.fetch_add(1, Ordering::Relaxed);
@@ -465,7 +473,8 @@ fn what_any_two_hold_is_told_by_their_sketches() {
     let shared = |a: u32, b: u32| all(a).shared(all(b)).0;
     assert_eq!((shared(1, 3), shared(3, 1), shared(1, 1)), (27, 27, 42), "no zeros, nothing twice");
     assert_eq!((shared(1, 4), shared(3, 4), shared(4, 4), shared(2, 1)), (2, 2, 2, 0));
-    let rare = |range: std::ops::Range<u64>| range.filter(|&content| rank(Fingerprint(content)) >= 4).count() as u64;
+    let rank_of = |content: u64| rank(Fingerprint::of_half(Fingerprint(content).half()));
+    let rare = |range: std::ops::Range<u64>| range.filter(|&content| rank_of(content) >= 4).count() as u64;
     assert_eq!((shared(1, 5), shared(3, 5)), (16 * rare(120..140), (16 * rare(120..200)).min(87)), "estimated");
     assert_eq!(shared(5, 5), 16 * rare(120..4000));
     let unmerged = |pid: u32| &held.iter().find(|(process, _)| process.pid == Pid(pid)).unwrap().1.unmerged;

@@ -91,8 +91,8 @@ pub fn prepare(
     };
     let (hasher, (census, index)) = match &mut ages {
         Some((ages, now)) => {
-            let (witnesses, hasher) = ages.witnesses();
-            let taken = pagefold_census::take_beside((witnesses, *now), hasher, host, &options, progress, stop)?;
+            let (remembered, hasher) = ages.remembered();
+            let taken = pagefold_census::take_again((remembered, *now), hasher, host, &options, progress, stop)?;
             (hasher.clone(), taken)
         }
         None => {

@@ -8,7 +8,24 @@ pub struct Fingerprint(pub u64);
 impl Fingerprint {
     /// The page of zeros, found by comparison and not by hashing.
     pub const ZERO_PAGE: Self = Self(0);
+
+    /// Half of it, for where room is short: equal for equal contents, and for two different ones with a probability of
+    /// one in four billion. Spread first, because fingerprints of a recording may be small numbers.
+    pub const fn half(self) -> u32 {
+        (self.0.wrapping_mul(SPREAD) >> 32) as u32
+    }
+
+    /// The fingerprint that stands for a content of which only half a fingerprint is known.
+    pub const fn of_half(half: u32) -> Self {
+        Self(((half as u64) << 32).wrapping_mul(GATHER))
+    }
 }
+
+/// What fingerprints are multiplied by to spread them (Fibonacci hashing: D. Knuth, The Art of Computer Programming 3,
+/// 6.4), and what undoes that modulo 2^64.
+const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
+const GATHER: u64 = 0xf1de_83e1_9937_733d;
+const _: () = assert!(SPREAD.wrapping_mul(GATHER) == 1);
 
 /// An upper bound of the probability that any two different contents among `distinct` share a fingerprint.
 ///
@@ -69,6 +86,14 @@ fn is_text(bytes: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_half_stands_for_itself(half: u32) {
+            prop_assert_eq!(Fingerprint::of_half(half).half(), half);
+        }
+    }
 
     #[test]
     fn kinds() {

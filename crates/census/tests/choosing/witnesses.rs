@@ -1,7 +1,7 @@
 //! Whoever is enrolled in another trust domain and rests is remembered, and kept apart from like whoever is read.
 
 use super::*;
-use pagefold_census::take_beside;
+use pagefold_census::take_again;
 
 /// A time within a second of the beginning.
 const SOON: Duration = Duration::from_secs(1);
@@ -34,10 +34,10 @@ impl Looks {
         let options = Options { enrolled, selection, second: Second::Candidates, ..options.clone() };
         let count = || [&host.read, &host.listed].map(|count| count.load(Ordering::Relaxed));
         let before = count();
-        let (witnesses, hasher) = self.ages.witnesses();
+        let (remembered, hasher) = self.ages.remembered();
         let (progress, stop) = (Progress::default(), AtomicBool::new(false));
         let (census, _) =
-            take_beside((witnesses, self.began + after), hasher, host, &options, &progress, &stop).unwrap();
+            take_again((remembered, self.began + after), hasher, host, &options, &progress, &stop).unwrap();
         let [read, listed] = [0, 1].map(|of| count()[of] - before[of]);
         let covered = covered(&census).into_iter().map(|(pid, page)| {
             assert_eq!(pid, 1, "nobody else was chosen");

@@ -6,7 +6,7 @@
 
 use super::cgroups::Cgroups;
 use super::roster::Roster;
-use super::worker::{efforts, request, worth, young};
+use super::worker::{efforts, read, request, worth, young};
 use super::{Error, Settings, label};
 use crate::ksmd::Ksmd;
 use crate::prepare::prepare;
@@ -14,7 +14,7 @@ use pagefold_census::Ages;
 use pagefold_host::{Host, observe};
 use pagefold_model::daemon::{Action, CENSUS_SECONDS, Censused, Decision, Event, Readings, State, TimeOfDay, step};
 use pagefold_model::process::Process;
-use pagefold_model::{Bytes, PageSize, ProcessId};
+use pagefold_model::{PageSize, ProcessId};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
@@ -127,14 +127,14 @@ impl Replay {
         };
         let chosen: BTreeSet<ProcessId> = processes.iter().copied().collect();
         prepared.plan.keep_to(|process| chosen.contains(&process), !settings.split_huge_pages, settings.max_metadata);
-        let pages: u64 = prepared.census.subjects.iter().map(|subject| subject.counts.resident().0).sum();
-        let looked = Bytes(pages * host.page_size().bytes());
+        let looked =
+            host.page_size().of(prepared.census.subjects.iter().map(|subject| read(subject, &self.ages)).sum());
         let cost = Duration::from_secs_f64(looked.0 as f64 / 1048576.0 * CENSUS_SECONDS);
         self.spent += cost;
         Event::Censused(Censused {
             cost,
             looked,
-            efforts: efforts(&prepared.census),
+            efforts: efforts(&prepared.census, &self.ages),
             planned: worth(&prepared.plan),
             young: young(&prepared, &settings),
             held: prepared.held,

@@ -40,6 +40,10 @@ const PARTIES: usize = 20;
 /// in one region and in as many, on a 2-core virtual machine.
 const REGION: u64 = 8;
 
+/// So many pages that are remembered take the time of one that is read, to be listed and looked up (`make bench
+/// ARGS=again`).
+const SPARED: u64 = 5;
+
 /// A piece of work, with what is in force.
 pub(super) struct Order {
     pub action: Action,
@@ -195,12 +199,13 @@ impl<'h> Worker<'h> {
         prepared.plan.keep_to(|process| chosen.contains(&process), !settings.split_huge_pages, metadata);
         let census = &prepared.census;
         // What witnesses cost is in the price of those who need them.
-        let chosen = census.subjects.iter().filter(|subject| !subject.witness);
-        let looked: u64 = chosen.map(|subject| subject.counts.resident().0).sum();
+        let chosen = || census.subjects.iter().filter(|subject| !subject.witness);
+        let looked: Pages = chosen().map(|subject| read(subject, &self.ages)).sum();
+        let is_telling = looked.0 * 2 >= chosen().map(|subject| subject.counts.resident().0).sum();
         let found = Censused {
             cost: own_cpu().saturating_sub(before),
-            looked: Bytes(looked * self.host.page_size().bytes()),
-            efforts: efforts(census),
+            looked: if is_telling { self.host.page_size().of(looked) } else { Bytes::ZERO },
+            efforts: efforts(census, &self.ages),
             planned: worth(&prepared.plan),
             young: young(&prepared, settings),
             held: std::mem::take(&mut prepared.held),
@@ -374,10 +379,16 @@ fn why_not(plan: &unmerge::Plan, done: unmerge::Done) -> Option<String> {
 
 /// What looking at each process took, in pages that are read. What witnesses took is in the price of those who need
 /// them.
-pub(super) fn efforts(census: &Census) -> BTreeMap<ProcessId, u64> {
+pub(super) fn efforts(census: &Census, ages: &Ages) -> BTreeMap<ProcessId, u64> {
     let chosen = census.subjects.iter().filter(|subject| !subject.witness);
-    let effort = |subject: &SubjectCensus| subject.counts.resident().0 + REGION * subject.regions.len() as u64;
+    let effort = |subject: &SubjectCensus| read(subject, ages).0 + REGION * subject.regions.len() as u64;
     chosen.map(|subject| (subject.process.id, effort(subject))).collect()
+}
+
+/// What looking at a process took but for its regions, in pages that are read.
+pub(super) fn read(subject: &SubjectCensus, ages: &Ages) -> Pages {
+    let spared = ages.spared(subject.process.id).0;
+    Pages(subject.counts.resident().0.saturating_sub(spared) + spared / SPARED)
 }
 
 /// What a census of some processes is to plan.

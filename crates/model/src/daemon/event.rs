@@ -88,7 +88,8 @@ pub struct Readings {
 pub struct Censused {
     /// CPU time that it took.
     pub cost: Duration,
-    /// Memory of those who were looked at.
+    /// How much memory was read of those who were looked at, with what is remembered as a part of that; nothing where most
+    /// of it is remembered, which tells little of what reading takes.
     pub looked: Bytes,
     /// What looking at each of them took, in pages that are read: regions take time, too.
     pub efforts: BTreeMap<ProcessId, u64>,
