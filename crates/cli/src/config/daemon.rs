@@ -54,7 +54,7 @@ pub(super) struct Section {
     /// The part of ten seconds by which programs may wait longer for a CPU by its work before it backs off.
     #[schemars(with = "Option<schema::Percent>", extend("default" = "10%"))]
     slowdown: Word,
-    /// When nothing is begun.
+    /// When nobody is looked at and nothing is merged. What is merged is watched, and what has to be is withdrawn.
     #[serde(default)]
     #[schemars(with = "Vec<schema::HoursOfDay>")]
     quiet_hours: Vec<Spanned<String>>,

@@ -22,8 +22,8 @@ const MUCH: (u64, Pages) = (16, Pages(256));
 const BY_CHANCE: u64 = 4;
 
 /// What the index of a census may take, in bytes: so much, and this part of all memory that is managed. That, with what
-/// the daemon takes beside it, is below 32 MiB and 0.4 % of it, unless two alone take more, or members of other domains
-/// that are read beside them, or what is remembered of these.
+/// the daemon takes beside it, some 0.11 % for what is remembered of members among it, is below 32 MiB and 0.4 % of it,
+/// unless two alone take more, or members of other domains that are read beside them, or what is remembered of these.
 const INDEX: (u64, u64) = (16 << 20, 640);
 
 /// The part of the memory it is of that an index takes while it is grouped: at most 33 bytes for a page of 4 KiB.
@@ -74,13 +74,13 @@ impl State {
         if self.held && self.now >= self.watch.0 && self.members.values().any(|member| member.enrolled) {
             return self.start(Work::Look, Action::Look { withdraw: !self.is_pressed() }, actions);
         }
+        if self.time.is_some_and(|time| self.rules.quiet.iter().any(|hours| hours.contain(time))) {
+            return self.rest(Reason::QuietHours, "these are quiet hours", actions);
+        }
         // Until ksmd comes by, the kernel counts as merged what has ended, and keeps its metadata.
         if self.held && self.sweep.is_some_and(|at| at <= self.now) && self.budget.left() > 0.0 {
             self.sweep = None;
             return self.start(Work::Sweep, Action::Sweep, actions);
-        }
-        if self.time.is_some_and(|time| self.rules.quiet.iter().any(|hours| hours.contain(time))) {
-            return self.rest(Reason::QuietHours, "these are quiet hours", actions);
         }
         let enough = |keep: Bytes| self.available.is_some_and(|available| available >= keep);
         let at_goal = self.rules.keep_available.is_some_and(enough);

@@ -75,7 +75,7 @@ pub struct Rules {
     pub pressure: f64,
     /// The part of ten seconds by which programs may wait longer for a CPU by its work, before it backs off.
     pub slowdown: f64,
-    /// When nothing is begun.
+    /// When nobody is looked at and nothing is merged. What is merged is watched, and what has to be is withdrawn.
     pub quiet: Vec<Hours>,
     /// Whether to act although another program tunes KSM.
     pub force: bool,

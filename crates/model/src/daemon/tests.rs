@@ -513,6 +513,18 @@ fn ksmd_passes_by_who_has_ended_soon_and_once_for_several() {
     host.happen(Event::Went(id(4)));
     host.run(60);
     assert_eq!(swept(&host), 4, "others drive ksmd");
+    // Nor in quiet hours.
+    let mut host = Host::new(Rules { quiet: vec![Hours { from: 100, to: 1000, utc: false }], ..rules(Mode::Act) });
+    [1, 2].into_iter().for_each(|pid| host.happen(arrival(pid)));
+    host.run(60);
+    assert!(host.enrolled.contains(&id(1)));
+    host.second = 100;
+    host.happen(Event::Went(id(1)));
+    host.run(60);
+    assert_eq!(swept(&host), 0);
+    host.second = 1000;
+    host.run(1);
+    assert_eq!(swept(&host), 1);
 }
 
 #[test]
