@@ -14,15 +14,16 @@ use pagefold_sys::advise::prefer_huge_pages;
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bits of each bitmap for a page, at least: one unique page in sixteen at most is taken for one with a partner by the
-/// first, and seldom by both.
+/// Bits of each bitmap for a page that it is made for: one unique page in sixteen at most is taken for one with a partner
+/// by the first, and seldom by both.
 const BITS: usize = 16;
 
 /// The multipliers by which halves of fingerprints are spread over the bits (Fibonacci hashing: D. Knuth, The Art of
 /// Computer Programming 3, 6.4). The second is the first of SplitMix64's.
 const SPREADS: [u64; 2] = [0x9e37_79b9_7f4a_7c15, 0xbf58_476d_1ce4_e5b9];
 
-/// The bitmaps: 4 to 8 bytes for each page while they live, and 2 to 4 more while they are made.
+/// The bitmaps: 2 bytes for each page, and as much again for each that has a partner, while they live; twice that while
+/// each is made.
 #[derive(Debug)]
 pub struct Pairs {
     again: Vec<Bitmap>,
@@ -31,7 +32,6 @@ pub struct Pairs {
 #[derive(Debug)]
 struct Bitmap {
     words: Vec<AtomicU64>,
-    shift: u32,
     spread: u64,
 }
 
@@ -39,8 +39,9 @@ impl Pairs {
     /// Of the pages that were read in the first pass.
     pub fn of(index: &Index) -> Self {
         let mut pairs = Self { again: Vec::new() };
+        let mut contents = index.pages();
         for spread in SPREADS {
-            let bitmap = || Bitmap::new(index.pages() * BITS, spread);
+            let bitmap = || Bitmap::new(contents * BITS, spread);
             let (once, again) = (bitmap(), bitmap());
             index
                 .entries
@@ -51,6 +52,8 @@ impl Pairs {
                         again.set(entry.fingerprint());
                     }
                 });
+            // Each bit is of two contents by chance, or of one that several pages have.
+            contents = again.ones() * 2;
             pairs.again.push(again);
         }
         pairs
@@ -74,12 +77,17 @@ impl Pairs {
 impl Bitmap {
     /// Of at least so many bits, none of them set.
     fn new(bits: usize, spread: u64) -> Self {
-        let bits = bits.next_power_of_two().max(64);
-        let mut words = Vec::with_capacity(bits / 64);
+        let count = bits.div_ceil(64).max(1);
+        let mut words = Vec::with_capacity(count);
         // Each access is to another place.
         let _ = prefer_huge_pages(words.spare_capacity_mut());
-        words.par_extend((0..bits / 64).into_par_iter().map(|_| AtomicU64::new(0)));
-        Self { words, shift: 64 - bits.trailing_zeros(), spread }
+        words.par_extend((0..count).into_par_iter().map(|_| AtomicU64::new(0)));
+        Self { words, spread }
+    }
+
+    /// How many bits are set.
+    fn ones(&self) -> usize {
+        self.words.par_iter().map(|word| word.load(Ordering::Relaxed).count_ones() as usize).sum()
     }
 
     /// Set the bit of a fingerprint, and tell whether it was set before. Nobody orders anything by it.
@@ -93,10 +101,13 @@ impl Bitmap {
         self.words[word].load(Ordering::Relaxed) & bit != 0
     }
 
-    /// The word of a fingerprint, and its bit.
+    /// The word of a fingerprint, and its bit: what is spread, as a part of all that it may be (D. Lemire, Fast Random
+    /// Integer Generation in an Interval, ACM TOMACS 29, 2019).
     fn place(&self, fingerprint: Fingerprint) -> (usize, u64) {
-        let hash = u64::from(fingerprint.half()).wrapping_mul(self.spread) >> self.shift;
-        ((hash / 64) as usize, 1 << (hash % 64))
+        let hash = u64::from(fingerprint.half()).wrapping_mul(self.spread);
+        let bits = self.words.len() as u128 * 64;
+        let bit = ((u128::from(hash) * bits) >> 64) as usize;
+        (bit / 64, 1 << (bit % 64))
     }
 }
 
