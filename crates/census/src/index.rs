@@ -371,6 +371,12 @@ impl Index {
         self.again.par_sort_unstable();
     }
 
+    /// Let go of the contents that no two pages have: a plan and all that follows from it asks for none.
+    pub fn forget_unpaired(&mut self) {
+        self.entries.truncate(self.paired);
+        self.entries.shrink_to_fit();
+    }
+
     /// The first page that has the frame of this one: the page itself, unless processes share it since a fork.
     pub fn frame(&self, ordinal: u32) -> u32 {
         let again = self.again.binary_search_by_key(&ordinal, |&(page, _)| page);

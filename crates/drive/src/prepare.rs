@@ -89,7 +89,7 @@ pub fn prepare(
         enrolled,
         ..Default::default()
     };
-    let (hasher, (census, index)) = match &mut ages {
+    let (hasher, (census, mut index)) = match &mut ages {
         Some((ages, now)) => {
             let (remembered, hasher) = ages.remembered();
             let taken = pagefold_census::take_again((remembered, *now), hasher, host, &options, progress, stop)?;
@@ -113,6 +113,7 @@ pub fn prepare(
     };
     let mut plan = plan(&census, &index, &constraints, excluded);
     let held = if ages.is_some() { pagefold_census::sketches(&census, &index) } else { BTreeMap::new() };
+    index.forget_unpaired();
     let young = ages.map(|(ages, now)| ages.sift(&mut plan, &census, &index, now)).unwrap_or_default();
     let probes = Probes::of(&plan, &census, &index, &hasher);
     Ok(Prepared { census, plan, probes, young, others_hidden, held })
