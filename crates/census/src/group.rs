@@ -168,12 +168,13 @@ pub fn classify(
     entries.retain(|entry| pairs::belongs(index, entry));
     // Only what may have a partner is sorted. Asked in parallel, because each answer is a cache miss.
     let mut may_pair: Vec<bool> = entries.par_iter().map(|entry| pairs.may_pair(entry.fingerprint())).collect();
-    let mut paired = 0;
-    for i in 0..entries.len() {
-        if may_pair[i] {
+    // From the last to the first, so that the others stay in order.
+    let mut paired = entries.len();
+    for i in (0..entries.len()).rev() {
+        if !may_pair[i] {
+            paired -= 1;
             entries.swap(i, paired);
             may_pair.swap(i, paired);
-            paired += 1;
         }
     }
     drop(may_pair);

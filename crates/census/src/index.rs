@@ -189,7 +189,7 @@ pub struct Index {
     /// Ordinal of the first page of each subject, and the number of all pages.
     subjects: Vec<u32>,
     /// In the order of ordinals while reading. Afterwards those that may have a partner, sorted by fingerprint, and
-    /// then the others.
+    /// then the others, still in the order of ordinals.
     pub(crate) entries: Vec<Entry>,
     /// How many may have a partner.
     pub(crate) paired: usize,
@@ -229,6 +229,9 @@ pub struct RegionPages {
 
 /// Pages of a unit: 64 MiB of base pages, some milliseconds of reading.
 const UNIT_PAGES: u32 = 1 << 14;
+
+/// Contents that are let go of at once: 1.5 MiB.
+const PORTION: usize = 1 << 17;
 
 impl Index {
     /// List the resident pages of the survey.
@@ -373,8 +376,20 @@ impl Index {
 
     /// Let go of the contents that no two pages have: a plan and all that follows from it asks for none.
     pub fn forget_unpaired(&mut self) {
-        self.entries.truncate(self.paired);
-        self.entries.shrink_to_fit();
+        self.tell_unpaired(|_, _| {});
+    }
+
+    /// Let go of the contents that no two pages have, from the last page to the first, each when it is told: what becomes
+    /// of them takes the place of what they took.
+    pub(crate) fn tell_unpaired(&mut self, mut tell: impl FnMut(&Self, Entry)) {
+        let mut entries = std::mem::take(&mut self.entries);
+        while entries.len() > self.paired {
+            let left = self.paired.max(entries.len().saturating_sub(PORTION));
+            entries[left..].iter().rev().for_each(|entry| tell(self, *entry));
+            entries.truncate(left);
+            entries.shrink_to_fit();
+        }
+        self.entries = entries;
     }
 
     /// The first page that has the frame of this one: the page itself, unless processes share it since a fork.

@@ -51,7 +51,6 @@ pub use pagefold_sys::fingerprint::Hasher;
 pub use plan::plan;
 pub use probes::Probes;
 pub use scan::Progress;
-pub use sketches::sketches;
 pub use survey::{Selection, Survey};
 pub use witnesses::Witnesses;
 
@@ -59,9 +58,10 @@ use pagefold_host::{Host, observe};
 use pagefold_model::census::Census;
 use pagefold_model::domain::Domains;
 use pagefold_model::savings::{Costs, Sharing};
+use pagefold_model::sketch::Held;
 use pagefold_model::{Absent, PageSize, Pages, ProcessId, Reading};
 use recall::Recall;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use witnesses::Elsewhere;
@@ -195,17 +195,24 @@ pub fn take_under(
 pub struct Remembered {
     witnesses: Witnesses,
     recall: Recall,
+    held: BTreeMap<ProcessId, Held>,
 }
 
 impl Remembered {
     /// Nothing yet.
     pub fn new(now: Instant) -> Self {
-        Self { witnesses: Witnesses::new(now), recall: Recall::new(now) }
+        Self { witnesses: Witnesses::new(now), recall: Recall::new(now), held: BTreeMap::new() }
     }
 
     /// How many pages of a process the last census has not read, since it was remembered what they held.
     pub fn spared(&self, process: ProcessId) -> Pages {
         self.recall.spared(process)
+    }
+
+    /// A sample of what everybody held in the last census whose pages could be listed, witnesses apart; nothing the next
+    /// time.
+    pub fn held(&mut self) -> BTreeMap<ProcessId, Held> {
+        std::mem::take(&mut self.held)
     }
 
     /// Forget the processes that do not fit. Of witnesses those are forgotten that are not enrolled when a census begins.
@@ -283,10 +290,14 @@ fn census(
     let elsewhere = elsewhere.unwrap_or_default();
     let groups = threads.install(|| group::classify(&mut index, &survey, &pairs, rule, &elsewhere, options.top));
     drop((pairs, elsewhere));
+    let index_bytes = index.bytes();
+    if let Some(remembered) = remembered.as_mut() {
+        remembered.held = threads.install(|| sketches::sketches(&survey, &index));
+    }
     if let Some(remembered) = remembered.as_mut().filter(|_| !partial && options.sample.is_none()) {
         threads.install(|| remembered.witnesses.note(&survey, &index, &unread));
         if recalls {
-            remembered.recall.note(&survey, &index, &unread);
+            remembered.recall.note(&survey, &mut index, &unread);
         }
     }
     let page_size = host.page_size();
@@ -303,6 +314,7 @@ fn census(
     census.contents = tally::contents(host, &index, hasher, &groups, &census);
     census.seconds = started.elapsed().as_secs_f64();
     census.bytes_read = progress.bytes_read();
+    census.index_bytes = index_bytes;
     census.settle = settled.then_some(options.settle);
     census.reread = reread;
     census.nodes_unknown = nodes_unknown;

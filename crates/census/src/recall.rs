@@ -23,7 +23,7 @@
 //! left out that would remember less than 8 pages; and 16 for each piece during a census.
 
 use crate::choose::each_page;
-use crate::index::{Index, Mark, RegionPages};
+use crate::index::{Entry, Index, Mark, RegionPages};
 use crate::survey::{Subject, Survey, way};
 use crate::witnesses::{LASTS, Standing};
 use pagefold_host::Way;
@@ -174,9 +174,9 @@ impl Recall {
         is_fresh && standing.is_some() && standing == known.standing.as_ref()
     }
 
-    /// Take note of what was looked at and will be recalled, once the index is classified; of whom not all could be read
-    /// nothing is kept.
-    pub fn note(&mut self, survey: &Survey, index: &Index, unread: &BTreeSet<usize>) {
+    /// Take note of what was looked at and will be recalled, once the index is classified, which lets go of what no two
+    /// pages hold; of whom not all could be read nothing is kept.
+    pub fn note(&mut self, survey: &Survey, index: &mut Index, unread: &BTreeSet<usize>) {
         let mut kept = Kept::none(index.pages());
         let mut noted: Vec<Option<Known>> = Vec::new();
         let is_recalled = |pages: &RegionPages| {
@@ -209,22 +209,25 @@ impl Recall {
                 known.contents = vec![NOTHING; kept.before(index.pages_of(subject).end) - firsts[subject]];
             }
         }
-        let mut put = |ordinal: u32, half: u32| {
+        let mut put = |index: &Index, ordinal: u32, half: u32| {
             let subject = index.subject(ordinal);
             if let Some(known) = &mut noted[subject] {
                 known.contents[kept.before(ordinal) - firsts[subject]] = half;
             }
-            subject
-        };
-        for &(ordinal, half) in &kept.passed_by {
-            put(ordinal, half);
-        }
-        for entry in index.entries.iter().filter(|entry| kept.has(entry.ordinal)) {
-            let subject = put(entry.ordinal, entry.fingerprint().half());
-            if index.mark(entry.ordinal) == Mark::RECALLED {
+            if index.mark(ordinal) == Mark::RECALLED {
                 self.spared.entry(survey.subjects[subject].process.id).or_default().0 += 1;
             }
+        };
+        for &(ordinal, half) in &kept.passed_by {
+            put(index, ordinal, half);
         }
+        let mut note = |index: &Index, entry: Entry| {
+            if kept.has(entry.ordinal) {
+                put(index, entry.ordinal, entry.fingerprint().half());
+            }
+        };
+        index.entries[..index.paired].iter().for_each(|entry| note(index, *entry));
+        index.tell_unpaired(note);
         for (known, subject) in noted.into_iter().zip(&survey.subjects) {
             let some = known.filter(|known| !known.pieces.is_empty());
             self.known.extend(some.map(|known| (subject.process.id, known)));

@@ -1,7 +1,7 @@
 //! A sample of what each process holds, from an index.
 
 use crate::index::Index;
-use pagefold_model::census::Census;
+use crate::survey::Survey;
 use pagefold_model::sketch::{Held, Sketch, rank};
 use pagefold_model::{Fingerprint, PageClass, Pages, ProcessId};
 use rayon::prelude::*;
@@ -10,13 +10,13 @@ use std::collections::BTreeMap;
 /// What everybody holds whose pages could be listed, witnesses apart: what held still and is no zeros, which is what
 /// classifying leaves in an index. Under the census's key, by halves of fingerprints, which is all that is known of pages
 /// that are remembered.
-pub fn sketches(census: &Census, index: &Index) -> BTreeMap<ProcessId, Held> {
+pub(crate) fn sketches(survey: &Survey, index: &Index) -> BTreeMap<ProcessId, Held> {
     let pages = |subject: usize| Pages(index.pages_of(subject).len() as u64);
     let is_seen = |subject: &usize| {
         let unlisted = index.unlisted().iter().any(|(unlisted, _)| unlisted == subject);
-        !unlisted && !census.subjects[*subject].witness
+        !unlisted && !survey.subjects[*subject].witness
     };
-    let subjects: Vec<usize> = (0..census.subjects.len()).filter(is_seen).collect();
+    let subjects: Vec<usize> = (0..survey.subjects.len()).filter(is_seen).collect();
     // One asks for a page's process, a search, and its class, a cache miss, only where somebody's sample may have it.
     let least = subjects.iter().filter(|subject| pages(**subject) > Pages::ZERO);
     let least = least.map(|subject| Sketch::least(pages(*subject))).min().unwrap_or(0);
@@ -41,5 +41,5 @@ pub fn sketches(census: &Census, index: &Index) -> BTreeMap<ProcessId, Held> {
         let unmerged = contents.filter(|&(_, merged)| !merged).map(|(content, _)| content);
         Held { all, unmerged: Sketch::of(pages(subject), unmerged) }
     };
-    subjects.into_iter().map(|subject| (census.subjects[subject].process.id, of(subject))).collect()
+    subjects.into_iter().map(|subject| (survey.subjects[subject].process.id, of(subject))).collect()
 }

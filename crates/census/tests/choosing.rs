@@ -1,6 +1,6 @@
 //! What a census chooses to enrol, on made-up hosts: never what must not be covered, always what it counts.
 
-use pagefold_census::{Ages, Index, Options, Probes, Progress, Second, Selection, take, take_under};
+use pagefold_census::{Ages, Index, Options, Probes, Progress, Second, Selection, take, take_again, take_under};
 use pagefold_host::act::{Action, Effect, Refusal};
 use pagefold_host::{FrameFlags, Host, Mapping, PageContent, PageView, Process, Run, Way};
 use pagefold_model::census::{Census, IdleRange};
@@ -467,8 +467,14 @@ fn what_any_two_hold_is_told_by_their_sketches() {
     let third = made(2, &[Still(130), Still(0), Still(8)]);
     // One that holds nothing, and one of which every sixteenth content is in the sample.
     let (empty, big) = (made(1, &[Hole; 4]), made(1, &still(120..4000).collect::<Vec<_>>()));
-    let (census, index, _) = census(&[first, empty, second, third, big], &options(false, CHEAP));
-    let held = pagefold_census::sketches(&census, &index);
+    let host = MadeHost::new(&[first, empty, second, third, big]);
+    let began = Instant::now();
+    let mut ages = Ages::since(PageSize::new(PAGE).unwrap(), began).unwrap();
+    let (remembered, hasher) = ages.remembered();
+    let (progress, stop) = (Progress::default(), AtomicBool::new(false));
+    take_again((&mut *remembered, began), hasher, &host, &options(false, CHEAP), &progress, &stop).unwrap();
+    let held = remembered.held();
+    assert!(remembered.held().is_empty(), "once told");
     let all = |pid: u32| &held.iter().find(|(process, _)| process.pid == Pid(pid)).unwrap().1.all;
     let shared = |a: u32, b: u32| all(a).shared(all(b)).0;
     assert_eq!((shared(1, 3), shared(3, 1), shared(1, 1)), (27, 27, 42), "no zeros, nothing twice");

@@ -112,8 +112,8 @@ pub fn prepare(
         first_look: observe::kernel(host).is_ok_and(|release| merges_at_first_look(&release)),
     };
     let mut plan = plan(&census, &index, &constraints, excluded);
-    let held = if ages.is_some() { pagefold_census::sketches(&census, &index) } else { BTreeMap::new() };
     index.forget_unpaired();
+    let held = ages.as_mut().map(|(ages, _)| ages.remembered().0.held()).unwrap_or_default();
     let young = ages.map(|(ages, now)| ages.sift(&mut plan, &census, &index, now)).unwrap_or_default();
     let probes = Probes::of(&plan, &census, &index, &hasher);
     Ok(Prepared { census, plan, probes, young, others_hidden, held })

@@ -1,7 +1,6 @@
 //! Of whom is looked at again little is read, and what is found is what there is.
 
 use super::*;
-use pagefold_census::take_again;
 
 /// Looks at some processes, again and again, under one key.
 struct Looks {

@@ -1,7 +1,6 @@
 //! Whoever is enrolled in another trust domain and rests is remembered, and kept apart from like whoever is read.
 
 use super::*;
-use pagefold_census::take_again;
 
 /// A time within a second of the beginning.
 const SOON: Duration = Duration::from_secs(1);

@@ -23,6 +23,7 @@ use pagefold_model::outcome::{Change, End, Outcome};
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::process::Process;
 use pagefold_model::{Absent, AddressRange, Bytes, NetBytes, Pages, ProcessId};
+use pagefold_sys::allocator::give_back_free_blocks;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -106,7 +107,11 @@ impl<'h> Worker<'h> {
             match orders.recv_timeout(GUARD) {
                 Ok(order) => {
                     let event = self.carry_out(order);
+                    let took_much = matches!(event, Event::Censused(_) | Event::Merged(_));
                     self.tell(Message::Event(event));
+                    if took_much {
+                        give_back_free_blocks();
+                    }
                 }
                 Err(RecvTimeoutError::Timeout) => self.guard(),
                 Err(RecvTimeoutError::Disconnected) => return,
