@@ -159,6 +159,9 @@ pub struct Memory {
     /// `MemFree`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub free: Option<u64>,
+    /// `AnonHugePages`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub anon_huge: Option<u64>,
     /// Percent of the last ten seconds in which some task waited for memory (`/proc/pressure/memory`, `some avg10`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pressure_percent: Option<f64>,

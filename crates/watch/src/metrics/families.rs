@@ -78,6 +78,8 @@ fn host(status: &Status, to: &mut Exposition) {
     to.gauge("pagefold_memory_size_bytes", "Memory of the host (MemTotal).", memory.total);
     to.gauge("pagefold_memory_available_bytes", "Memory that programs can still get (MemAvailable).", memory.available);
     to.gauge("pagefold_memory_free_bytes", "Memory that nobody uses (MemFree).", memory.free);
+    let help = "Anonymous memory in huge pages that are mapped as such (AnonHugePages).";
+    to.gauge("pagefold_memory_anon_huge_bytes", help, memory.anon_huge);
     let help = "MemAvailable to keep; without it, all that pays is merged.";
     to.gauge("pagefold_goal_available_bytes", help, status.goal.keep_available);
     let help = "Part of the last ten seconds in which some task waited for memory (PSI).";

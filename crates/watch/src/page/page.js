@@ -81,7 +81,7 @@ function glance(status) {
     tile("Reached of predicted", reached,
       `${bytes(passes.reached)} of ${bytes(passes.predicted)} in ${count(passes.merges)} merges`),
     tile("Written after merging", count(status.cow_breaks),
-      `merged pages copied; ${count(status.huge_pages_split)} huge pages split`),
+      `merged pages copied; ${count(status.huge_pages_split)} huge pages split, ${bytes(memory.anon_huge)} in others`),
     tile("Memory pressure", percent(memory.pressure_percent), "of the last 10 s somebody waited for memory"),
   );
   document.title = `${bytes(saved.net)} saved · Pagefold`;

@@ -72,6 +72,7 @@ pub fn status(host: &dyn Host, snapshot: &Snapshot, whom: Whom, findings: Vec<Fi
             total: memory.as_ref().ok().and_then(|memory| Some(memory.total.as_ref().ok()?.0)),
             available: memory.as_ref().ok().and_then(|memory| Some(memory.available.as_ref().ok()?.0)),
             free: memory.as_ref().ok().and_then(|memory| Some(memory.free.as_ref().ok()?.0)),
+            anon_huge: memory.as_ref().ok().and_then(|memory| Some(memory.anon_huge.as_ref().ok()?.0)),
             pressure_percent: observe::pressure(host).ok().map(|pressure| pressure.some.avg10),
         },
         goal: Goal { keep_available: rules.keep_available.map(|bytes| bytes.0) },
