@@ -154,7 +154,7 @@ impl Quiet {
         let (early, late) = (median(early), median(late));
         let bound = MEMORY + OF_MANAGED * managed;
         let title = format!(
-            "{} of {} MiB, {}, and a process of 256 MiB that works a little, merged, for {:.0} s",
+            "{} of {} MiB and {}, merged, beside a process that works a little, for {:.0} s",
             counted(u64::from(self.processes), "idle process", "idle processes"),
             self.mib,
             counted(self.guests as u64, "idle virtual machine", "idle virtual machines"),
@@ -192,7 +192,7 @@ impl Quiet {
             met: most.max(peak) <= bound,
         });
         findings.bars.push(Bar {
-            claim: "who works a little is looked at again".to_owned(),
+            claim: "there are looks meanwhile, as at who works a little".to_owned(),
             measured: counted(looks, "census", "censuses"),
             met: looks > 0,
         });
@@ -244,7 +244,7 @@ mod tests {
     #[test]
     fn one_machine_is_no_machines() {
         let title = |guests| found(guests, 1).tables[0].title.clone();
-        assert_eq!(title(1), "4 idle processes of 32 MiB and 1 idle virtual machine, merged, for 60 s");
-        assert_eq!(title(4), "4 idle processes of 32 MiB and 4 idle virtual machines, merged, for 60 s");
+        assert_eq!(title(1), "4 idle processes of 32 MiB and 1 idle virtual machine, merged, beside a process that works a little, for 60 s");
+        assert_eq!(title(4), "4 idle processes of 32 MiB and 4 idle virtual machines, merged, beside a process that works a little, for 60 s");
     }
 }

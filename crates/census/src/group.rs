@@ -167,16 +167,8 @@ pub fn classify(
     let mut entries = std::mem::take(&mut index.entries);
     entries.retain(|entry| pairs::belongs(index, entry));
     // Only what may have a partner is sorted. Asked in parallel, because each answer is a cache miss.
-    let mut may_pair: Vec<bool> = entries.par_iter().map(|entry| pairs.may_pair(entry.fingerprint())).collect();
-    // From the last to the first, so that the others stay in order.
-    let mut paired = entries.len();
-    for i in (0..entries.len()).rev() {
-        if !may_pair[i] {
-            paired -= 1;
-            entries.swap(i, paired);
-            may_pair.swap(i, paired);
-        }
-    }
+    let may_pair: Vec<bool> = entries.par_iter().map(|entry| pairs.may_pair(entry.fingerprint())).collect();
+    let paired = put_first(&mut entries, &may_pair);
     drop(may_pair);
     entries[..paired].par_sort_unstable();
     index.entries = entries;
@@ -220,6 +212,16 @@ pub fn classify(
         forbid_single(index, &domains, elsewhere);
     }
     groups
+}
+
+/// Put those that are `wanted` before the others, which stay in order. Tells how many.
+fn put_first<T>(all: &mut [T], wanted: &[bool]) -> usize {
+    let mut first = all.len();
+    for at in (0..all.len()).rev().filter(|&at| !wanted[at]) {
+        first -= 1;
+        all.swap(at, first);
+    }
+    first
 }
 
 /// Forbid the pages that are in no group, but hold what another trust domain has: they may lie in a range that is
@@ -378,6 +380,24 @@ impl Partial {
         self.top.push(Reverse(Content { pages, merged, processes, domains, fingerprint, start }));
         if self.top.len() > top {
             self.top.pop();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn others_stay_in_order_behind_those_that_are_wanted(wanted in prop::collection::vec(any::<bool>(), 0..200)) {
+            let mut all: Vec<usize> = (0..wanted.len()).collect();
+            let count = put_first(&mut all, &wanted);
+            let of = |is: bool| (0..wanted.len()).filter(|&at| wanted[at] == is).collect::<Vec<_>>();
+            all[..count].sort_unstable();
+            prop_assert_eq!(&all[..count], of(true));
+            prop_assert_eq!(&all[count..], of(false));
         }
     }
 }

@@ -189,7 +189,7 @@ pub struct Index {
     /// Ordinal of the first page of each subject, and the number of all pages.
     subjects: Vec<u32>,
     /// In the order of ordinals while reading. Afterwards those that may have a partner, sorted by fingerprint, and
-    /// then the others, still in the order of ordinals.
+    /// then the others, still in the order of ordinals, until they are let go of.
     pub(crate) entries: Vec<Entry>,
     /// How many may have a partner.
     pub(crate) paired: usize,
@@ -379,17 +379,18 @@ impl Index {
         self.tell_unpaired(|_, _| {});
     }
 
-    /// Let go of the contents that no two pages have, from the last page to the first, each when it is told: what becomes
-    /// of them takes the place of what they took.
+    /// Tell the contents that no two pages have, from the last page to the first, and let go of them portion by portion,
+    /// so that something else can be filled meanwhile.
     pub(crate) fn tell_unpaired(&mut self, mut tell: impl FnMut(&Self, Entry)) {
-        let mut entries = std::mem::take(&mut self.entries);
-        while entries.len() > self.paired {
-            let left = self.paired.max(entries.len().saturating_sub(PORTION));
-            entries[left..].iter().rev().for_each(|entry| tell(self, *entry));
-            entries.truncate(left);
-            entries.shrink_to_fit();
+        loop {
+            self.entries.shrink_to_fit();
+            let left = self.paired.max(self.entries.len().saturating_sub(PORTION));
+            if left == self.entries.len() {
+                return;
+            }
+            self.entries[left..].iter().rev().for_each(|entry| tell(self, *entry));
+            self.entries.truncate(left);
         }
-        self.entries = entries;
     }
 
     /// The first page that has the frame of this one: the page itself, unless processes share it since a fork.
@@ -489,6 +490,34 @@ fn resident(host: &dyn Host, subject: &Subject) -> Reading<Vec<Run>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_no_two_pages_have_is_told_once_and_let_go_of() {
+        let entry = |page: u32| Entry::new(Fingerprint(u64::from(page)), page);
+        for (paired, alone) in [(0, 0), (3, 0), (0, 5), (7, PORTION as u32), (2, 2 * PORTION as u32 + 9)] {
+            let mut index = Index {
+                page_len: 4096,
+                areas: Vec::new(),
+                runs: Vec::new(),
+                subjects: vec![0],
+                entries: Vec::with_capacity(4 * PORTION),
+                paired: paired as usize,
+                marks: Vec::new(),
+                nodes: Vec::new(),
+                shared: Vec::new(),
+                again: Vec::new(),
+                indistinct: 0,
+                unlisted: Vec::new(),
+            };
+            index.entries.extend((0..paired + alone).map(entry));
+            let mut told = Vec::new();
+            index.tell_unpaired(|_, entry| told.push(entry.ordinal));
+            assert!(told.iter().copied().eq((paired..paired + alone).rev()), "{paired} and {alone}");
+            assert!(index.entries.iter().copied().eq((0..paired).map(entry)));
+            assert!(index.entries.capacity() < PORTION, "{}", index.entries.capacity());
+            index.tell_unpaired(|_, _| panic!("there is nothing left"));
+        }
+    }
 
     #[test]
     fn marks_keep_their_class_when_forbidden_and_covered() {

@@ -209,9 +209,8 @@ impl Remembered {
         self.recall.spared(process)
     }
 
-    /// A sample of what everybody held in the last census whose pages could be listed, witnesses apart; nothing the next
-    /// time.
-    pub fn held(&mut self) -> BTreeMap<ProcessId, Held> {
+    /// Take the sample of what everybody held in the last census whose pages could be listed, witnesses apart.
+    pub fn take_held(&mut self) -> BTreeMap<ProcessId, Held> {
         std::mem::take(&mut self.held)
     }
 
@@ -223,7 +222,8 @@ impl Remembered {
 
 /// Take a census, at a time that is given, in which nothing is read that need not be by what is remembered from those
 /// before, which were under the same key: nobody for what it has enrolled alone, and of those who are chosen little of
-/// what has not changed. What changes each time is counted as volatile unread.
+/// what has not changed. What changes each time is counted as volatile unread. The index is without the contents that no
+/// two pages have, as after [`Index::forget_unpaired`].
 pub fn take_again(
     (remembered, now): (&mut Remembered, Instant),
     hasher: &Hasher,
@@ -291,14 +291,17 @@ fn census(
     let groups = threads.install(|| group::classify(&mut index, &survey, &pairs, rule, &elsewhere, options.top));
     drop((pairs, elsewhere));
     let index_bytes = index.bytes();
-    if let Some(remembered) = remembered.as_mut() {
+    if let Some(remembered) = &mut remembered {
         remembered.held = threads.install(|| sketches::sketches(&survey, &index));
-    }
-    if let Some(remembered) = remembered.as_mut().filter(|_| !partial && options.sample.is_none()) {
-        threads.install(|| remembered.witnesses.note(&survey, &index, &unread));
-        if recalls {
+        let is_noted = !partial && sample.is_none();
+        if is_noted {
+            threads.install(|| remembered.witnesses.note(&survey, &index, &unread));
+        }
+        // Last, since it lets go of what the others ask for.
+        if is_noted && recalls {
             remembered.recall.note(&survey, &mut index, &unread);
         }
+        index.forget_unpaired();
     }
     let page_size = host.page_size();
     let terms = choose::Terms {
@@ -314,6 +317,7 @@ fn census(
     census.contents = tally::contents(host, &index, hasher, &groups, &census);
     census.seconds = started.elapsed().as_secs_f64();
     census.bytes_read = progress.bytes_read();
+    // Of all of it, part of which may be let go of by now.
     census.index_bytes = index_bytes;
     census.settle = settled.then_some(options.settle);
     census.reread = reread;

@@ -21,7 +21,7 @@ pub struct Pages<'a> {
 }
 
 impl<'a> Pages<'a> {
-    /// Of a census with its index.
+    /// Of a census with its index, of which nothing was let go.
     pub fn new(host: &'a dyn Host, index: &'a Index) -> Self {
         let mut fingerprints = vec![Fingerprint::ZERO_PAGE; index.pages()];
         for entry in &index.entries {

@@ -218,16 +218,17 @@ impl Recall {
                 self.spared.entry(survey.subjects[subject].process.id).or_default().0 += 1;
             }
         };
-        for &(ordinal, half) in &kept.passed_by {
-            put(index, ordinal, half);
-        }
         let mut note = |index: &Index, entry: Entry| {
             if kept.has(entry.ordinal) {
                 put(index, entry.ordinal, entry.fingerprint().half());
             }
         };
-        index.entries[..index.paired].iter().for_each(|entry| note(index, *entry));
-        index.tell_unpaired(note);
+        // Neighbours after neighbours, while the index lets go of them: only what is filled is in memory.
+        index.tell_unpaired(&mut note);
+        index.entries.iter().for_each(|entry| note(index, *entry));
+        for &(ordinal, half) in &kept.passed_by {
+            put(index, ordinal, half);
+        }
         for (known, subject) in noted.into_iter().zip(&survey.subjects) {
             let some = known.filter(|known| !known.pieces.is_empty());
             self.known.extend(some.map(|known| (subject.process.id, known)));

@@ -133,7 +133,7 @@ pub fn tally(survey: Survey, index: &Index, groups: &Groups, plan: &Plan) -> Cen
         sample: None,
         seconds: 0.0,
         bytes_read: 0,
-        index_bytes: 0,
+        index_bytes: index.bytes(),
         implementation: "",
     }
 }

@@ -473,8 +473,7 @@ fn what_any_two_hold_is_told_by_their_sketches() {
     let (remembered, hasher) = ages.remembered();
     let (progress, stop) = (Progress::default(), AtomicBool::new(false));
     take_again((&mut *remembered, began), hasher, &host, &options(false, CHEAP), &progress, &stop).unwrap();
-    let held = remembered.held();
-    assert!(remembered.held().is_empty(), "once told");
+    let held = remembered.take_held();
     let all = |pid: u32| &held.iter().find(|(process, _)| process.pid == Pid(pid)).unwrap().1.all;
     let shared = |a: u32, b: u32| all(a).shared(all(b)).0;
     assert_eq!((shared(1, 3), shared(3, 1), shared(1, 1)), (27, 27, 42), "no zeros, nothing twice");

@@ -113,7 +113,7 @@ pub fn prepare(
     };
     let mut plan = plan(&census, &index, &constraints, excluded);
     index.forget_unpaired();
-    let held = ages.as_mut().map(|(ages, _)| ages.remembered().0.held()).unwrap_or_default();
+    let held = ages.as_mut().map(|(ages, _)| ages.remembered().0.take_held()).unwrap_or_default();
     let young = ages.map(|(ages, now)| ages.sift(&mut plan, &census, &index, now)).unwrap_or_default();
     let probes = Probes::of(&plan, &census, &index, &hasher);
     Ok(Prepared { census, plan, probes, young, others_hidden, held })

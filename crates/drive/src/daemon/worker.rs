@@ -61,6 +61,8 @@ pub(super) struct Worker<'h> {
     tell: Sender<Message>,
     session: Option<Session<'h>>,
     contested: bool,
+    /// Whether ksmd may not have passed by those yet who ended before the host was held.
+    inherits: bool,
     trial: Trial<'h>,
     ages: Ages,
     strikes: Strikes,
@@ -92,6 +94,7 @@ impl<'h> Worker<'h> {
             tell,
             session: None,
             contested: false,
+            inherits: true,
             trial,
             ages,
             strikes: Strikes::default(),
@@ -106,10 +109,10 @@ impl<'h> Worker<'h> {
         loop {
             match orders.recv_timeout(GUARD) {
                 Ok(order) => {
+                    let takes_much = matches!(order.action, Action::Census(_) | Action::Merge { .. });
                     let event = self.carry_out(order);
-                    let took_much = matches!(event, Event::Censused(_) | Event::Merged(_));
                     self.tell(Message::Event(event));
-                    if took_much {
+                    if takes_much {
                         give_back_free_blocks();
                     }
                 }
@@ -166,7 +169,7 @@ impl<'h> Worker<'h> {
         }
         self.remain(left);
         ksmd::rest(&mut session)?;
-        (self.session, self.contested) = (Some(session), false);
+        (self.session, self.contested, self.inherits) = (Some(session), false, true);
         Ok(())
     }
 
@@ -200,7 +203,7 @@ impl<'h> Worker<'h> {
         let ages = Some((&mut self.ages, Instant::now()));
         let mut prepared = prepare(self.host, &request, &excluded, ages, &progress, &self.halt)?;
         self.leave_alone(&mut prepared.plan, self.began.elapsed());
-        let metadata = settings.max_metadata.map(|most| Bytes(most.0.saturating_sub(metadata(self.host).0)));
+        let metadata = self.metadata_left(settings)?;
         prepared.plan.keep_to(|process| chosen.contains(&process), !settings.split_huge_pages, metadata);
         let census = &prepared.census;
         // What witnesses cost is in the price of those who need them.
@@ -226,6 +229,17 @@ impl<'h> Worker<'h> {
         prepared.census = Census::default();
         self.prepared = Some(prepared).filter(|_| !found.partial);
         Ok(found)
+    }
+
+    /// How much metadata KSM may still take, if that is bounded. Whose processes ended before the host was held has left
+    /// some, which nothing but ksmd's passing by takes away.
+    fn metadata_left(&mut self, settings: &Settings) -> Result<Option<Bytes>, Error> {
+        let Some(most) = settings.max_metadata else { return Ok(None) };
+        if self.session.is_some() && self.inherits && metadata(self.host).0 * 2 > most.0 {
+            self.sweep()?;
+            self.inherits = false;
+        }
+        Ok(Some(most.saturating_sub(metadata(self.host))))
     }
 
     fn merge(&mut self, processes: &[ProcessId], share: f64, settings: &Settings) -> Result<Merged, Error> {
