@@ -66,6 +66,9 @@ pub struct Arguments {
     /// Memory of each of the four processes on it, in MiB
     #[arg(long, value_name = "MiB", default_value_t = 3072)]
     quiet_memory: u64,
+    /// With a process on it that works a little
+    #[arg(long)]
+    restless: bool,
     /// For how long a hostile mix goes on; with --quick at most, until everything was seen once
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = humantime::parse_duration)]
     hostile: Duration,
@@ -218,7 +221,8 @@ fn measure(section: Section, arguments: &Arguments, program: &Path, folder: &Pat
             let (length, calm) = (arguments.quiet, Duration::from_secs(if arguments.quick { 5 } else { 60 }));
             let mib = if arguments.quick { 32 } else { arguments.quiet_memory };
             let (guests, guest_mib) = if arguments.quick { (1, 128) } else { (4, 512) };
-            let quiet = Quiet { length, calm, processes: 4, mib, guests, guest_mib, pagefold: program.to_owned() };
+            let (restless, pagefold) = (arguments.restless, program.to_owned());
+            let quiet = Quiet { length, calm, processes: 4, mib, guests, guest_mib, restless, pagefold };
             quiet.measure(&folder.join("daemon.log"))
         }
         Section::Hostile => {

@@ -30,6 +30,7 @@
 #![forbid(unsafe_code)]
 
 mod ages;
+mod bound;
 pub mod choose;
 pub mod group;
 pub mod index;
@@ -45,6 +46,7 @@ pub mod tally;
 pub mod witnesses;
 
 pub use ages::Ages;
+pub use bound::keep_within;
 pub use index::Index;
 /// The key of fingerprints: equal only under one.
 pub use pagefold_sys::fingerprint::Hasher;

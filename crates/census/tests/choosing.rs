@@ -486,6 +486,41 @@ fn what_any_two_hold_is_told_by_their_sketches() {
     assert_eq!((unmerged(1).shared(all(3)), unmerged(1).shared(all(1))), (Pages(25), Pages(40)), "7 and 8 are merged");
 }
 
+/// Runs of what both hold among what is each one's own, in another order in the second.
+#[test]
+fn what_metadata_allows_is_kept_with_what_it_merges_with() {
+    let run = |number: u64| (number * 40..(number + 1) * 40).map(|content| Still(1 + content));
+    let own = |number: u64| (0..100).map(move |content| Still(1_000_000 + number * 100 + content));
+    let runs = |order: &[u64], from: u64| -> Vec<Page> {
+        order.iter().zip(from..).flat_map(|(&number, at)| run(number).chain(own(at))).collect()
+    };
+    let processes = [made(1, &runs(&[0, 1, 2, 3, 4, 5], 0)), made(1, &runs(&[3, 5, 1, 0, 4, 2], 100))];
+    let (census, index, _) = census(&processes, &options(false, CHEAP));
+    let whole = pagefold_census::plan(&census, &index, &constraints(), &|_| None);
+    assert_eq!((whole.ranges(), whole.predicted.reach.scanned), (12, Pages(480)));
+    for (most, ranges) in [(1000, 12), (480, 12), (479, 10), (250, 6), (160, 4), (159, 2), (80, 2), (79, 0), (0, 0)] {
+        let mut plan = whole.clone();
+        pagefold_census::keep_within(&mut plan, &census, &index, Bytes(most * RMAP_ITEM_BYTES));
+        assert_eq!((plan.ranges(), plan.predicted.merging), (ranges, Pages(ranges as u64 * 40)), "{most}");
+        let mut held: Vec<BTreeSet<u64>> = Vec::new();
+        for target in &plan.targets {
+            let pages = &processes[target.process.id.pid.0 as usize - 1].pages;
+            let page = |range: AddressRange| pages[((range.start - BASE) / PAGE) as usize];
+            held.push(
+                target
+                    .ranges
+                    .iter()
+                    .map(|range| match page(range.range) {
+                        Still(content) => content,
+                        other => panic!("{other:?}"),
+                    })
+                    .collect(),
+            );
+        }
+        assert!(held.windows(2).all(|two| two[0] == two[1]), "each with its copy: {held:?}");
+    }
+}
+
 #[test]
 fn contents_are_known_again_under_the_key_of_their_ages() {
     let page_size = PageSize::new(PAGE).unwrap();

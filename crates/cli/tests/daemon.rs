@@ -156,6 +156,10 @@ impl Program {
         self.kib("KSM:").unwrap_or(0) / 4
     }
 
+    fn regions(&self) -> usize {
+        fs::read_to_string(format!("/proc/{}/maps", self.0.id())).unwrap().lines().count()
+    }
+
     fn is_enrolled(&self) -> bool {
         !enrolled(self.0.id()).is_empty()
     }
@@ -243,6 +247,64 @@ fn who_comes_is_merged_and_whoever_has_a_say_is_heeded() {
     assert_eq!(code, Some(0), "{said}");
     assert_eq!(ksm.changed(), []);
     assert!(!place.state().join("control").exists() && !place.state().join("journal.json").exists());
+}
+
+#[test]
+fn what_merging_takes_of_metadata_regions_and_huge_pages_is_bounded() {
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+    // What KSM's profit falls short of what is saved by, in bytes; none of those who have ended.
+    let metadata = || {
+        let saved = (ksm.counter("pages_sharing") + ksm.counter("ksm_zero_pages")) * 4096;
+        saved - ksm.counter("general_profit")
+    };
+    ksm.set("run", 2);
+    ksm.set("run", 0);
+    assert_eq!(metadata(), 0, "nobody else is enrolled");
+
+    let place = Place::new(8);
+    let write = |bounds: &str| place.write(&format!("mode = \"act\"\nprice = 1000.0\n{bounds}"));
+    write("max_metadata = \"256KiB\"\nmax_regions = 120\nsplit_huge_pages = false");
+    let lab = |more: &[&str]| place.lab(&[&["mixture", "--mib", "32", "--duplicate", "50%"], more].concat());
+    // Some hundred runs of what pays among others of what does not, and the same in huge pages.
+    let scattered = ["a", "b"].map(|salt| lab(&["--run", "16", "--salt", salt]));
+    let huge = ["c", "d"].map(|salt| lab(&["--run", "512", "--huge", "--seed", "huge", "--salt", salt]));
+    let all = || scattered.iter().chain(&huge);
+    let in_huge_pages = || huge.iter().map(|program| program.kib("AnonHugePages:").unwrap()).sum::<u64>();
+    let regions = || scattered.iter().map(Program::regions).max().unwrap();
+    let whole = in_huge_pages();
+    assert!(whole >= 60 << 10 && regions() < 100, "{whole} KiB in huge pages, {} regions", regions());
+
+    let daemon = place.daemon(&[]);
+    let passes = |of: &str| daemon.status()["passes"][of].as_u64().unwrap();
+    let mut most = 0;
+    let mut until_with_all_bounds_kept = |what: &str, there: &dyn Fn() -> bool| {
+        until(what, || {
+            let (metadata, regions) = (metadata(), regions());
+            most = most.max(metadata);
+            assert!(metadata <= 256 << 10 && regions <= 120, "{metadata} bytes, {regions} regions");
+            assert!(in_huge_pages() >= whole, "huge pages are split");
+            there()
+        });
+    };
+    until_with_all_bounds_kept("a merge", &|| passes("merges") >= 1);
+    let seen = passes("passes");
+    until_with_all_bounds_kept("looks and what follows", &|| {
+        all().for_each(|program| daemon.tell(&["enrol", &program.pid()]));
+        passes("passes") >= seen + 4
+    });
+    assert!(most > 64 << 10, "ksmd has looked at little: {most} bytes");
+
+    write("");
+    daemon.signal(nix::sys::signal::Signal::SIGHUP);
+    all().for_each(|program| daemon.tell(&["enrol", &program.pid()]));
+    // What lies between what was merged before may not pay any more.
+    until("most of it", || all().all(|program| program.merged() >= MOST * 4 / 5));
+    let (metadata, regions) = (metadata(), regions());
+    assert!(metadata > 256 << 10 && regions > 120, "{metadata} bytes, {regions} regions");
+    assert!(in_huge_pages() < whole, "they are not split");
+    let (code, said) = daemon.stop();
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(ksm.changed(), []);
 }
 
 #[test]

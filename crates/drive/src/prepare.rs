@@ -37,6 +37,10 @@ pub struct Request {
     pub share: f64,
     /// Regions that enrolling may bring a process to, where that is less than the kernel lets it have.
     pub max_regions: Option<u64>,
+    /// Metadata that KSM may take more than it does, if that is bounded.
+    pub metadata: Option<Bytes>,
+    /// Whether huge pages may be split.
+    pub split_huge_pages: bool,
     /// Rows of the census's sharing matrix at most.
     pub parties: usize,
 }
@@ -115,6 +119,12 @@ pub fn prepare(
     index.forget_unpaired();
     let held = ages.as_mut().map(|(ages, _)| ages.remembered().0.take_held()).unwrap_or_default();
     let young = ages.map(|(ages, now)| ages.sift(&mut plan, &census, &index, now)).unwrap_or_default();
+    if !request.split_huge_pages {
+        plan.keep_huge_pages();
+    }
+    if let Some(metadata) = request.metadata {
+        pagefold_census::keep_within(&mut plan, &census, &index, metadata);
+    }
     let probes = Probes::of(&plan, &census, &index, &hasher);
     Ok(Prepared { census, plan, probes, young, others_hidden, held })
 }

@@ -157,6 +157,8 @@ fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBo
         min_profit: options.min_profit,
         share: options.cpu,
         max_regions: None,
+        metadata: None,
+        split_huge_pages: true,
         parties: 0,
     };
     let mut prepared =

@@ -126,7 +126,7 @@ impl Replay {
             Err(error) => return Event::Failed(error.to_string()),
         };
         let chosen: BTreeSet<ProcessId> = processes.iter().copied().collect();
-        prepared.plan.keep_to(|process| chosen.contains(&process), !settings.split_huge_pages, settings.max_metadata);
+        prepared.plan.keep_to(|process| chosen.contains(&process));
         let looked =
             host.page_size().of(prepared.census.subjects.iter().map(|subject| read(subject, &self.ages)).sum());
         let cost = Duration::from_secs_f64(looked.0 as f64 / 1048576.0 * CENSUS_SECONDS);

@@ -192,7 +192,7 @@ impl<'h> Worker<'h> {
         self.prepared = None;
         let before = own_cpu();
         let chosen: BTreeSet<ProcessId> = processes.iter().copied().collect();
-        let request = request(processes, settings);
+        let request = Request { metadata: self.metadata_left(settings)?, ..request(processes, settings) };
         let excluded = |process: &Process| settings.exclusions.reason(process);
         let progress = pagefold_census::Progress::default();
         let host = self.host;
@@ -203,8 +203,7 @@ impl<'h> Worker<'h> {
         let ages = Some((&mut self.ages, Instant::now()));
         let mut prepared = prepare(self.host, &request, &excluded, ages, &progress, &self.halt)?;
         self.leave_alone(&mut prepared.plan, self.began.elapsed());
-        let metadata = self.metadata_left(settings)?;
-        prepared.plan.keep_to(|process| chosen.contains(&process), !settings.split_huge_pages, metadata);
+        prepared.plan.keep_to(|process| chosen.contains(&process));
         let census = &prepared.census;
         // What witnesses cost is in the price of those who need them.
         let chosen = || census.subjects.iter().filter(|subject| !subject.witness);
@@ -246,7 +245,7 @@ impl<'h> Worker<'h> {
         let session = self.session.as_mut().ok_or(Error::NotHeld)?;
         let Some(Prepared { mut plan, probes, .. }) = self.prepared.take() else { return Ok(Merged::default()) };
         let chosen: BTreeSet<&ProcessId> = processes.iter().collect();
-        plan.keep_to(|process| chosen.contains(&process), !settings.split_huge_pages, None);
+        plan.keep_to(|process| chosen.contains(&process));
         let page_size = self.host.page_size();
         let predicted = Bytes(plan.predicted.reach.net(page_size).0.max(0).unsigned_abs());
         let to_enrol = |target: &Target| [target.to_enrol(false), target.to_enrol(true)].concat();
@@ -423,6 +422,8 @@ pub(super) fn request(processes: &[ProcessId], settings: &Settings) -> Request {
         min_profit: settings.min_profit,
         share: 1.0,
         max_regions: settings.max_regions,
+        metadata: settings.max_metadata,
+        split_huge_pages: settings.split_huge_pages,
         parties: PARTIES,
     }
 }

@@ -65,6 +65,8 @@ fn follow<'h, 'a>(host: &'h Fake, directory: &'a Path) -> Follow<'h, 'a> {
             min_profit: Bytes::ZERO,
             share: 1.0,
             max_regions: None,
+            metadata: None,
+            split_huge_pages: true,
             parties: 0,
         },
         how: merge::Options { share: 1.0, deadline: None, watch: Duration::ZERO, after: merge::After::PutBack },

@@ -10,7 +10,6 @@ pub use assemble::{Constraints, Speed, plan};
 
 use crate::census::SubjectCensus;
 use crate::domain::Domain;
-use crate::ksm::RMAP_ITEM_BYTES;
 use crate::process::Process;
 use crate::savings::Reach;
 use crate::units::{AddressRange, Bytes, Pages, Pid, ProcessId};
@@ -53,20 +52,20 @@ impl Plan {
         self.predict_anew(before);
     }
 
-    /// Keep to some processes, and to what else a plan must not do: with `whole_huge`, split a huge page; take more
-    /// metadata than `metadata`, of which who gives back most for a page scanned comes first. The prediction becomes
-    /// that of the ranges that stay.
-    pub fn keep_to(&mut self, fits: impl Fn(ProcessId) -> bool, whole_huge: bool, metadata: Option<Bytes>) {
+    /// Keep to some processes. The prediction becomes that of the ranges that stay.
+    pub fn keep_to(&mut self, fits: impl Fn(ProcessId) -> bool) {
         let before = self.sums();
         self.targets.retain(|target| fits(target.process.id));
         self.narrowed.retain(|narrowed| fits(narrowed.process));
-        if whole_huge {
-            for target in &mut self.targets {
-                target.ranges.retain(|range| range.huge_split == Pages::ZERO);
-            }
-        }
-        if let Some(most) = metadata {
-            self.keep_within(most);
+        self.keep_what_is_enrolled();
+        self.predict_anew(before);
+    }
+
+    /// Split no huge page. The prediction becomes that of the ranges that stay.
+    pub fn keep_huge_pages(&mut self) {
+        let before = self.sums();
+        for target in &mut self.targets {
+            target.ranges.retain(|range| range.huge_split == Pages::ZERO);
         }
         self.keep_what_is_enrolled();
         self.predict_anew(before);
@@ -142,32 +141,6 @@ impl Plan {
     fn sums(&self) -> (Pages, Bytes) {
         let ranges = || self.targets.iter().flat_map(|target| &target.ranges);
         (ranges().map(|range| range.pages).sum(), ranges().map(|range| range.freed).sum())
-    }
-
-    fn keep_within(&mut self, most: Bytes) {
-        let mut order: Vec<(u64, usize, usize)> = Vec::new();
-        for (number, target) in self.targets.iter().enumerate() {
-            for (at, range) in target.ranges.iter().enumerate() {
-                order.push((range.freed.0 / range.pages.0.max(1), number, at));
-            }
-        }
-        order.sort_unstable_by(|a, b| b.0.cmp(&a.0).then(a.cmp(b)));
-        let mut left = most.0 / RMAP_ITEM_BYTES;
-        let mut kept = BTreeSet::new();
-        for (_, number, at) in order {
-            let pages = self.targets[number].ranges[at].pages.0;
-            if pages <= left {
-                left -= pages;
-                kept.insert((number, at));
-            }
-        }
-        for (number, target) in self.targets.iter_mut().enumerate() {
-            let mut at = 0;
-            target.ranges.retain(|_| {
-                at += 1;
-                kept.contains(&(number, at - 1))
-            });
-        }
     }
 
     /// Pages that should merge before the late ranges are enrolled; `None` where nothing is late.

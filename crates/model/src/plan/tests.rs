@@ -148,7 +148,7 @@ fn who_has_nothing_or_too_little_to_gain_is_narrowed_all_the_same() {
     let nobody = plan(&census, &least, &|_| Some("excluded".to_owned()));
     assert_eq!((targets(&nobody), narrowed(&nobody)), (vec![], vec![]));
     let mut chosen = plan(&census, &least, &kept_out);
-    chosen.keep_to(|process| process.pid == Pid(1), false, None);
+    chosen.keep_to(|process| process.pid == Pid(1));
     assert_eq!(narrowed(&chosen), [1]);
     let whole = plan(&census, &Constraints { whole: true, ..least }, &kept_out);
     assert!(whole.narrowed.is_empty());
@@ -262,10 +262,10 @@ fn a_plan_keeps_to_what_it_must_not_do() {
     };
     let whole = made();
     let mut same = made();
-    same.keep_to(|_| true, false, None);
+    same.keep_to(|_| true);
     assert_eq!((kept(&same), same.predicted), (kept(&whole), whole.predicted));
     let mut one = made();
-    one.keep_to(|process| process.pid == Pid(2), false, None);
+    one.keep_to(|process| process.pid == Pid(2));
     assert_eq!((kept(&one), one.predicted.merging), (vec![(2, 40)], Pages(40)));
     assert_eq!(one.predicted.reach.scanned, Pages(40));
     assert!(one.predicted.reach.freed < whole.predicted.reach.freed);
@@ -279,9 +279,8 @@ fn a_plan_keeps_to_what_it_must_not_do() {
     assert_eq!(half.predicted.ksmd, whole.predicted.ksmd.mul_f64(70.0 / 90.0));
     half.leave_out(half.targets[0].process.id, vec![AddressRange { start: 0, end: u64::MAX }]);
     assert_eq!((half.predicted.reach.scanned, kept(&half)), (Pages(20), vec![(2, 20)]));
-    // What splits huge pages is left out, and of the rest what fits into the metadata.
     let mut splitting = made();
     splitting.targets[1].ranges[0].huge_split = Pages(1);
-    splitting.keep_to(|_| true, true, Some(Bytes(45 * 64)));
-    assert_eq!(kept(&splitting), [(1, 10)]);
+    splitting.keep_huge_pages();
+    assert_eq!(kept(&splitting), kept(&whole)[..2]);
 }

@@ -103,6 +103,8 @@ impl Drive {
                 min_profit: Bytes(1 << 20),
                 share: self.share,
                 max_regions: None,
+                metadata: None,
+                split_huge_pages: true,
                 parties: 0,
             },
             how: merge::Options {
