@@ -136,8 +136,8 @@ impl Parts {
     }
 }
 
-/// The groups of equal pages that should merge, each by the parts that its pages lie in. Pages that have one frame since
-/// a fork count once.
+/// The groups of equal pages that should merge and can free anything, each by the parts that its pages lie in. Of pages
+/// that have one frame since a fork each counts, but for groups of one frame.
 #[derive(Default)]
 struct Groups {
     members: Vec<u32>,
@@ -150,15 +150,19 @@ impl Groups {
         let domains = group::domain_numbers(census.subjects.iter().map(|subject| &subject.domain));
         let found = group::walk(index, &domains, |groups: &mut Self, _, members| {
             let before = groups.members.len();
-            let merges = |member: &&group::Member| {
-                !member.merged && member.frame == member.ordinal && index.mark(member.ordinal).is_covered()
-            };
+            let merged = members.iter().any(|member| member.merged);
+            if !merged && members.iter().all(|member| member.frame == members[0].frame) {
+                return;
+            }
+            let merges = |member: &&group::Member| !member.merged && index.mark(member.ordinal).is_covered();
             groups.members.extend(members.iter().filter(merges).filter_map(|member| {
                 let (.., address) = index.place(member.ordinal)?;
                 Some(parts.at(member.subject, address)? as u32)
             }));
-            let merged = members.iter().any(|member| member.merged);
-            groups.groups.push(((groups.members.len() - before) as u32, merged));
+            let count = groups.members.len() - before;
+            if count > 0 {
+                groups.groups.push((count as u32, merged));
+            }
         });
         found.into_iter().fold(Self::default(), |mut all, more| {
             all.members.extend(more.members);

@@ -10,7 +10,7 @@ use pagefold_model::ksm::merges_at_first_look;
 use pagefold_model::plan::{Constraints, Plan, Speed};
 use pagefold_model::process::Process;
 use pagefold_model::sketch::Held;
-use pagefold_model::{Bytes, ProcessId};
+use pagefold_model::{AddressRange, Bytes, ProcessId};
 use pagefold_sys::fingerprint::Hasher;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicBool;
@@ -41,6 +41,8 @@ pub struct Request {
     pub metadata: Option<Bytes>,
     /// Whether huge pages may be split.
     pub split_huge_pages: bool,
+    /// What no plan is to have, whoever would share with it.
+    pub left_out: BTreeMap<ProcessId, Vec<AddressRange>>,
     /// Rows of the census's sharing matrix at most.
     pub parties: usize,
 }
@@ -119,6 +121,9 @@ pub fn prepare(
     index.forget_unpaired();
     let held = ages.as_mut().map(|(ages, _)| ages.remembered().0.take_held()).unwrap_or_default();
     let young = ages.map(|(ages, now)| ages.sift(&mut plan, &census, &index, now)).unwrap_or_default();
+    for (process, ranges) in &request.left_out {
+        plan.leave_out(*process, ranges.clone());
+    }
     if !request.split_huge_pages {
         plan.keep_huge_pages();
     }

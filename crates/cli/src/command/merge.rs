@@ -159,6 +159,7 @@ fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBo
         max_regions: None,
         metadata: None,
         split_huge_pages: true,
+        left_out: Default::default(),
         parties: 0,
     };
     let mut prepared =

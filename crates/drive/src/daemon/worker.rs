@@ -192,7 +192,8 @@ impl<'h> Worker<'h> {
         self.prepared = None;
         let before = own_cpu();
         let chosen: BTreeSet<ProcessId> = processes.iter().copied().collect();
-        let request = Request { metadata: self.metadata_left(settings)?, ..request(processes, settings) };
+        let (metadata, left_out) = (self.metadata_left(settings)?, self.left_out(self.began.elapsed()));
+        let request = Request { metadata, left_out, ..request(processes, settings) };
         let excluded = |process: &Process| settings.exclusions.reason(process);
         let progress = pagefold_census::Progress::default();
         let host = self.host;
@@ -202,7 +203,6 @@ impl<'h> Worker<'h> {
         self.enrolled.retain(|process, _| lives(host, *process));
         let ages = Some((&mut self.ages, Instant::now()));
         let mut prepared = prepare(self.host, &request, &excluded, ages, &progress, &self.halt)?;
-        self.leave_alone(&mut prepared.plan, self.began.elapsed());
         prepared.plan.keep_to(|process| chosen.contains(&process));
         let census = &prepared.census;
         // What witnesses cost is in the price of those who need them.
@@ -235,8 +235,8 @@ impl<'h> Worker<'h> {
     fn metadata_left(&mut self, settings: &Settings) -> Result<Option<Bytes>, Error> {
         let Some(most) = settings.max_metadata else { return Ok(None) };
         if self.session.is_some() && self.inherits && metadata(self.host).0 * 2 > most.0 {
-            self.sweep()?;
             self.inherits = false;
+            self.sweep()?;
         }
         Ok(Some(most.saturating_sub(metadata(self.host))))
     }
@@ -295,14 +295,12 @@ impl<'h> Worker<'h> {
         })
     }
 
-    /// Leave out of a plan what was written too soon, but for what may be tried again now.
-    fn leave_alone(&mut self, plan: &mut Plan, now: Duration) {
+    /// What no plan is to have since it was written too soon, but for what may be tried again now.
+    fn left_out(&mut self, now: Duration) -> BTreeMap<ProcessId, Vec<AddressRange>> {
         for (process, range) in self.strikes.over(now) {
             self.trial.pardon(process, range);
         }
-        for (&process, withdrawn) in self.trial.withdrawn() {
-            plan.leave_out(process, withdrawn.ranges());
-        }
+        self.trial.withdrawn().iter().map(|(&process, withdrawn)| (process, withdrawn.ranges())).collect()
     }
 
     /// Count what was withdrawn because it was written too soon.
@@ -424,6 +422,7 @@ pub(super) fn request(processes: &[ProcessId], settings: &Settings) -> Request {
         max_regions: settings.max_regions,
         metadata: settings.max_metadata,
         split_huge_pages: settings.split_huge_pages,
+        left_out: BTreeMap::new(),
         parties: PARTIES,
     }
 }

@@ -67,6 +67,7 @@ fn follow<'h, 'a>(host: &'h Fake, directory: &'a Path) -> Follow<'h, 'a> {
             max_regions: None,
             metadata: None,
             split_huge_pages: true,
+            left_out: Default::default(),
             parties: 0,
         },
         how: merge::Options { share: 1.0, deadline: None, watch: Duration::ZERO, after: merge::After::PutBack },

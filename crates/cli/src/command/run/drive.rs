@@ -105,6 +105,7 @@ impl Drive {
                 max_regions: None,
                 metadata: None,
                 split_huge_pages: true,
+                left_out: Default::default(),
                 parties: 0,
             },
             how: merge::Options {

@@ -54,7 +54,9 @@ fn plan() -> Plan {
 /// What a census at a time would plan of the range.
 fn planned(worker: &mut Worker<'_>, at: Duration) -> Plan {
     let mut plan = plan();
-    worker.leave_alone(&mut plan, at);
+    for (process, ranges) in worker.left_out(at) {
+        plan.leave_out(process, ranges);
+    }
     plan
 }
 
