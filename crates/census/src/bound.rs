@@ -13,9 +13,6 @@ use pagefold_model::plan::Plan;
 use pagefold_model::{AddressRange, Bytes, PageClass, Pages, ProcessId};
 use std::collections::BTreeMap;
 
-/// Ranges are cut at multiples of so many pages, so that of a big one a part may be kept.
-const PART: u64 = 1024;
-
 /// One of so many parts of what is too much is left out before the rest is reckoned anew.
 const ROUND: u64 = 4;
 
@@ -62,10 +59,12 @@ pub fn keep_within(plan: &mut Plan, census: &Census, index: &Index, metadata: By
     }
 }
 
-/// A range of a plan, or a part of one.
+/// A range of a plan. None is cut: that would add regions and split huge pages.
 struct Part {
     subject: usize,
     range: AddressRange,
+    /// Whether it is enrolled already.
+    enrolled: bool,
     /// Pages in it of which ksmd would take note.
     pages: Pages,
     /// Those of them that hold zeros and should merge.
@@ -84,22 +83,18 @@ impl Parts {
     fn of(plan: &Plan, census: &Census, index: &Index) -> Self {
         let mut parts = Self { all: Vec::new(), firsts: Vec::new() };
         for (subject, seen) in census.subjects.iter().enumerate() {
-            parts.firsts.push(parts.all.len());
+            let mut at = parts.all.len();
+            parts.firsts.push(at);
             let target = plan.targets.iter().find(|target| target.process.id == seen.process.id);
             let ranges = target.map_or(&[][..], |target| &target.ranges);
-            let enrolled: Vec<bool> = ranges
-                .iter()
-                .flat_map(|planned| {
-                    let cut = planned.range.cut_at_multiples(PART * index.page_len());
-                    cut.map(|range| (range, planned.enrolled)).collect::<Vec<_>>()
-                })
-                .map(|(range, enrolled)| {
-                    parts.all.push(Part { subject, range, pages: Pages::ZERO, zeros: Pages::ZERO, kept: true });
-                    enrolled
-                })
-                .collect();
-            let first = parts.firsts[subject];
-            let mut at = first;
+            parts.all.extend(ranges.iter().map(|planned| Part {
+                subject,
+                range: planned.range,
+                enrolled: planned.enrolled,
+                pages: Pages::ZERO,
+                zeros: Pages::ZERO,
+                kept: true,
+            }));
             for (_, ordinal, address) in each_page(index, &index.pages_of(subject)) {
                 while parts.all.get(at).is_some_and(|part| part.range.end <= address) {
                     at += 1;
@@ -107,7 +102,7 @@ impl Parts {
                 let Some(part) = parts.all.get_mut(at).filter(|part| part.range.start <= address) else { continue };
                 let mark = index.mark(ordinal);
                 let Some(class) = mark.class().filter(|class| *class != PageClass::Merged) else { continue };
-                part.pages.0 += u64::from(!enrolled[at - first]);
+                part.pages.0 += u64::from(!part.enrolled);
                 part.zeros.0 += u64::from(class == PageClass::Zero && mark.is_covered());
             }
         }

@@ -234,10 +234,9 @@ const UNIT_PAGES: u32 = 1 << 14;
 const PORTION: usize = 1 << 17;
 
 impl Index {
-    /// List the resident pages of the survey.
-    pub fn list(host: &dyn Host, survey: &Survey, nodes: bool) -> Result<Self, Error> {
-        let page_len = host.page_size().bytes();
-        let mut index = Self {
+    /// Of no pages.
+    fn empty(page_len: u64) -> Self {
+        Self {
             page_len,
             areas: Vec::new(),
             runs: Vec::new(),
@@ -250,7 +249,12 @@ impl Index {
             again: Vec::new(),
             indistinct: 0,
             unlisted: Vec::new(),
-        };
+        }
+    }
+
+    /// List the resident pages of the survey.
+    pub fn list(host: &dyn Host, survey: &Survey, nodes: bool) -> Result<Self, Error> {
+        let mut index = Self::empty(host.page_size().bytes());
         let mut pages = 0;
         // A few subjects at a time, so that their unpacked runs do not all lie in memory at once.
         for (chunk, subjects) in survey.subjects.chunks(64).enumerate() {
@@ -495,20 +499,9 @@ mod tests {
     fn what_no_two_pages_have_is_told_once_and_let_go_of() {
         let entry = |page: u32| Entry::new(Fingerprint(u64::from(page)), page);
         for (paired, alone) in [(0, 0), (3, 0), (0, 5), (7, PORTION as u32), (2, 2 * PORTION as u32 + 9)] {
-            let mut index = Index {
-                page_len: 4096,
-                areas: Vec::new(),
-                runs: Vec::new(),
-                subjects: vec![0],
-                entries: Vec::with_capacity(4 * PORTION),
-                paired: paired as usize,
-                marks: Vec::new(),
-                nodes: Vec::new(),
-                shared: Vec::new(),
-                again: Vec::new(),
-                indistinct: 0,
-                unlisted: Vec::new(),
-            };
+            let mut index = Index::empty(4096);
+            index.paired = paired as usize;
+            index.entries.reserve(4 * PORTION);
             index.entries.extend((0..paired + alone).map(entry));
             let mut told = Vec::new();
             index.tell_unpaired(|_, entry| told.push(entry.ordinal));

@@ -230,8 +230,8 @@ impl<'h> Worker<'h> {
         Ok(found)
     }
 
-    /// How much metadata KSM may still take, if that is bounded. Whose processes ended before the host was held has left
-    /// some, which nothing but ksmd's passing by takes away.
+    /// How much metadata KSM may still take, if that is bounded. Processes that ended before the host was held have left
+    /// some, which only goes when ksmd passes by.
     fn metadata_left(&mut self, settings: &Settings) -> Result<Option<Bytes>, Error> {
         let Some(most) = settings.max_metadata else { return Ok(None) };
         if self.session.is_some() && self.inherits && metadata(self.host).0 * 2 > most.0 {
