@@ -252,23 +252,26 @@ impl Domain {
             && self.store.identity() == (self.number(Header::StoreDevice), self.number(Header::StoreInode))
     }
 
-    /// See to it that the index is the present one and has room for so many contents more.
+    /// See to it that the index is the present one and has room for the contents that are missing in it.
     ///
     /// # Errors
     /// Those of files and of the lock; `ENOSPC` where there is no memory for a larger one.
-    pub fn make_room(&mut self, contents: usize) -> io::Result<()> {
-        self.follow()?;
-        let fits = |used: usize, capacity: usize| used + contents <= capacity / 8 * FULL;
-        if fits(self.index.used(), self.index.capacity()) {
-            return Ok(());
-        }
-        let _lock = self.lock()?;
-        self.follow()?;
+    pub fn make_room(&mut self, missing: impl Fn(&Index) -> usize) -> io::Result<()> {
+        let (contents, _lock) = loop {
+            self.follow()?;
+            let contents = missing(&self.index);
+            if self.index.used() + contents <= self.index.capacity() / 8 * FULL {
+                return Ok(());
+            }
+            let lock = self.lock()?;
+            // Else a member has made a larger one meanwhile, which may have what is missing here: members that merge
+            // together hold the same, and whoever is at work with an index that is replaced has worked in vain.
+            if self.is_present() {
+                break (contents, lock);
+            }
+        };
         let epoch = self.epoch();
         let used = self.index.entries().filter(|&number| self.index.is_alive(number, epoch)).count();
-        if fits(self.index.used(), self.index.capacity()) {
-            return Ok(());
-        }
         let capacity = ((used + contents) * 8 / FULL + 1).next_power_of_two().max(FIRST_ENTRIES);
         let generation = self.generation + 1;
         let path = index_path(&self.path, generation);
@@ -491,4 +494,34 @@ fn present(directory: &Path, generation: u64) -> io::Result<Index> {
 
 fn index_path(directory: &Path, generation: u64) -> PathBuf {
     directory.join(format!("index-{generation}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::{Cell, RefCell};
+
+    #[test]
+    fn who_finds_a_larger_index_counts_anew_before_it_makes_another() {
+        let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let join = || Domain::join(directory.path(), 4096, None, Instant::now() + PATIENCE).unwrap().0;
+        let (first, mut second) = (RefCell::new(join()), join());
+        let counts = Cell::new(0);
+        // While the second counts what is missing, the first makes room for the same and notes it.
+        let missing = |index: &Index| {
+            counts.set(counts.get() + 1);
+            if counts.get() == 1 {
+                let mut first = first.borrow_mut();
+                first.make_room(|_| FIRST_ENTRIES).unwrap();
+                (1..=FIRST_ENTRIES as u64).for_each(|print| assert!(first.index.entry(print).is_some()));
+                return FIRST_ENTRIES;
+            }
+            (1..=FIRST_ENTRIES as u64).filter(|&print| index.find(print).is_none()).count()
+        };
+        second.make_room(missing).unwrap();
+        assert_eq!(counts.get(), 2);
+        let first = first.borrow();
+        assert!(first.is_present() && second.is_present(), "what the first does with its index is not in vain");
+        assert_eq!(second.index.used(), FIRST_ENTRIES);
+    }
 }

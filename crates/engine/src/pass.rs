@@ -15,7 +15,7 @@
 
 use crate::choose::{Page, Place, Run, choose, huge_page, map, places, runs};
 use crate::domain::PATIENCE;
-use crate::index::Tag;
+use crate::index::{Index, Tag};
 use crate::memory;
 use crate::references::Bits;
 use crate::region::Region;
@@ -37,6 +37,9 @@ use std::time::{Duration, Instant};
 
 /// Pages that a thread takes at a time: as many as a huge page has on x86-64, so that holding writers up splits none.
 const CHUNK: u64 = 512;
+
+/// Contents that are stored at a time: what another member stores at the same time is stored in vain.
+const STORED: usize = 64;
 
 /// A merge does not begin before there is room for so many times what finding out took the last time: small merges that
 /// only find out what there is would use up what there is room for. With others, it takes half as much.
@@ -312,15 +315,14 @@ impl State {
         merged: &mut Merged,
     ) -> io::Result<Vec<Page>> {
         let (page, sparing) = (self.domain.page(), room.is_some());
-        self.domain.follow()?;
         let regions = &self.regions;
         let settled = |address, fingerprint| region_of(regions, address).is_settled(address, fingerprint);
         let enters = |address, fingerprint| !sparing || settled(address, fingerprint);
-        let missing = |&(found, fingerprint): &(Page, u64)| {
-            enters(found.address, fingerprint) && self.domain.index.find(fingerprint).is_none()
+        let missing = |index: &Index| {
+            let others = looked.iter().flat_map(|looked| looked.others(page));
+            others.filter(|&(found, print)| enters(found.address, print) && index.find(print).is_none()).count()
         };
-        let contents = looked.iter().flat_map(|looked| looked.others(page)).filter(missing).count();
-        unless_held_up(self.domain.make_room(contents), merged)?;
+        unless_held_up(self.domain.make_room(missing), merged)?;
         let (domain, random, epoch) = (&self.domain, self.random, self.domain.epoch());
         let sight = |(found, fingerprint): (Page, u64)| {
             let index = &domain.index;
@@ -381,9 +383,16 @@ impl State {
             .map(|((order, page), slot)| (order, page, slot))
             .collect();
         let behind = |a: &(u32, Page, u32), b: &(u32, Page, u32)| a.1.address + page == b.1.address && a.2 + 1 == b.2;
-        let pieces: Vec<&[(u32, Page, u32)]> =
-            contents.chunk_by(behind).flat_map(|piece| piece.chunks(CHUNK as usize)).collect();
+        let mut pieces: Vec<&[(u32, Page, u32)]> =
+            contents.chunk_by(behind).flat_map(|piece| piece.chunks(STORED)).collect();
+        // Members that merge together have the same to store. Each goes by an order of its own, so that they seldom
+        // are at the same piece, and passes by what others have stored meanwhile.
+        pieces.sort_by_cached_key(|piece| Tag::of(self.random, piece[0].1.address));
+        let lies = |&(order, page, _): &(u32, Page, u32)| Some((order, self.domain.index.state(page.entry).slot()?));
         let stored = parallel(threads, &pieces, |piece| {
+            if let Some(lies) = piece.iter().map(lies).collect() {
+                return lies;
+            }
             let start = piece[0].1.address;
             let range = AddressRange { start, end: start + piece.len() as u64 * page };
             let Ok(still) = stillness.of(range) else { return Vec::new() };

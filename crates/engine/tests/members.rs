@@ -5,7 +5,6 @@ mod member;
 
 use member::{Member, PAGE, Told, root};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-use tempfile::TempDir;
 
 #[test]
 fn equal_memory_of_two_members_is_there_once() {
@@ -366,7 +365,7 @@ fn random_members_keep_their_memory() {
 #[cfg(feature = "fault-points")]
 #[test]
 fn a_member_may_die_at_any_step() {
-    let life = |root: &TempDir, fault: &str| {
+    let life = |root: &tempfile::TempDir, fault: &str| {
         let mut member = Member::start_with(root, 1000, &[], Some(fault));
         let script = ["fill 0 300 2", "copy 300 300 0", "merge", "fill 100 100 5", "merge", "fill 0 1000 0", "merge"];
         script.iter().all(|line| member.ask(line).is_some())
