@@ -36,7 +36,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// What `recording.toml` must say first.
 pub const SCHEMA: &str = "pagefold.recording/1";
@@ -68,9 +68,11 @@ pub struct Recording {
     root: PathBuf,
     page_size: PageSize,
     absent: BTreeMap<String, Absent>,
-    frames: BTreeMap<u64, FrameLine>,
-    kinds: BTreeMap<Fingerprint, ContentKind>,
-    /// Of the processes that were opened: a census opens each many times.
+    /// By their first frame, and kinds by content: read once somebody asks, as [`Recording::pages`] are. Most moments
+    /// of a day are asked for neither.
+    frames: OnceLock<Reading<BTreeMap<u64, FrameLine>>>,
+    kinds: OnceLock<Reading<BTreeMap<Fingerprint, ContentKind>>>,
+    /// Of the processes whose pages were asked for: a census opens each many times.
     pages: Mutex<BTreeMap<Pid, Arc<Vec<PageLine>>>>,
 }
 
@@ -78,7 +80,13 @@ impl Recording {
     /// Open the recording in a folder; of many moments the last one.
     pub fn open(root: &Path) -> Result<Self, Error> {
         let last = moments::folders(root)?.and_then(|mut folders| folders.pop());
-        let root = last.as_deref().unwrap_or(root);
+        let recording = Self::open_unread(last.as_deref().unwrap_or(root))?;
+        let (frames, kinds) = (recording.read_frames()?, recording.read_kinds()?);
+        Ok(Self { frames: Ok(frames).into(), kinds: Ok(kinds).into(), ..recording })
+    }
+
+    /// Open it without a look at frames and contents: what is wrong with those is told to who asks for them.
+    fn open_unread(root: &Path) -> Result<Self, Error> {
         let about = read_text(&root.join("recording.toml"))?;
         let malformed = |what: String| Error::Malformed { path: root.join("recording.toml"), what };
         if field(&about, "schema") != Some(&format!("\"{SCHEMA}\"")) {
@@ -94,16 +102,31 @@ impl Recording {
                 absent.insert(path.to_owned(), reason_from_text(reason));
             }
         }
-        let frames = parse_lines(&root.join("frames.txt"), pages::parse_frame)?;
-        let kinds = parse_lines(&root.join("contents.txt"), pages::parse_kind)?;
         Ok(Self {
             root: root.to_owned(),
             page_size,
             absent,
-            frames: frames.into_iter().map(|line| (line.frame.0, line)).collect(),
-            kinds: kinds.into_iter().collect(),
+            frames: OnceLock::new(),
+            kinds: OnceLock::new(),
             pages: Mutex::default(),
         })
+    }
+
+    fn read_frames(&self) -> Result<BTreeMap<u64, FrameLine>, Error> {
+        let lines = parse_lines(&self.root.join("frames.txt"), pages::parse_frame)?;
+        Ok(lines.into_iter().map(|line| (line.frame.0, line)).collect())
+    }
+
+    fn read_kinds(&self) -> Result<BTreeMap<Fingerprint, ContentKind>, Error> {
+        Ok(parse_lines(&self.root.join("contents.txt"), pages::parse_kind)?.into_iter().collect())
+    }
+
+    fn frames(&self) -> Reading<&BTreeMap<u64, FrameLine>> {
+        self.frames.get_or_init(|| self.read_frames().map_err(malformed)).as_ref().map_err(Clone::clone)
+    }
+
+    fn kinds(&self) -> Reading<&BTreeMap<Fingerprint, ContentKind>> {
+        self.kinds.get_or_init(|| self.read_kinds().map_err(malformed)).as_ref().map_err(Clone::clone)
     }
 
     /// The pages of a process, in address order.
@@ -113,7 +136,7 @@ impl Recording {
             return Ok(Arc::clone(pages));
         }
         let path = self.root.join("pages").join(format!("{pid}.txt"));
-        let mut pages = parse_lines(&path, pages::parse_page).map_err(|error| Absent::Malformed(error.to_string()))?;
+        let mut pages = parse_lines(&path, pages::parse_page).map_err(malformed)?;
         pages.sort_by_key(|line| line.address);
         if let Some(line) = pages::out_of_place(&pages, self.page_size.bytes()) {
             let what = format!("{}: {line:?} overlaps another line or is no whole page", path.display());
@@ -147,27 +170,16 @@ impl Recording {
         Ok(String::from_utf8_lossy(&names).lines().map(str::to_owned).collect())
     }
 
-    /// Of a frame, if the recording has it.
-    fn frame(&self, frame: Pfn) -> Option<&FrameLine> {
-        let (_, line) = self.frames.range(..=frame.0).next_back()?;
-        (frame.0 < line.frame.0 + line.frames).then_some(line)
-    }
-
-    fn content(&self, content: pages::Content) -> PageContent<'_> {
-        match content {
-            pages::Content::Unknown => PageContent::Gone,
-            pages::Content::Volatile => PageContent::Volatile,
-            pages::Content::Known(fingerprint) => {
-                PageContent::Fingerprint(fingerprint, self.kinds.get(&fingerprint).copied())
-            }
-        }
-    }
-
     fn each_frame<T>(&self, frames: &[Pfn], value: impl Fn(&FrameLine) -> T) -> Reading<Vec<T>> {
-        if self.frames.is_empty() {
+        let known = self.frames()?;
+        if known.is_empty() {
             return Err(self.why("proc/kpageflags"));
         }
-        frames.iter().map(|&frame| self.frame(frame).map(&value).ok_or(Absent::Vanished)).collect()
+        let of = |frame: &Pfn| {
+            let (_, line) = known.range(..=frame.0).next_back()?;
+            (frame.0 < line.frame.0 + line.frames).then_some(line)
+        };
+        frames.iter().map(|frame| of(frame).map(&value).ok_or(Absent::Vanished)).collect()
     }
 }
 
@@ -197,8 +209,7 @@ impl Host for Recording {
     fn open(&self, pid: Pid) -> Reading<Box<dyn Process + '_>> {
         let directory = format!("proc/{pid}");
         let start_time = crate::parse::stat(&self.file(&format!("{directory}/stat"))?)?.start_time;
-        let pages = self.pages(pid)?;
-        Ok(Box::new(RecordedProcess { recording: self, id: ProcessId { pid, start_time }, directory, pages }))
+        Ok(Box::new(RecordedProcess { recording: self, id: ProcessId { pid, start_time }, directory }))
     }
 
     fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
@@ -219,19 +230,12 @@ struct RecordedProcess<'a> {
     recording: &'a Recording,
     id: ProcessId,
     directory: String,
-    pages: Arc<Vec<PageLine>>,
 }
 
-impl RecordedProcess<'_> {
-    /// The lines that touch a range, each cut to it.
-    fn within(&self, range: AddressRange) -> impl Iterator<Item = PageLine> + '_ {
-        let page_len = self.recording.page_size.bytes();
-        let first = self.pages.partition_point(|line| line.end(page_len) <= range.start);
-        self.pages[first..]
-            .iter()
-            .take_while(move |line| line.address < range.end)
-            .map(move |line| line.cut(range, page_len))
-    }
+/// The lines of some that touch a range, each cut to it.
+fn within(pages: &[PageLine], range: AddressRange, page_len: u64) -> impl Iterator<Item = PageLine> + '_ {
+    let first = pages.partition_point(|line| line.end(page_len) <= range.start);
+    pages[first..].iter().take_while(move |line| line.address < range.end).map(move |line| line.cut(range, page_len))
 }
 
 impl Process for RecordedProcess<'_> {
@@ -251,10 +255,11 @@ impl Process for RecordedProcess<'_> {
 
     fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<Run>> {
         let page_len = self.recording.page_size.bytes();
+        let pages = self.recording.pages(self.id.pid)?;
         let mut runs: Vec<Run> = Vec::new();
         for &range in ranges {
             let first = runs.len();
-            for line in self.within(range).filter(|line| line.is_resident_anonymous()) {
+            for line in within(&pages, range, page_len).filter(|line| line.is_resident_anonymous()) {
                 match runs[first..].last_mut() {
                     Some(run)
                         if run.huge == line.huge
@@ -274,7 +279,7 @@ impl Process for RecordedProcess<'_> {
         let page_len = self.recording.page_size.bytes();
         let count = self.recording.page_size.pages_in(range.bytes()).0 as usize;
         let mut mappings = vec![Mapping::default(); count];
-        for line in self.within(range) {
+        for line in within(&self.recording.pages(self.id.pid)?, range, page_len) {
             let first = ((line.address - range.start) / page_len) as usize;
             for (i, mapping) in mappings[first..].iter_mut().take(line.pages as usize).enumerate() {
                 *mapping = line.mapping(i as u64);
@@ -285,20 +290,28 @@ impl Process for RecordedProcess<'_> {
 
     fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
         let page_len = self.recording.page_size.bytes();
+        let (pages, kinds) = (self.recording.pages(self.id.pid)?, self.recording.kinds()?);
         let wants_merged = way == Way::Memory { merged: true };
         let gone = PageView { content: PageContent::Gone, merged: false, exclusive: true, frame: None };
         let mut position = 0;
         for run in runs {
             let end = run.address + u64::from(run.pages) * page_len;
             let mut address = run.address;
-            for line in self.within(AddressRange { start: address, end }).filter(PageLine::is_resident_anonymous) {
+            let range = AddressRange { start: address, end };
+            for line in within(&pages, range, page_len).filter(PageLine::is_resident_anonymous) {
                 while address < line.address {
                     sink(position, gone);
                     address += page_len;
                     position += 1;
                 }
                 for page in 0..line.pages {
-                    let content = self.recording.content(line.content);
+                    let content = match line.content {
+                        pages::Content::Unknown => PageContent::Gone,
+                        pages::Content::Volatile => PageContent::Volatile,
+                        pages::Content::Known(fingerprint) => {
+                            PageContent::Fingerprint(fingerprint, kinds.get(&fingerprint).copied())
+                        }
+                    };
                     let merged = wants_merged && line.merged;
                     let frame = line.mapping(page).frame;
                     sink(position, PageView { content, merged, exclusive: line.exclusive, frame });
@@ -342,6 +355,11 @@ fn parse_lines<T>(path: &Path, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<
                 .ok_or_else(|| Error::Malformed { path: path.to_owned(), what: format!("line {}: {line:?}", i + 1) })
         })
         .collect()
+}
+
+/// What an error in a file is to who asks for what is in it.
+fn malformed(error: Error) -> Absent {
+    Absent::Malformed(error.to_string())
 }
 
 fn reason_to_text(why: &Absent) -> String {

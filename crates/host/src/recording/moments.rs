@@ -34,7 +34,7 @@ pub struct Moment {
 }
 
 impl Moment {
-    /// Read it from its folder.
+    /// Read it from its folder: pages, frames and contents once somebody asks for them.
     pub fn open(folder: &Path) -> Result<Self, Error> {
         let path = folder.join("recording.toml");
         let about = read_text(&path)?;
@@ -47,7 +47,7 @@ impl Moment {
             text.parse().map_err(|_| malformed("utc_offset_seconds is no number"))
         });
         let (at, time, utc_offset) = (seconds("at_seconds")?, seconds("time")?, utc_offset.transpose()?);
-        Ok(Self { host: Recording::open(folder)?, at, time, utc_offset })
+        Ok(Self { host: Recording::open_unread(folder)?, at, time, utc_offset })
     }
 }
 
@@ -193,6 +193,35 @@ mod tests {
         assert_eq!(second.utc_offset, Some(-3600));
         use crate::Host;
         assert_eq!(Recording::open(&root).unwrap().read("proc/other").unwrap(), b"2", "the last is what is opened");
+    }
+
+    #[test]
+    fn what_nobody_asks_for_is_not_read() {
+        use crate::Host;
+        use pagefold_model::{Absent, Pfn, Pid};
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().join("day");
+        let mut moments = Moments::begin(&root).unwrap();
+        let stat = format!("7 (a) R {}", "0 ".repeat(49));
+        let there = root.join("000000");
+        fs::create_dir_all(there.join("files/proc/7")).unwrap();
+        fs::write(there.join("files/proc/7/stat"), stat).unwrap();
+        fs::create_dir(there.join("pages")).unwrap();
+        for garbled in ["frames.txt", "contents.txt", "pages/7.txt"] {
+            fs::write(there.join(garbled), "no such line\n").unwrap();
+        }
+        moment(&mut moments, 0, &[("meminfo", "MemTotal: 1 kB")]);
+
+        let host = Moment::open(&there).unwrap().host;
+        assert_eq!(host.read("proc/meminfo").unwrap(), b"MemTotal: 1 kB");
+        let process = host.open(Pid(7)).unwrap();
+        let told = |reading: Option<Absent>, file: &str| match reading {
+            Some(Absent::Malformed(what)) => assert!(what.contains(file), "{what}"),
+            other => panic!("{file}: {other:?}"),
+        };
+        told(host.frame_flags(&[Pfn(1)]).err(), "frames.txt");
+        told(process.resident(&[]).err(), "7.txt");
+        assert!(Recording::open(&there).unwrap_err().to_string().contains("frames.txt"), "one alone is looked through");
     }
 
     #[test]
