@@ -39,7 +39,7 @@ typedef struct pagefold_merged {
 	uint64_t zeros;      /* pages of zeros that were given back */
 	uint64_t merged;     /* pages that map the store now */
 	uint64_t stored;     /* pages whose contents went to the store */
-	uint64_t runs;       /* runs of pages that were mapped as one */
+	uint64_t runs;       /* runs of pages, 2048 at most, that were mapped as one */
 	uint64_t not_worth;  /* pages with a partner whose run would not pay */
 	uint64_t broken;     /* pages that were written since they were merged */
 	uint64_t left_alone; /* pages that were written too soon before, or looked at in vain too often */

@@ -63,6 +63,11 @@ impl Run<'_> {
         let start = self.pages[0].address;
         AddressRange { start, end: start + self.pages.len() as u64 * page }
     }
+
+    /// Whether another lies right behind it, in memory and in the store: the kernel makes one mapping of both.
+    pub fn adjoins(&self, next: &Self, page: u64) -> bool {
+        self.range(page).end == next.range(page).start && self.slot + self.pages.len() as u32 == next.slot
+    }
 }
 
 /// The number of the huge page that an address lies in: one entry of a page directory, which maps as many pages as a
@@ -122,8 +127,7 @@ pub fn places(domain: &Domain, pages: &[Page]) -> (Vec<Page>, Vec<Place>, u32) {
     (partners, places, orders.len() as u32)
 }
 
-/// What was chosen, as runs of so many pages at most that lie one behind another in the store, too. The kernel makes
-/// one mapping of those that adjoin.
+/// What was chosen, as runs of so many pages at most that lie one behind another in the store, too.
 pub fn runs<'p>(
     partners: &'p [Page],
     places: &[Place],

@@ -259,8 +259,10 @@ impl Domain {
     pub fn make_room(&mut self, missing: impl Fn(&Index) -> usize) -> io::Result<()> {
         let (contents, _lock) = loop {
             self.follow()?;
+            // In this order: what others note meanwhile is not counted twice.
+            let used = self.index.used();
             let contents = missing(&self.index);
-            if self.index.used() + contents <= self.index.capacity() / 8 * FULL {
+            if used + contents <= self.index.capacity() / 8 * FULL {
                 return Ok(());
             }
             let lock = self.lock()?;
@@ -504,19 +506,22 @@ mod tests {
     #[test]
     fn who_finds_a_larger_index_counts_anew_before_it_makes_another() {
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
-        let join = || Domain::join(directory.path(), 4096, None, Instant::now() + PATIENCE).unwrap().0;
+        let until = Instant::now() + 300 * PATIENCE;
+        let join = || Domain::join(directory.path(), 4096, None, until).unwrap().0;
         let (first, mut second) = (RefCell::new(join()), join());
         let counts = Cell::new(0);
-        // While the second counts what is missing, the first makes room for the same and notes it.
+        // Both are to note the same. While the second counts what is missing the first makes room for it, and while it
+        // counts anew the first notes it.
         let missing = |index: &Index| {
             counts.set(counts.get() + 1);
+            let count = (1..=FIRST_ENTRIES as u64).filter(|&print| index.find(print).is_none()).count();
+            let mut first = first.borrow_mut();
             if counts.get() == 1 {
-                let mut first = first.borrow_mut();
                 first.make_room(|_| FIRST_ENTRIES).unwrap();
+            } else {
                 (1..=FIRST_ENTRIES as u64).for_each(|print| assert!(first.index.entry(print).is_some()));
-                return FIRST_ENTRIES;
             }
-            (1..=FIRST_ENTRIES as u64).filter(|&print| index.find(print).is_none()).count()
+            count
         };
         second.make_room(missing).unwrap();
         assert_eq!(counts.get(), 2);

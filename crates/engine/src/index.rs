@@ -39,7 +39,7 @@ const ENTRY: usize = 2;
 const RECENT: u8 = 3;
 
 /// Which page was seen to hold a content: a tag of the page among all pages of all members, never 0.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tag(u32);
 
 impl Tag {

@@ -167,7 +167,8 @@ pub struct Options {
     /// other wait for a moment at which all of a domain merge ([`pagefold_model::turn`]), since others may wait for
     /// whoever merges alone.
     pub max_slowdown: Option<f64>,
-    /// Threads that merge at the same time.
+    /// Threads that look and map at the same time. Storing is done by one, since the kernel has one at a time write to
+    /// a file.
     pub threads: usize,
     /// Have a domain, and so a store, for each NUMA node, and join that of the node on which this process runs then:
     /// what is merged stays local, and nothing is merged across nodes. For processes that stay on a node, as ranks do

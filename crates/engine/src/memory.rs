@@ -37,19 +37,23 @@ pub struct Incoming {
 }
 
 impl Incoming {
-    /// Slots of the store from one on, privately. Its page tables are filled as it is compared: the kernel maps what
-    /// lies around a page that is read (`do_fault_around` in mm/memory.c, 6.18), beside others who do the same, which
-    /// MADV_POPULATE_READ looks up page by page, and keeps others from mapping meanwhile.
+    /// Slots of the store from one on, privately, with their page tables filled.
     ///
     /// # Errors
-    /// Those of mmap(2).
+    /// Those of mmap(2) and of MADV_POPULATE_READ, which is 5.14's: without it pages are faulted in as they are
+    /// compared.
     pub fn of_store(store: &Store, slot: u32, bytes: u64) -> io::Result<Self> {
         let bytes = bytes as usize;
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
         let start =
             unsafe { mmap(ptr::null_mut(), bytes, access, MapFlags::PRIVATE, store.file(), store.offset(slot)) }?;
-        Ok(Self { start, bytes })
+        let incoming = Self { start, bytes };
+        // SAFETY: the range is this value's own; the advice changes no content.
+        match unsafe { madvise(start, bytes, Advice::LinuxPopulateRead) } {
+            Ok(()) | Err(rustix::io::Errno::INVAL) => Ok(incoming),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Ordinary memory with the content of a range.

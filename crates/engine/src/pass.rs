@@ -11,7 +11,8 @@
 //! | tidy | references that are no longer needed; slots that nobody refers to |
 //!
 //! A run is mapped as one if its pages lie one behind another in the store, too. Since contents are stored in the order
-//! of their pages, memory that is equal over many pages is one mapping in all members but for where it differs.
+//! of their pages, memory that is equal over many pages is one mapping in all members but for where it differs, and
+//! where members that merged at the same time have shared out what was to be stored. Storing and mapping go by batches.
 
 use crate::choose::{Page, Place, Run, choose, huge_page, map, places, runs};
 use crate::domain::PATIENCE;
@@ -38,8 +39,12 @@ use std::time::{Duration, Instant};
 /// Pages that a thread takes at a time: as many as a huge page has on x86-64, so that holding writers up splits none.
 const CHUNK: u64 = 512;
 
+/// Pages that are stored and mapped before the next ones are. The kernel has one process at a time write to a file
+/// (`inode_lock` in mm/shmem.c, 6.18): meanwhile other members map what is stored already.
+const BATCH: usize = 2048;
+
 /// Contents that are stored at a time: what another member stores at the same time is stored in vain.
-const STORED: usize = 64;
+const PIECE: usize = 64;
 
 /// A merge does not begin before there is room for so many times what finding out took the last time: small merges that
 /// only find out what there is would use up what there is room for. With others, it takes half as much.
@@ -106,6 +111,14 @@ impl Looked {
     fn others(&self, page: u64) -> impl Iterator<Item = (Page, u64)> + '_ {
         self.pages(page).filter(|&(_, fingerprint)| fingerprint != 0)
     }
+}
+
+/// A content that is to be stored: which one, a page that holds it, and where it is to lie.
+#[derive(Clone, Copy, Debug)]
+struct Content {
+    order: u32,
+    from: Page,
+    slot: u32,
 }
 
 /// Why a page is not in the index.
@@ -205,20 +218,37 @@ impl State {
         self.note_alone(&pages, chosen.iter().flat_map(|range| &partners[range.clone()]), now);
         let taken: usize = chosen.iter().map(Range::len).sum();
         merged.not_worth += Pages((partners.len() - taken) as u64);
-        let stored = self.store(&partners, &places, &chosen, wanted, terms, merged)?;
-        let at_once = if matches!(stillness, Stillness::Enforced(_)) { CHUNK as usize } else { usize::MAX };
-        let runs = runs(&partners, &places, &chosen, &stored, at_once);
-        let run: usize = runs.iter().map(|run| run.pages.len()).sum();
-        merged.failed += Pages((taken - run) as u64);
-        let outcomes = parallel(threads, &runs, |run| map(&self.domain, run, stillness).is_ok_and(|done| done));
-        for (run, done) in runs.iter().zip(outcomes) {
-            if done {
-                merged.merged += Pages(run.pages.len() as u64);
-                merged.runs += 1;
-                self.note_merged(run.range(page), now, |tally| &mut tally.merged);
-            } else {
-                merged.failed += Pages(run.pages.len() as u64);
+        let at_once = match stillness {
+            Stillness::Promised => BATCH.div_ceil(threads),
+            Stillness::Enforced(_) => CHUNK as usize,
+        };
+        let mut room = survey.room(healed.len());
+        // Members that merge together have the same to store: each begins elsewhere.
+        let mut batches = batches(&chosen);
+        let elsewhere = self.random % batches.len().max(1) as u64;
+        batches.rotate_left(elsewhere as usize);
+        let contents = self.reserve(&partners, &places, &batches, wanted, merged)?;
+        let mut stored = vec![None; wanted as usize];
+        for (batch, contents) in batches.iter().zip(&contents) {
+            let mut left: usize = batch.iter().map(Range::len).sum();
+            // What is stored by an index that another member has replaced is found by nobody.
+            if self.domain.is_present() {
+                self.store(contents, stillness, &mut stored);
+                let own = |content: &&Content| stored[content.order as usize] == Some(content.slot);
+                merged.stored += Pages(contents.iter().filter(own).count() as u64);
+                let runs = runs(&partners, &places, batch, &stored, at_once);
+                let as_one: Vec<&[Run]> = runs.chunk_by(|run, next| run.adjoins(next, page)).take(room).collect();
+                room -= as_one.len();
+                let runs = as_one.concat();
+                let outcomes = parallel(threads, &runs, |run| map(&self.domain, run, stillness).is_ok_and(|done| done));
+                for (run, _) in runs.iter().zip(outcomes).filter(|&(_, done)| done) {
+                    left -= run.pages.len();
+                    merged.merged += Pages(run.pages.len() as u64);
+                    merged.runs += 1;
+                    self.note_merged(run.range(page), now, |tally| &mut tally.merged);
+                }
             }
+            merged.failed += Pages(left as u64);
         }
         fault::point("after mapping");
         let healed: u64 = healed.iter().map(|range| range.bytes().0 / page).sum();
@@ -351,73 +381,92 @@ impl State {
         Ok(pages)
     }
 
-    /// Store the contents that were chosen and lie nowhere yet: their slots, in the order in which they were to be
-    /// stored.
-    fn store(
+    /// The contents of each batch that are to be stored, with slots for them that lie one behind another as the contents
+    /// do. Where there are not as many, the last are left out.
+    fn reserve(
         &self,
         partners: &[Page],
         places: &[Place],
-        chosen: &[Range<usize>],
+        batches: &[Vec<Range<usize>>],
         wanted: u32,
-        Terms { threads, stillness, .. }: Terms<'_>,
         merged: &mut Merged,
-    ) -> io::Result<Vec<Option<u32>>> {
-        let page = self.domain.page();
+    ) -> io::Result<Vec<Vec<Content>>> {
         // The first page of each content: later ones of the same order hold the same.
         let mut seen = vec![false; wanted as usize];
-        let mut first = Vec::new();
-        for at in chosen.iter().flat_map(Range::clone) {
-            if let Place::Next(order) = places[at]
-                && !std::mem::replace(&mut seen[order as usize], true)
-            {
-                first.push((order, partners[at]));
+        let mut first = |at: usize| match places[at] {
+            Place::Next(order) if !std::mem::replace(&mut seen[order as usize], true) => Some((order, partners[at])),
+            _ => None,
+        };
+        let first = |batch: &Vec<Range<usize>>| batch.iter().cloned().flatten().filter_map(&mut first).collect();
+        let contents: Vec<Vec<(u32, Page)>> = batches.iter().map(first).collect();
+        let count = seen.iter().filter(|&&seen| seen).count() as u32;
+        let reserved = match count {
+            0 => Vec::new(),
+            count => unless_held_up(self.domain.reserve(count), merged)?.unwrap_or_default(),
+        };
+        let mut reserved = reserved.into_iter().flatten();
+        let slots: Vec<Option<u32>> = seen.into_iter().map(|seen| seen.then(|| reserved.next()).flatten()).collect();
+        let with_slot = |(order, from): (u32, Page)| Some(Content { order, from, slot: slots[order as usize]? });
+        Ok(contents.into_iter().map(|batch| batch.into_iter().filter_map(with_slot).collect()).collect())
+    }
+
+    /// Store some contents, and say in which slot each of them lies, by their orders. One piece after another, so that
+    /// they lie together; where another member has stored one meanwhile, this one goes on somewhere in what is left.
+    fn store(&self, contents: &[Content], stillness: &Stillness, stored: &mut [Option<u32>]) {
+        let page = self.domain.page();
+        let behind = |a: &Content, b: &Content| a.from.address + page == b.from.address && a.slot + 1 == b.slot;
+        let pieces: Vec<&[Content]> = contents.chunk_by(behind).flat_map(|piece| piece.chunks(PIECE)).collect();
+        // Numbers of this member's own (D. Knuth's MMIX generator, TAOCP 3.3.4), or all would go on at the same place.
+        let mut draw = self.random;
+        let mut elsewhere = |among: usize| {
+            draw = draw.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (draw >> 33) as usize % among.max(1)
+        };
+        let mut left = vec![&pieces[..]];
+        while let Some(pieces) = left.pop() {
+            let Some((piece, rest)) = pieces.split_first() else { continue };
+            let slots = self.store_piece(piece, stillness);
+            let alone = slots.iter().zip(*piece).all(|(slot, content)| *slot == Some(content.slot));
+            for (content, slot) in piece.iter().zip(slots) {
+                stored[content.order as usize] = slot;
             }
+            let (later, next) = rest.split_at(if alone { 0 } else { elsewhere(rest.len()) });
+            left.extend([later, next]);
         }
-        if first.is_empty() {
-            return Ok(vec![None; wanted as usize]);
+    }
+
+    /// Store contents that lie one behind another, unless all of them lie somewhere already; where each of them lies.
+    fn store_piece(&self, piece: &[Content], stillness: &Stillness) -> Vec<Option<u32>> {
+        let (page, index) = (self.domain.page(), &self.domain.index);
+        let lies = |content: &Content| index.state(content.from.entry).slot().map(Some);
+        if let Some(slots) = piece.iter().map(lies).collect() {
+            return slots;
         }
-        let reserved = unless_held_up(self.domain.reserve(first.len() as u32), merged)?.unwrap_or_default();
-        let contents: Vec<(u32, Page, u32)> = first
-            .into_iter()
-            .zip(reserved.into_iter().flatten())
-            .map(|((order, page), slot)| (order, page, slot))
-            .collect();
-        let behind = |a: &(u32, Page, u32), b: &(u32, Page, u32)| a.1.address + page == b.1.address && a.2 + 1 == b.2;
-        let mut pieces: Vec<&[(u32, Page, u32)]> =
-            contents.chunk_by(behind).flat_map(|piece| piece.chunks(STORED)).collect();
-        // Members that merge together have the same to store. Each goes by an order of its own, so that they seldom
-        // are at the same piece, and passes by what others have stored meanwhile.
-        pieces.sort_by_cached_key(|piece| Tag::of(self.random, piece[0].1.address));
-        let lies = |&(order, page, _): &(u32, Page, u32)| Some((order, self.domain.index.state(page.entry).slot()?));
-        let stored = parallel(threads, &pieces, |piece| {
-            if let Some(lies) = piece.iter().map(lies).collect() {
-                return lies;
-            }
-            let start = piece[0].1.address;
-            let range = AddressRange { start, end: start + piece.len() as u64 * page };
-            let Ok(still) = stillness.of(range) else { return Vec::new() };
-            // SAFETY: these pages were looked at, so they are resident, and nobody writes to or unmaps them meanwhile.
-            let bytes = unsafe { memory::bytes(range) };
-            // Between then and now they may have been written, unless that was promised.
-            let same = |((_, page, _), bytes): (&(u32, Page, u32), &[u8])| {
-                self.hasher.fingerprint(bytes) == self.domain.index.fingerprint(page.entry)
-            };
-            let unchanged = still.is_none() || piece.iter().zip(bytes.chunks_exact(page as usize)).all(same);
-            if !unchanged || self.domain.store.write(piece[0].2, bytes).is_err() {
-                return Vec::new();
-            }
-            drop(still);
-            fault::point("between storing and publishing");
-            let publish = |&(order, page, slot): &(u32, Page, u32)| {
-                Some((order, self.domain.index.publish(page.entry, slot).ok()?))
-            };
-            piece.iter().filter_map(publish).collect::<Vec<(u32, u32)>>()
-        });
-        let mut slots = vec![None; wanted as usize];
-        stored.into_iter().flatten().for_each(|(order, slot)| slots[order as usize] = Some(slot));
-        let own = contents.iter().filter(|(order, _, slot)| slots[*order as usize] == Some(*slot)).count();
-        merged.stored += Pages(own as u64);
-        Ok(slots)
+        let start = piece[0].from.address;
+        let range = AddressRange { start, end: start + piece.len() as u64 * page };
+        let Ok(still) = stillness.of(range) else { return vec![None; piece.len()] };
+        // SAFETY: these pages were looked at, so they are resident, and nobody writes to or unmaps them meanwhile.
+        let bytes = unsafe { memory::bytes(range) };
+        // Between then and now they may have been written, unless that was promised.
+        let same = |(content, bytes): (&Content, &[u8])| {
+            self.hasher.fingerprint(bytes) == index.fingerprint(content.from.entry)
+        };
+        let unchanged = still.is_none() || piece.iter().zip(bytes.chunks_exact(page as usize)).all(same);
+        if !unchanged || self.domain.store.write(piece[0].slot, bytes).is_err() {
+            return vec![None; piece.len()];
+        }
+        drop(still);
+        fault::point("between storing and publishing");
+        let slots: Vec<_> = piece.iter().map(|content| index.publish(content.from.entry, content.slot).ok()).collect();
+        // What another member has stored meanwhile was stored in vain, where nobody else looks. Its memory goes at once
+        // if it can, and its slots once references are made anew.
+        let own = |(content, slot): &(&Content, &Option<u32>)| **slot == Some(content.slot);
+        let stored: Vec<_> = piece.iter().zip(&slots).collect();
+        for vain in stored.chunk_by(|a, b| own(a) == own(b)).filter(|same| !own(&same[0])) {
+            let first = vain[0].0.slot;
+            let _ = self.domain.store.punch(first..first + vain.len() as u32);
+        }
+        slots
     }
 
     /// Give up what is not needed. So many pages map the store now.
@@ -462,6 +511,25 @@ impl State {
             region.merged(part, now, of);
         }
     }
+}
+
+/// What was chosen, in batches.
+fn batches(chosen: &[Range<usize>]) -> Vec<Vec<Range<usize>>> {
+    let parts = |range: &Range<usize>| {
+        let end = range.end;
+        range.clone().step_by(BATCH).map(move |start| start..end.min(start + BATCH))
+    };
+    let mut batches: Vec<Vec<Range<usize>>> = Vec::new();
+    let mut room = 0;
+    for part in chosen.iter().flat_map(parts) {
+        if part.len() > room {
+            batches.push(Vec::new());
+            room = BATCH;
+        }
+        room -= part.len();
+        batches.last_mut().expect("one was just made").push(part);
+    }
+    batches
 }
 
 /// The region that an address lies in, of those in the order of addresses.
@@ -521,4 +589,20 @@ fn parallel<T: Sync, R: Send>(threads: usize, items: &[T], work: impl Fn(&T) -> 
     });
     done.sort_unstable_by_key(|&(at, _)| at);
     done.into_iter().map(|(_, result)| result).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_hold_all_that_was_chosen_in_its_order_and_no_more_than_fits() {
+        let chosen = [0..10, 20..20 + BATCH - 10, 5000..5001, 6000..6000 + 2 * BATCH + 7];
+        let batches = batches(&chosen);
+        let pages = |batch: &Vec<Range<usize>>| batch.iter().map(Range::len).sum::<usize>();
+        assert_eq!(batches.iter().map(pages).collect::<Vec<_>>(), [BATCH, 1, BATCH, BATCH, 7]);
+        let flat: Vec<usize> = batches.concat().into_iter().flatten().collect();
+        assert_eq!(flat, chosen.into_iter().flatten().collect::<Vec<_>>());
+        assert!(super::batches(&[]).is_empty());
+    }
 }

@@ -73,7 +73,7 @@ enum At {
         content: u8,
         slot: u8,
     },
-    /// `Domain::reserve`, `State::store`.
+    /// `State::reserve`, `Domain::reserve`, `State::store_piece`.
     Reserve {
         content: u8,
     },

@@ -16,7 +16,7 @@ pub struct Merged {
     pub merged: Pages,
     /// Pages whose contents went to the store.
     pub stored: Pages,
-    /// Runs of pages that were mapped as one.
+    /// Runs of pages, of 2,048 at most, that were mapped as one.
     pub runs: u64,
     /// Pages with a partner that were not merged, because their run is too short to pay, would split a huge page that
     /// is worth more, or would need more mappings than there may be.

@@ -47,6 +47,33 @@ fn what_a_process_holds_twice_is_merged_without_others() {
 }
 
 #[test]
+fn members_that_merge_at_the_same_time_share_out_what_is_to_be_stored() {
+    // Several batches, with each content twice in each member.
+    const CONTENTS: u64 = 3000;
+    let root = root();
+    let mut members: Vec<Member> = (0..4).map(|_| Member::start(&root, 2 * CONTENTS, &[])).collect();
+    for member in &mut members {
+        member.tell(&format!("fill 0 {CONTENTS} 7"));
+        member.tell(&format!("copy {CONTENTS} {CONTENTS} 0"));
+    }
+    let mappings: Vec<u64> = members.iter_mut().map(|member| member.standing().of("mappings")).collect();
+    let mut merged = 0;
+    for _ in 0..4 {
+        members.iter_mut().for_each(|member| member.say("merge"));
+        let told = members.iter_mut().map(|member| Told(member.answer().expect("it lives")));
+        merged += told.map(|told| told.of("merged")).sum::<u64>();
+    }
+    assert_eq!(merged, 4 * 2 * CONTENTS);
+    for (member, before) in members.iter_mut().zip(mappings) {
+        member.check();
+        let standing = member.standing();
+        assert_eq!(standing.of("store"), CONTENTS * PAGE, "what was stored in vain has left");
+        let made = standing.of("mappings") - before;
+        assert!(made < 200, "{made} mappings: what lies together is stored together");
+    }
+}
+
+#[test]
 fn zeros_are_given_back() {
     let root = root();
     let mut member = Member::start(&root, 5000, &[]);

@@ -221,6 +221,8 @@ mod tests {
         };
         told(host.frame_flags(&[Pfn(1)]).err(), "frames.txt");
         told(process.resident(&[]).err(), "7.txt");
+        fs::remove_file(there.join("pages/7.txt")).unwrap();
+        told(process.contents(crate::Way::Memory { merged: false }, &[], &mut |_, _| ()).err(), "contents.txt");
         assert!(Recording::open(&there).unwrap_err().to_string().contains("frames.txt"), "one alone is looked through");
     }
 
