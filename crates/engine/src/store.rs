@@ -1,8 +1,9 @@
 //! The memory in which contents lie that members share: a memfd, cut into slots of one page.
 //!
-//! A slot that anybody refers to never changes: it is written once, between being reserved and being published in the
-//! index, and freed once nobody refers to it any more. Which slots are taken is told by one bit each in a file of the
-//! domain, changed under its lock only.
+//! A slot that an entry of the index has named never changes while anybody refers to it: it is written once, between
+//! being reserved and being published, and freed once nobody refers to it any more. What was written to one that no
+//! entry came to name is given back by who has reserved it. Which slots are taken is told by one bit each in a file of
+//! the domain, changed under its lock only.
 //!
 //! The memfd has no name. A new member gets it from the descriptor of one that is there (`/proc/PID/fd`), so that when
 //! the last one has ended or was killed its memory is free.
