@@ -35,6 +35,9 @@ const PROCESSES: [u64; 3] = [2, 4, 8];
 const LONG: u64 = 64;
 const TIMES: f64 = 5.0;
 
+/// So many times all merge at most: at the second everybody knows what everybody has.
+const TIMES_TOGETHER: usize = 4;
+
 /// ksmd has what it can get once nothing is merged for so long.
 const QUIET: Duration = Duration::from_secs(3);
 
@@ -48,9 +51,6 @@ enum Way {
     Together,
     Ksmd,
 }
-
-/// So many times all merge at most: at the second everybody knows what everybody has.
-const TIMES_TOGETHER: usize = 4;
 
 impl Way {
     const ALL: [Self; 4] = [Self::Engine { threads: 1 }, Self::Engine { threads: 2 }, Self::Together, Self::Ksmd];

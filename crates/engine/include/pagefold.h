@@ -27,7 +27,7 @@ typedef struct pagefold_options {
 	size_t size;         /* of this structure */
 	const char *root;    /* where domains are kept; NULL: $PAGEFOLD_RUNTIME, else /dev/shm/pagefold-UID */
 	double max_slowdown; /* share of the program's own time; negative: no bound */
-	unsigned threads;    /* that merge at the same time */
+	unsigned threads;    /* that look and map at the same time; one of them stores */
 	int per_node;        /* not 0: a domain, NAME.nodeN, for each NUMA node, and that of the one this runs on now */
 } pagefold_options;
 

@@ -154,6 +154,12 @@ pub fn runs<'p>(
     runs
 }
 
+/// The first of some runs, as many as the kernel makes so many mappings of; how many those are.
+pub fn within<'r, 'p>(runs: &'r [Run<'p>], room: usize, page: u64) -> (&'r [Run<'p>], usize) {
+    let as_one = || runs.chunk_by(|run, next| run.adjoins(next, page)).take(room);
+    (&runs[..as_one().map(<[Run]>::len).sum()], as_one().count())
+}
+
 /// Map a run from the store, if that holds what the run does.
 pub fn map(domain: &Domain, run: &Run<'_>, stillness: &Stillness) -> io::Result<bool> {
     let range = run.range(domain.page());
@@ -174,4 +180,23 @@ pub fn map(domain: &Domain, run: &Run<'_>, stillness: &Stillness) -> io::Result<
     // SAFETY: both hold the same, and nobody writes to the run until it is done.
     unsafe { incoming.take_place_at(range.start) }?;
     Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_that_become_one_mapping_take_the_room_of_one() {
+        const PAGE: u64 = 4096;
+        let pages = [0, 1, 2, 3, 4, 6].map(|at| Page::new(at * PAGE, false));
+        // The second lies behind the first in memory and in the store, the third in memory alone, the last in neither.
+        let parts = [(0..2, 10), (2..3, 12), (3..5, 20), (5..6, 22)];
+        let runs = parts.map(|(part, slot)| Run { pages: &pages[part], slot });
+        let taken = |room: usize| {
+            let (taken, mappings) = within(&runs, room, PAGE);
+            (taken.len(), mappings)
+        };
+        assert_eq!([0, 1, 2, 3, 9].map(taken), [(0, 0), (2, 1), (3, 2), (4, 3), (4, 3)]);
+    }
 }

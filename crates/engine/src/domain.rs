@@ -257,7 +257,7 @@ impl Domain {
     /// # Errors
     /// Those of files and of the lock; `ENOSPC` where there is no memory for a larger one.
     pub fn make_room(&mut self, missing: impl Fn(&Index) -> usize) -> io::Result<()> {
-        let (contents, _lock) = loop {
+        let _lock = loop {
             self.follow()?;
             // In this order: what others note meanwhile is not counted twice.
             let used = self.index.used();
@@ -269,11 +269,12 @@ impl Domain {
             // Else a member has made a larger one meanwhile, which may have what is missing here: members that merge
             // together hold the same, and whoever is at work with an index that is replaced has worked in vain.
             if self.is_present() {
-                break (contents, lock);
+                break lock;
             }
         };
         let epoch = self.epoch();
         let used = self.index.entries().filter(|&number| self.index.is_alive(number, epoch)).count();
+        let contents = missing(&self.index);
         let capacity = ((used + contents) * 8 / FULL + 1).next_power_of_two().max(FIRST_ENTRIES);
         let generation = self.generation + 1;
         let path = index_path(&self.path, generation);

@@ -14,7 +14,7 @@
 //! of their pages, memory that is equal over many pages is one mapping in all members but for where it differs, and
 //! where members that merged at the same time have shared out what was to be stored. Storing and mapping go by batches.
 
-use crate::choose::{Page, Place, Run, choose, huge_page, map, places, runs};
+use crate::choose::{Page, Place, Run, choose, huge_page, map, places, runs, within};
 use crate::domain::PATIENCE;
 use crate::index::{Index, Tag};
 use crate::memory;
@@ -119,6 +119,13 @@ struct Content {
     order: u32,
     from: Page,
     slot: u32,
+}
+
+impl Content {
+    /// Whether it lies where it was to.
+    fn is_own(&self, slot: Option<u32>) -> bool {
+        slot == Some(self.slot)
+    }
 }
 
 /// Why a page is not in the index.
@@ -230,25 +237,33 @@ impl State {
         let contents = self.reserve(&partners, &places, &batches, wanted, merged)?;
         let mut stored = vec![None; wanted as usize];
         for (batch, contents) in batches.iter().zip(&contents) {
-            let mut left: usize = batch.iter().map(Range::len).sum();
-            // What is stored by an index that another member has replaced is found by nobody.
-            if self.domain.is_present() {
-                self.store(contents, stillness, &mut stored);
-                let own = |content: &&Content| stored[content.order as usize] == Some(content.slot);
-                merged.stored += Pages(contents.iter().filter(own).count() as u64);
-                let runs = runs(&partners, &places, batch, &stored, at_once);
-                let as_one: Vec<&[Run]> = runs.chunk_by(|run, next| run.adjoins(next, page)).take(room).collect();
-                room -= as_one.len();
-                let runs = as_one.concat();
-                let outcomes = parallel(threads, &runs, |run| map(&self.domain, run, stillness).is_ok_and(|done| done));
-                for (run, _) in runs.iter().zip(outcomes).filter(|&(_, done)| done) {
-                    left -= run.pages.len();
-                    merged.merged += Pages(run.pages.len() as u64);
-                    merged.runs += 1;
-                    self.note_merged(run.range(page), now, |tally| &mut tally.merged);
-                }
+            let all: usize = batch.iter().map(Range::len).sum();
+            if room == 0 {
+                merged.not_worth += Pages(all as u64);
+                continue;
             }
-            merged.failed += Pages(left as u64);
+            // What is stored by an index that another member has replaced is found by nobody.
+            if !self.domain.is_present() {
+                merged.failed += Pages(all as u64);
+                continue;
+            }
+            self.store(contents, stillness, &mut stored);
+            let own = contents.iter().filter(|content| content.is_own(stored[content.order as usize]));
+            merged.stored += Pages(own.count() as u64);
+            let runs = runs(&partners, &places, batch, &stored, at_once);
+            let (taken, mappings) = within(&runs, room, page);
+            room -= mappings;
+            let pages = |runs: &[Run]| Pages(runs.iter().map(|run| run.pages.len() as u64).sum());
+            let too_many = pages(&runs[taken.len()..]);
+            merged.not_worth += too_many;
+            let before = merged.merged;
+            let outcomes = parallel(threads, taken, |run| map(&self.domain, run, stillness).is_ok_and(|done| done));
+            for (run, _) in taken.iter().zip(outcomes).filter(|&(_, done)| done) {
+                merged.merged += Pages(run.pages.len() as u64);
+                merged.runs += 1;
+                self.note_merged(run.range(page), now, |tally| &mut tally.merged);
+            }
+            merged.failed += Pages(all as u64) - too_many - (merged.merged - before);
         }
         fault::point("after mapping");
         let healed: u64 = healed.iter().map(|range| range.bytes().0 / page).sum();
@@ -381,8 +396,8 @@ impl State {
         Ok(pages)
     }
 
-    /// The contents of each batch that are to be stored, with slots for them that lie one behind another as the contents
-    /// do. Where there are not as many, the last are left out.
+    /// The contents of each batch that are to be stored, with slots for them that lie one behind another as the
+    /// contents do. Where there are not as many, the last are left out.
     fn reserve(
         &self,
         partners: &[Page],
@@ -426,7 +441,7 @@ impl State {
         while let Some(pieces) = left.pop() {
             let Some((piece, rest)) = pieces.split_first() else { continue };
             let slots = self.store_piece(piece, stillness);
-            let alone = slots.iter().zip(*piece).all(|(slot, content)| *slot == Some(content.slot));
+            let alone = piece.iter().zip(&slots).all(|(content, &slot)| slot.is_none() || content.is_own(slot));
             for (content, slot) in piece.iter().zip(slots) {
                 stored[content.order as usize] = slot;
             }
@@ -460,10 +475,10 @@ impl State {
         let slots: Vec<_> = piece.iter().map(|content| index.publish(content.from.entry, content.slot).ok()).collect();
         // What another member has stored meanwhile was stored in vain, where nobody else looks. Its memory goes at once
         // if it can, and its slots once references are made anew.
-        let own = |(content, slot): &(&Content, &Option<u32>)| **slot == Some(content.slot);
-        let stored: Vec<_> = piece.iter().zip(&slots).collect();
-        for vain in stored.chunk_by(|a, b| own(a) == own(b)).filter(|same| !own(&same[0])) {
-            let first = vain[0].0.slot;
+        let told: Vec<(u32, bool)> =
+            piece.iter().zip(&slots).map(|(content, &slot)| (content.slot, content.is_own(slot))).collect();
+        for vain in told.chunk_by(|a, b| a.1 == b.1).filter(|same| !same[0].1) {
+            let first = vain[0].0;
             let _ = self.domain.store.punch(first..first + vain.len() as u32);
         }
         slots

@@ -7,11 +7,11 @@
 //! why loom is not used, which takes them for acquire and release only. A member may be killed, or forked, between any
 //! two steps.
 //!
-//! Covered: referring and looking, reserving and publishing, condemning and freeing, references that are made anew, an
-//! index that takes the place of another, the lock's end with its process, children that hold their parent's
-//! references. Not covered: founding and leaving a domain, files that others remove, the numbers by which that is
-//! noticed, more than one store, and what [`slots_mapped`](crate::survey::slots_mapped) finds: a member knows what it
-//! maps.
+//! Covered: referring and looking, reserving and publishing, giving back what was stored in vain, condemning and
+//! freeing, references that are made anew, an index that takes the place of another, the lock's end with its process,
+//! children that hold their parent's references. Not covered: founding and leaving a domain, files that others remove,
+//! the numbers by which that is noticed, more than one store, and what [`slots_mapped`](crate::survey::slots_mapped)
+//! finds: a member knows what it maps.
 //!
 //! What the check is worth is shown by protocols that are wrong in one place: each must be found out.
 
@@ -44,6 +44,8 @@ enum Defect {
     GiveUpFirst,
     /// Who finds entries condemned by one who died leaves them so.
     NoPardon,
+    /// A slot is given back by who has stored, whether another was first or not.
+    GiveBackThoughFirst,
 }
 
 /// Where a member is in what it does. `slots`, `contents` and `before` are sets, a bit each; `next` counts through.
@@ -93,6 +95,10 @@ enum At {
         slot: u8,
     },
     Publish {
+        content: u8,
+        slot: u8,
+    },
+    Vain {
         content: u8,
         slot: u8,
     },
@@ -393,6 +399,15 @@ impl World {
             }
             At::Publish { content, slot } => {
                 world.change(by, content, |state| state.published(slot.into()));
+                let first = world.entry(by, content).any_slot() == Some(slot.into());
+                if first && defect != Defect::GiveBackThoughFirst {
+                    At::Refer { content, slot }
+                } else {
+                    At::Vain { content, slot }
+                }
+            }
+            At::Vain { content, slot } => {
+                world.slots[usize::from(slot)].holds = None;
                 match world.entry(by, content).slot() {
                     Some(slot) => At::Refer { content, slot: slot as u8 },
                     None => At::Rest,
@@ -599,6 +614,7 @@ fn every_defect_is_found() {
         ReserveWithoutReferring,
         GiveUpFirst,
         NoPardon,
+        GiveBackThoughFirst,
     ] {
         let wrong = SHORT.iter().find_map(|&(left, stored)| explore(World::new(left, stored), defect).err());
         let wrong = wrong.unwrap_or_else(|| panic!("{defect:?} is not found"));
