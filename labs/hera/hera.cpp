@@ -26,7 +26,7 @@ struct Options {
     Problem problem;
     Mode mode = Mode::plain;
     std::string trace, domain;
-    double max_slowdown = 0.02;
+    double max_slowdown = 0.02, lifetime = 0;
     int ranks = 4, steps = 100, regrid = 4, merge = 1, check = 20, sample = 250;
 };
 
@@ -36,6 +36,7 @@ constexpr char kHelp[] =
     "\n"
     "  --memory MODE         plain, blocks, ksm or engine: what cells are kept in (plain)\n"
     "  --max-slowdown SHARE  by how much the engine may slow the run down; negative: no bound (0.02)\n"
+    "  --lifetime SECONDS    for how long the run takes at least, which the engine may count on (0)\n"
     "  --merge N             steps from one merge by the engine to the next (1)\n"
     "  --domain NAME         the engine's domain (one of this run's own)\n"
     "  --writes WHICH        of the arrays in a line of cells: all, those of materials that are present, or what is\n"
@@ -80,7 +81,7 @@ Options options_of(int argc, char **argv)
     Problem &problem = options.problem;
     const option known[] = {
         { "memory", 1, nullptr, 0 },  { "max-slowdown", 1, nullptr, 0 }, { "domain", 1, nullptr, 0 },
-        { "merge", 1, nullptr, 0 },
+        { "merge", 1, nullptr, 0 },     { "lifetime", 1, nullptr, 0 },
         { "writes", 1, nullptr, 0 },  { "ranks", 1, nullptr, 0 },        { "steps", 1, nullptr, 0 },
         { "roots", 1, nullptr, 0 },   { "levels", 1, nullptr, 0 },       { "regrid", 1, nullptr, 0 },
         { "materials", 1, nullptr, 0 }, { "spheres", 1, nullptr, 0 },    { "mach", 1, nullptr, 0 },
@@ -97,6 +98,8 @@ Options options_of(int argc, char **argv)
             options.mode = static_cast<Mode>(choice("memory", optarg, { "plain", "blocks", "ksm", "engine" }));
         else if (name == "max-slowdown")
             options.max_slowdown = number("max-slowdown", optarg, -1, 100);
+        else if (name == "lifetime")
+            options.lifetime = number("lifetime", optarg, 0, 1e9);
         else if (name == "merge")
             options.merge = whole(1, 1000000);
         else if (name == "domain")
@@ -287,7 +290,7 @@ template <class Array> void simulate(const Options &options, Comm &comm)
     std::string domain = options.domain;
     if (domain.empty())
         domain = "hera-" + std::to_string(static_cast<long>(comm.all_gather({ double(getpid()) })[0]));
-    Memory memory(options.mode, domain.c_str(), options.max_slowdown);
+    Memory memory(options.mode, domain.c_str(), options.max_slowdown, options.lifetime);
     Trace trace(options, comm);
     Solver<Array> solver(options.problem, memory, comm);
     Totals first = solver.totals(), totals = first;

@@ -42,12 +42,13 @@ inline uint64_t bits_of(double value)
 /* What this process keeps cells in. */
 class Memory {
 public:
-    Memory(Mode mode, const char *domain, double max_slowdown) : mode_(mode)
+    Memory(Mode mode, const char *domain, double max_slowdown, double lifetime) : mode_(mode)
     {
         if (mode != Mode::engine)
             return;
         pagefold_options options = PAGEFOLD_OPTIONS_INIT;
         options.max_slowdown = max_slowdown;
+        options.lifetime = lifetime;
         engine_ = pagefold_join(domain, &options);
         if (!engine_)
             fail("cannot join %s: %s", domain, pagefold_error());

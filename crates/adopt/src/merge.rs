@@ -94,7 +94,7 @@ impl Merger {
         }
         let began = Instant::now();
         match self.merge(stillness) {
-            Ok(found) => self.idle = if found { 0 } else { self.idle.saturating_add(1) },
+            Ok(paid) => self.idle = if paid { 0 } else { self.idle.saturating_add(1) },
             Err(error) if passes(&error) => self.idle = self.idle.saturating_add(1),
             Err(error) => {
                 give_up(&chain(&error));
@@ -110,12 +110,13 @@ impl Merger {
         })
     }
 
-    /// Whether it was worth it.
+    /// Whether it paid.
     fn merge(&mut self, stillness: Stillness) -> Result<bool, Error> {
         let Some(settings) = settings() else { return Ok(false) };
         if self.engine.is_none() {
             let options = Options {
                 max_slowdown: Some(settings.max_slowdown),
+                lifetime: settings.lifetime,
                 per_node: settings.per_node,
                 patience: PATIENCE,
                 ..Options::default()
@@ -144,7 +145,7 @@ impl Merger {
             self.most_merged = self.most_merged.max(Bytes(standing.merged.0 * page));
             self.zeros = Bytes(self.zeros.0 + merged.zeros.0 * page);
         }
-        Ok(merged.merged.0 + merged.zeros.0 > merged.looked_at.0 / 64)
+        Ok(merged.round(mappings::page()).pays())
     }
 
     fn adopt(&self, range: AddressRange) -> bool {

@@ -2,10 +2,12 @@
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 /// Names of the environment.
 const DOMAIN: &str = "PAGEFOLD_DOMAIN";
 const MAX_SLOWDOWN: &str = "PAGEFOLD_MAX_SLOWDOWN";
+const LIFETIME: &str = "PAGEFOLD_LIFETIME";
 const SMALLEST: &str = "PAGEFOLD_THRESHOLD";
 const PER_NODE: &str = "PAGEFOLD_PER_NODE";
 const REPORT: &str = "PAGEFOLD_REPORT";
@@ -17,6 +19,8 @@ pub struct Settings {
     pub domain: String,
     /// By which share the program may become slower.
     pub max_slowdown: f64,
+    /// For how long it runs at least.
+    pub lifetime: Duration,
     /// Whether each NUMA node has a store of its own.
     pub per_node: bool,
     /// Whether to say at the end what was done.
@@ -35,9 +39,11 @@ pub fn read() {
     let text = |name| std::env::var(name).ok().filter(|text| !text.is_empty());
     let Some(domain) = text(DOMAIN) else { return };
     let max_slowdown = text(MAX_SLOWDOWN).and_then(|text| text.parse().ok()).unwrap_or(0.02);
+    let lifetime = text(LIFETIME).and_then(|text| Duration::try_from_secs_f64(text.parse().ok()?).ok());
+    let lifetime = lifetime.unwrap_or_default();
     let threshold = text(SMALLEST).and_then(|text| text.parse().ok()).unwrap_or(1 << 20_usize);
     let (per_node, report) = (text(PER_NODE).is_some(), text(REPORT).is_some());
-    let settings = Settings { domain, max_slowdown, per_node, report };
+    let settings = Settings { domain, max_slowdown, lifetime, per_node, report };
     if SETTINGS.set(settings).is_ok() {
         THRESHOLD.store(threshold.max(LEAST), Ordering::Relaxed);
     }

@@ -27,11 +27,12 @@ typedef struct pagefold_options {
 	size_t size;         /* of this structure */
 	const char *root;    /* where domains are kept; NULL: $PAGEFOLD_RUNTIME, else /dev/shm/pagefold-UID */
 	double max_slowdown; /* share of the program's own time; negative: no bound */
+	double lifetime;     /* seconds that the program runs at least: their share may be taken from the beginning on */
 	unsigned threads;    /* that look and map at the same time; one of them stores */
 	int per_node;        /* not 0: a domain, NAME.nodeN, for each NUMA node, and that of the one this runs on now */
 } pagefold_options;
 
-#define PAGEFOLD_OPTIONS_INIT { sizeof(pagefold_options), NULL, 0.02, 1, 0 }
+#define PAGEFOLD_OPTIONS_INIT { sizeof(pagefold_options), NULL, 0.02, 0, 1, 0 }
 
 /* What merging did. */
 typedef struct pagefold_merged {

@@ -31,7 +31,7 @@ struct Status {
 
 impl Engine {
     /// Merge again and again, in a thread that takes at most a share of one CPU, from 0 to 1, and rests longer and
-    /// longer while there is nothing to merge.
+    /// longer while merges do not win what their time is worth ([`pagefold_model::allowance::Round`]).
     ///
     /// # Errors
     /// [`Error::NotPermitted`] where writers cannot be made to wait; [`Error::Domain`] where there can be no thread.
@@ -51,7 +51,7 @@ impl Engine {
 }
 
 fn rounds(engine: &Engine, share: f64, shared: &Shared) {
-    let mut idle = 0;
+    let (mut idle, page) = (0, rustix::param::page_size() as u64);
     loop {
         let began = Instant::now();
         // SAFETY: whoever started this has promised it.
@@ -60,7 +60,7 @@ fn rounds(engine: &Engine, share: f64, shared: &Shared) {
         let mut status = shared.status.lock().unwrap_or_else(PoisonError::into_inner);
         status.rounds += 1;
         match done {
-            Ok(merged) if merged.merged.0 + merged.zeros.0 > merged.looked_at.0 / 64 => idle = 0,
+            Ok(merged) if merged.round(page).pays() => idle = 0,
             Ok(_) => idle += 1,
             Err(error) => {
                 status.failed = Some(error);

@@ -9,6 +9,7 @@ use std::ffi::{CStr, CString, OsStr, c_char, c_double, c_int, c_uint, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
+use std::time::Duration;
 
 /// `pagefold_options`.
 #[repr(C)]
@@ -16,6 +17,7 @@ pub struct pagefold_options {
     size: usize,
     root: *const c_char,
     max_slowdown: c_double,
+    lifetime: c_double,
     threads: c_uint,
     per_node: c_int,
 }
@@ -213,6 +215,8 @@ pub unsafe extern "C" fn pagefold_join(domain: *const c_char, options: *const pa
             // SAFETY: it is of the size of the type, so all of it may be read.
             let given = unsafe { &*given };
             options.max_slowdown = (given.max_slowdown >= 0.0).then_some(given.max_slowdown);
+            options.lifetime = Duration::try_from_secs_f64(given.lifetime)
+                .map_err(|error| format!("a lifetime of {} s: {error}", given.lifetime))?;
             options.threads = given.threads as usize;
             options.per_node = given.per_node != 0;
             if !given.root.is_null() {

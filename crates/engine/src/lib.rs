@@ -100,7 +100,7 @@ use crate::domain::Domain;
 use crate::pass::Stillness;
 use crate::references::Bits;
 use crate::region::Region as Adopted;
-use pagefold_model::allowance::Allowance;
+use pagefold_model::allowance::{Allowance, Rest};
 use pagefold_model::engine::{self, Member, RegionTally, Spending, Tally};
 use pagefold_model::{AddressRange, Bytes};
 use pagefold_sys::fingerprint::Hasher;
@@ -165,8 +165,13 @@ pub struct Options {
     /// By how much the program may be slowed down, as a share of the time that it would take by itself; `None` for no
     /// bound. What a merge has no time for waits for a later one. Members with safe points within a second of each
     /// other wait for a moment at which all of a domain merge ([`pagefold_model::turn`]), since others may wait for
-    /// whoever merges alone.
+    /// whoever merges alone. While merges do not win what their time is worth they come less and less often
+    /// ([`pagefold_model::allowance::Rest`]), a minute apart at most.
     pub max_slowdown: Option<f64>,
+    /// For how long the program is known to run at least, from when it joins: of that time, what the bound allows may
+    /// be taken from the beginning on, which is when most is to be merged. One that ends sooner may have been slowed
+    /// down by more.
+    pub lifetime: Duration,
     /// Threads that look and map at the same time. Storing is done by one, since the kernel has one at a time write to
     /// a file.
     pub threads: usize,
@@ -180,9 +185,16 @@ pub struct Options {
 }
 
 impl Default for Options {
-    /// At most 2 % slower, on one thread, and ten seconds to join.
+    /// At most 2 % slower at any time, on one thread, and ten seconds to join.
     fn default() -> Self {
-        Self { root: None, max_slowdown: Some(0.02), threads: 1, per_node: false, patience: Duration::from_secs(10) }
+        Self {
+            root: None,
+            max_slowdown: Some(0.02),
+            lifetime: Duration::ZERO,
+            threads: 1,
+            per_node: false,
+            patience: Duration::from_secs(10),
+        }
     }
 }
 
@@ -219,6 +231,9 @@ struct State {
     random: u64,
     regions: Vec<Adopted>,
     allowance: Allowance,
+    rest: Rest,
+    /// Memory that was adopted since the last merge.
+    new: Bytes,
     /// What it costs the program to write to a page that was merged.
     fault_time: Duration,
     started: Instant,
@@ -285,7 +300,7 @@ impl Engine {
             // More than there are addresses is refused by the kernel, too.
             let bytes = whole.unwrap_or(u64::MAX);
             let range = memory::reserve(bytes).map_err(|source| Error::Memory(Bytes(bytes), source))?;
-            state.regions.push(Adopted::new(range, state.domain.page()));
+            state.take(range);
             state.tell(&self.options);
             Ok(Region { engine: self, range })
         })?
@@ -307,7 +322,7 @@ impl Engine {
                 let why = "overlaps what is adopted already";
                 return Err(Error::Range { start: range.start, end: range.end, why });
             }
-            state.regions.push(Adopted::new(range, page));
+            state.take(range);
             state.tell(&self.options);
             Ok(())
         })?
@@ -577,7 +592,9 @@ impl State {
             hasher,
             random: random()?,
             regions: Vec::new(),
-            allowance: Allowance::new(options.max_slowdown),
+            allowance: Allowance::new(options.max_slowdown, options.lifetime),
+            rest: Rest::default(),
+            new: Bytes::ZERO,
             fault_time: memory::fault_time()?,
             started: Instant::now(),
             so_far: Merged::default(),
@@ -613,6 +630,12 @@ impl State {
         self.domain = domain;
         (self.hasher, self.process, self.random) = (hasher, std::process::id(), random()?);
         Ok(())
+    }
+
+    /// Have a range of whole pages adopted.
+    fn take(&mut self, range: AddressRange) {
+        self.regions.push(Adopted::new(range, self.domain.page()));
+        self.new += range.bytes();
     }
 
     /// Be done with what is adopted in a range.

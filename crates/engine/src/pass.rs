@@ -23,9 +23,10 @@ use crate::region::Region;
 use crate::statistics::Merged;
 use crate::survey::{Candidates, EVERYWHERE, Survey, slots_mapped};
 use crate::{Options, State, clock, record};
+use pagefold_model::allowance::Round;
 use pagefold_model::engine::Tally;
 use pagefold_model::turn::{SafePoint, Turn};
-use pagefold_model::{AddressRange, Pages};
+use pagefold_model::{AddressRange, Bytes, Pages};
 use pagefold_sys::fault;
 use pagefold_sys::fingerprint::is_zeros;
 use pagefold_sys::userfault::{Held, UserFault};
@@ -139,7 +140,7 @@ impl State {
     /// Merge what is identical now.
     pub fn merge(&mut self, options: &Options, directory: &Path, stillness: &Stillness) -> io::Result<Merged> {
         let (began, now) = (Instant::now(), clock());
-        let room = self.allowance.room(self.started.elapsed());
+        let room = self.room();
         let mut merged = Merged::default();
         self.merges += 1;
         if !std::mem::take(&mut self.granted) && !self.has_its_turn(now, stillness) {
@@ -157,20 +158,27 @@ impl State {
         self.domain.wait_until(patience);
         let done = self.merge_within(Terms { room, threads: options.threads.max(1), now, stillness }, &mut merged);
         merged.time = began.elapsed();
-        self.allowance.spend(merged.time + self.fault_time.mul_f64(merged.broken.0 as f64));
+        let cost = merged.time + self.fault_time.mul_f64(merged.broken.0 as f64);
+        self.allowance.spend(cost);
+        if let Some(share) = self.allowance.share() {
+            self.rest.note(Round { cost, ..merged.round(self.domain.page()) }, share, clock(), self.new);
+        }
+        self.new = Bytes::ZERO;
         self.so_far += merged;
         self.last_merge = Some(record::now());
         self.tell(options);
         done.map(|()| merged)
     }
 
-    /// Whether to merge now: at once without a bound, and together with others where those may wait for this member.
+    /// Whether to merge now: at once without a bound; else if there is room for it and it may pay, and together with
+    /// others where those may wait for this member.
     pub fn has_its_turn(&mut self, now: Duration, stillness: &Stillness) -> bool {
-        let Some(room) = self.allowance.room(self.started.elapsed()) else { return true };
-        let (ready, able) = (room > self.surveying * SURVEYS, room > self.surveying * (SURVEYS / 2));
+        let Some(room) = self.room() else { return true };
+        let (roomy, able) = (room > self.surveying * SURVEYS, room > self.surveying * (SURVEYS / 2));
         if matches!(stillness, Stillness::Enforced(_)) {
-            return ready;
+            return roomy;
         }
+        let ready = roomy && self.rest.is_over(now, self.new);
         let named = self.domain.moment();
         let before = self.before.replace(now);
         let point = SafePoint { now, before, named, served: self.served, alone: self.domain.is_alone(), ready, able };
@@ -185,6 +193,11 @@ impl State {
             }
             Turn::Pass => false,
         }
+    }
+
+    /// How much time there is for a merge now, if that is bounded.
+    fn room(&self) -> Option<Duration> {
+        self.allowance.room(self.started.elapsed(), self.rest.promises(self.new))
     }
 
     fn merge_within(&mut self, terms: Terms<'_>, merged: &mut Merged) -> io::Result<()> {

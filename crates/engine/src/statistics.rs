@@ -1,5 +1,6 @@
 //! What merging came to.
 
+use pagefold_model::allowance::Round;
 use pagefold_model::engine::{Spending, Tally};
 use pagefold_model::{AddressRange, Bytes, NetBytes, Pages};
 use std::ops::AddAssign;
@@ -34,6 +35,18 @@ pub struct Merged {
     /// Merges that left something for a later one, because another member had the domain's lock for too long: it may
     /// be stopped.
     pub held_up: u64,
+}
+
+impl Merged {
+    /// What it took and won, with pages of so many bytes.
+    pub fn round(&self, page: u64) -> Round {
+        let bytes = |pages: Pages| (pages.0 * page).cast_signed();
+        Round {
+            cost: self.time,
+            won: NetBytes(bytes(self.zeros + self.merged) - bytes(self.broken)),
+            whole: self.cut_short == 0 && self.held_up == 0,
+        }
+    }
 }
 
 impl AddAssign for Merged {

@@ -135,6 +135,10 @@ int main(void)
 	options.size = 8;
 	if (pagefold_join("x", &options) || !strstr(pagefold_error(), "PAGEFOLD_OPTIONS_INIT"))
 		return 1;
+	options = (pagefold_options)PAGEFOLD_OPTIONS_INIT;
+	options.lifetime = -1;
+	if (pagefold_join("x", &options) || !strstr(pagefold_error(), "a lifetime of -1 s"))
+		return 5;
 	if (pagefold_join("../x", NULL) || !strstr(pagefold_error(), "no name for a domain"))
 		return 2;
 	if (pagefold_merge(NULL, NULL) != -1 || strcmp(pagefold_error(), "engine is NULL"))

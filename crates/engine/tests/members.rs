@@ -441,6 +441,9 @@ fn members_merge_at_the_same_safe_points() {
     let deadline = Instant::now() + Duration::from_secs(60);
     for step in 0.. {
         for (rank, member) in ranks.iter_mut().enumerate() {
+            // Something new each time, so that a merge may pay.
+            member.tell("unmap 0 1800");
+            member.tell("map 0 1800");
             member.tell(&format!("fill {} 100 {}", step % 10 * 100, 7 * step + rank as u64 + 1));
         }
         std::thread::sleep(Duration::from_millis(20));

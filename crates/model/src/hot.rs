@@ -98,10 +98,12 @@ impl Note {
     }
 
     /// It was looked at, and nobody was known to hold what it does, whose fingerprint is this. After some looks it is
-    /// left alone until the next moment that is a multiple of 1, 2, 4 and so on seconds; at once if it has changed.
+    /// left alone until the next moment that is a multiple of 1, 2, 4 and so on seconds. If it has changed it is so at
+    /// once, and for two steps more each time: what the program computes with is likely to change again.
     pub fn looked(&mut self, now: Duration, fingerprint: u64) {
         let changed = self.state == State::Alone && !self.is_settled(fingerprint);
-        self.looks = self.looks.max(if changed { FREE - 1 } else { 0 }).saturating_add(1).min(FREE + MOST_ALONE);
+        let looks = if changed { self.looks.max(FREE - 1) + 2 } else { self.looks + 1 };
+        self.looks = looks.min(FREE + MOST_ALONE);
         self.content = fingerprint as u16;
         let step = 1_u64 << self.looks.saturating_sub(FREE);
         self.stamp = (now.as_secs() / step * step + step) as u16;
@@ -176,7 +178,7 @@ mod tests {
             looked
         };
         assert_eq!(looks(|_| 7), [0, 1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 192, 256, 320, 384]);
-        assert_eq!(looks(|now| now), [0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384], "it changes");
+        assert_eq!(looks(|now| now), [0, 1, 2, 8, 32, 64, 128, 192, 256, 320, 384], "it changes");
         let mut note = Note::default();
         assert!(note.is_new() && !note.is_settled(7));
         note.looked(at(0), 7);

@@ -13,7 +13,7 @@ mod user;
 mod way;
 
 use crate::Outcome;
-use crate::arguments::{Global, bytes, percent};
+use crate::arguments::{Global, bytes, duration, percent};
 use crate::command::neighbours::{Neighbours, SIDE_CHANNEL};
 use crate::config::Config;
 use anyhow::{Context, bail};
@@ -31,6 +31,7 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process;
+use std::time::Duration;
 use way::{Ready, Way};
 
 /// The longest name that the kernel keeps of a program (include/linux/sched.h, `TASK_COMM_LEN`, less the end).
@@ -96,6 +97,10 @@ pub struct Options {
     /// By how much the program may become slower, for the engine `user` [default: 2]
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     max_slowdown: Option<f64>,
+    /// For how long it runs at least, for the engine `user`: of that time, what --max-slowdown allows may be taken from
+    /// the beginning on, which is when most is to be merged [default: 0]
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    lifetime: Option<Duration>,
     /// The smallest allocation that is merged, for the engine `user` [default: 1MiB]
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
     threshold: Option<Bytes>,
@@ -306,6 +311,7 @@ impl Options {
         let user = [
             ("--domain", self.domain.is_some()),
             ("--max-slowdown", self.max_slowdown.is_some()),
+            ("--lifetime", self.lifetime.is_some()),
             ("--threshold", self.threshold.is_some()),
             ("--per-node", self.per_node),
             ("--report", self.report),

@@ -63,8 +63,8 @@ impl Home {
         command
     }
 
-    fn words(&self) -> [&str; 8] {
-        ["run", "--engine", "user", "--max-slowdown", "100", "--threshold", "64KiB", "--report"]
+    fn words(&self) -> [&str; 10] {
+        ["run", "--engine", "user", "--max-slowdown", "100", "--lifetime", "1s", "--threshold", "64KiB", "--report"]
     }
 
     /// The same under mpirun, for three ranks of a program.

@@ -49,6 +49,7 @@ pub fn prepare(options: &Options, name: &OsStr) -> anyhow::Result<Vec<(CString, 
         Ok(())
     };
     say("PAGEFOLD_MAX_SLOWDOWN", options.max_slowdown.map(|share| share.to_string()))?;
+    say("PAGEFOLD_LIFETIME", options.lifetime.map(|time| time.as_secs_f64().to_string()))?;
     say("PAGEFOLD_THRESHOLD", options.threshold.map(|bytes| bytes.0.to_string()))?;
     say("PAGEFOLD_PER_NODE", options.per_node.then(|| "1".to_owned()))?;
     say("PAGEFOLD_REPORT", options.report.then(|| "1".to_owned()))?;

@@ -1,0 +1,66 @@
+//! What a bound on the slow-down leaves to do: as much as has been earned, or is known to be, and what pays.
+
+use pagefold_engine::{Engine, Merged, Options, Region};
+use pagefold_model::Pages;
+use std::os::unix::fs::PermissionsExt;
+use std::time::Duration;
+use tempfile::TempDir;
+
+const PAGE: usize = 4096;
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+fn root() -> TempDir {
+    let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
+    std::fs::set_permissions(root.path(), std::fs::Permissions::from_mode(0o700)).expect("its owner may");
+    root
+}
+
+/// A member of a domain of its own, that may take a fiftieth of the time.
+fn join(root: &TempDir, lifetime: Duration) -> Engine {
+    let options =
+        Options { root: Some(root.path().to_owned()), max_slowdown: Some(0.02), lifetime, ..Options::default() };
+    Engine::join("bounded", &options).expect("a domain")
+}
+
+fn merge(engine: &Engine) -> Merged {
+    // SAFETY: nobody writes meanwhile, and no borrow of a region is used.
+    unsafe { engine.merge() }.expect("a domain that works")
+}
+
+/// Each page with a content that no other has; zeros for a seed of 0.
+fn fill(region: &mut Region<'_>, seed: u64) {
+    for (number, page) in (1..).zip(region.as_mut_slice().chunks_exact_mut(PAGE)) {
+        page.as_chunks_mut::<8>().0.fill((seed * number).to_ne_bytes());
+    }
+}
+
+#[test]
+fn what_a_program_runs_for_may_be_taken_from_the_beginning_on() {
+    for lifetime in [Duration::ZERO, HOUR] {
+        let root = root();
+        let engine = join(&root, lifetime);
+        let mut region = engine.allocate(20_000 * PAGE).unwrap();
+        fill(&mut region, 0);
+        let merged = merge(&engine);
+        let whole = merged.zeros == Pages(20_000) && merged.cut_short == 0;
+        assert_eq!(whole, lifetime == HOUR, "{merged:?}");
+        assert!(region.as_slice().iter().all(|&byte| byte == 0));
+    }
+}
+
+#[test]
+fn merges_that_do_not_pay_come_seldom_until_there_is_something_new() {
+    let root = root();
+    let engine = join(&root, HOUR);
+    let mut region = engine.allocate(2000 * PAGE).unwrap();
+    fill(&mut region, 7);
+    let looked = |merges: usize| (0..merges).filter(|_| merge(&engine).looked_at > Pages::ZERO).count();
+    assert_eq!(looked(1), 1, "it might pay");
+    // What does not pay does so no sooner than a fiftieth of the time allows: that is more than all these take.
+    let again = looked(50);
+    assert!(again <= 1, "looked {again} times more");
+    let mut more = engine.allocate(16_000 * PAGE).unwrap();
+    fill(&mut more, 0);
+    assert_eq!(merge(&engine).zeros, Pages(16_000), "at once");
+}
