@@ -63,8 +63,8 @@ impl Home {
         command
     }
 
-    fn words(&self) -> [&str; 10] {
-        ["run", "--engine", "user", "--max-slowdown", "100", "--lifetime", "1s", "--threshold", "64KiB", "--report"]
+    fn words(&self) -> [&str; 8] {
+        ["run", "--engine", "user", "--max-slowdown", "100", "--threshold", "64KiB", "--report"]
     }
 
     /// The same under mpirun, for three ranks of a program.
@@ -190,6 +190,12 @@ fn ranks_are_merged_at_safe_points_without_any_privilege() {
         })
     };
     assert!(shrinks(&program, &[], &[]));
+    // What the bound allows of an hour is there at the first of three barriers.
+    let bound = words.iter().position(|word| *word == "100").unwrap();
+    let mut early = words.clone();
+    early.splice(bound..=bound, ["0.01", "--lifetime", "1h"]);
+    let output = home.ranks(&early, &program, &["8", "0"]);
+    assert_eq!(text(&output.stderr).matches("gave 2.00 MiB of zeros back").count(), 3, "{output:?}");
     // Another thread could write: what can be held up, is.
     if home.run().args(["--dry-run", "--", "true"]).output().unwrap().status.success() {
         assert!(shrinks(&program, &[], &["threads"]));
