@@ -45,7 +45,7 @@ typedef struct pagefold_merged {
 	uint64_t broken;     /* pages that were written since they were merged */
 	uint64_t left_alone; /* pages that were written too soon before, or looked at in vain too often */
 	uint64_t failed;     /* pages that could not be merged */
-	uint64_t cut_short;  /* merges whose time was over before they had looked at everything */
+	uint64_t cut_short;  /* merges that did not look at everything: there was no time for it, or it would hardly pay */
 	uint64_t held_up;    /* merges that left something undone because another member had the lock too long */
 	uint64_t nanoseconds; /* of the program's time */
 } pagefold_merged;

@@ -30,7 +30,7 @@ pub struct Merged {
     pub failed: Pages,
     /// The time of the program that it took.
     pub time: Duration,
-    /// Merges that could not look at everything, because their time was over.
+    /// Merges that did not look at everything: their time was over, or there was none that they were likely to pay for.
     pub cut_short: u64,
     /// Merges that left something for a later one, because another member had the domain's lock for too long: it may
     /// be stopped.

@@ -16,10 +16,10 @@ fn root() -> TempDir {
     root
 }
 
-/// A member of a domain of its own, that may take a fiftieth of the time.
-fn join(root: &TempDir, lifetime: Duration) -> Engine {
-    let options =
-        Options { root: Some(root.path().to_owned()), max_slowdown: Some(0.02), lifetime, ..Options::default() };
+/// A member of a domain of its own.
+fn join(root: &TempDir, max_slowdown: f64, lifetime: Duration) -> Engine {
+    let root = Some(root.path().to_owned());
+    let options = Options { root, max_slowdown: Some(max_slowdown), lifetime, ..Options::default() };
     Engine::join("bounded", &options).expect("a domain")
 }
 
@@ -39,7 +39,7 @@ fn fill(region: &mut Region<'_>, seed: u64) {
 fn what_a_program_runs_for_may_be_taken_from_the_beginning_on() {
     for lifetime in [Duration::ZERO, HOUR] {
         let root = root();
-        let engine = join(&root, lifetime);
+        let engine = join(&root, 0.02, lifetime);
         let mut region = engine.allocate(20_000 * PAGE).unwrap();
         fill(&mut region, 0);
         let merged = merge(&engine);
@@ -52,15 +52,31 @@ fn what_a_program_runs_for_may_be_taken_from_the_beginning_on() {
 #[test]
 fn merges_that_do_not_pay_come_seldom_until_there_is_something_new() {
     let root = root();
-    let engine = join(&root, HOUR);
+    // Room for all the merges that follow.
+    let engine = join(&root, 1.0, Duration::ZERO);
+    std::thread::sleep(Duration::from_secs(1));
     let mut region = engine.allocate(2000 * PAGE).unwrap();
     fill(&mut region, 7);
     let looked = |merges: usize| (0..merges).filter(|_| merge(&engine).looked_at > Pages::ZERO).count();
     assert_eq!(looked(1), 1, "it might pay");
-    // What does not pay does so no sooner than a fiftieth of the time allows: that is more than all these take.
-    let again = looked(50);
+    let again = looked(20);
     assert!(again <= 1, "looked {again} times more");
     let mut more = engine.allocate(16_000 * PAGE).unwrap();
     fill(&mut more, 0);
     assert_eq!(merge(&engine).zeros, Pages(16_000), "at once");
+}
+
+#[test]
+fn what_is_not_earned_yet_is_not_there_for_merges_that_do_not_pay() {
+    let root = root();
+    let engine = join(&root, 0.02, HOUR);
+    let mut zeros = engine.allocate(60_000 * PAGE).unwrap();
+    fill(&mut zeros, 0);
+    assert_eq!(merge(&engine).zeros, Pages(60_000));
+    let mut others = engine.allocate(2000 * PAGE).unwrap();
+    fill(&mut others, 7);
+    assert_eq!(merge(&engine).looked_at, Pages(2000), "the last one paid");
+    // Longer than it rests, but not long enough to earn what was spent.
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(merge(&engine).looked_at, Pages::ZERO);
 }
