@@ -38,7 +38,7 @@ const BEHIND: f64 = 0.02;
 /// By so much the user engine may slow the code down.
 const SLOW_DOWN: f64 = 0.03;
 
-/// For how many seconds the user engine is told that the code runs at least: all cases do here.
+/// For how many seconds the user engine is told that the code runs at least.
 const LIFETIME: f64 = 10.0;
 
 /// Bytes that ksmd keeps for a page.
@@ -135,6 +135,12 @@ pub struct Conditions {
     pub max_slowdown: f64,
     /// Tiny runs.
     pub quick: bool,
+}
+
+impl Conditions {
+    fn lifetime(&self) -> f64 {
+        if self.quick { 0.0 } else { LIFETIME }
+    }
 }
 
 /// A look at a run.
@@ -234,7 +240,7 @@ fn run(case: Case, mode: Mode, round: usize, conditions: &Conditions) -> Result<
     };
     command.args(case.arguments.split(' ')).args(quick.split_ascii_whitespace());
     command.args(["--sample", "1000000", "--memory", memory, "--max-slowdown", &conditions.max_slowdown.to_string()]);
-    command.args(["--lifetime", &if conditions.quick { 0.0 } else { LIFETIME }.to_string()]);
+    command.args(["--lifetime", &conditions.lifetime().to_string()]);
     let (output, complaints) = (folder.path().join("output"), folder.path().join("complaints"));
     let before = Counters::read(ksmd)?;
     let begin = Instant::now();
@@ -253,6 +259,8 @@ fn run(case: Case, mode: Mode, round: usize, conditions: &Conditions) -> Result<
         Ok((begin.elapsed().as_secs_f64(), metadata, Counters::read(ksmd)?.ksmd - before.ksmd))
     });
     let seconds = begin.elapsed().as_secs_f64();
+    let lasted = seconds >= conditions.lifetime();
+    ensure!(lasted || watched.is_err(), "{} took {seconds:.1} s: less than the engine was told", case.name);
     if watched.is_err() {
         let _ = rustix::process::kill_process(Pid::from_child(&program), Signal::KILL);
         let _ = program.wait();
@@ -371,11 +379,12 @@ pub fn findings(case: Case, runs: &[Run], conditions: &Conditions) -> Findings {
     table.notes.push(format!(
         "`hera {}`. Memory is the mean over the run, of the whole job, with the engine's store and index and ksmd's \
          metadata; gain and slow-down are against the plain run of the same round. The engine was given a bound of \
-         {:.1} %, of which that of {LIFETIME} s was there from the beginning, guided merging one of {} % of a CPU. \
+         {:.1} %, of which that of {} s was there from the beginning, guided merging one of {} % of a CPU. \
          \"engine s\" is the time it took of the slowest rank. All modes \
          computed the same to the last bit.",
         case.arguments,
         conditions.max_slowdown * 100.0,
+        conditions.lifetime(),
         conditions.cpu
     ));
     findings.tables.push(table);

@@ -27,12 +27,13 @@ typedef struct pagefold_options {
 	size_t size;         /* of this structure */
 	const char *root;    /* where domains are kept; NULL: $PAGEFOLD_RUNTIME, else /dev/shm/pagefold-UID */
 	double max_slowdown; /* share of the program's own time; negative: no bound */
-	double lifetime;     /* seconds that the program runs at least: their share may be taken from the beginning on */
 	unsigned threads;    /* that look and map at the same time; one of them stores */
 	int per_node;        /* not 0: a domain, NAME.nodeN, for each NUMA node, and that of the one this runs on now */
+	double lifetime;     /* seconds that the program runs at least: merges that are expected to pay may take what
+	                        max_slowdown allows of them from the beginning on */
 } pagefold_options;
 
-#define PAGEFOLD_OPTIONS_INIT { sizeof(pagefold_options), NULL, 0.02, 0, 1, 0 }
+#define PAGEFOLD_OPTIONS_INIT { sizeof(pagefold_options), NULL, 0.02, 1, 0, 0 }
 
 /* What merging did. */
 typedef struct pagefold_merged {
@@ -43,9 +44,11 @@ typedef struct pagefold_merged {
 	uint64_t runs;       /* runs of pages, 2048 at most, that were mapped as one */
 	uint64_t not_worth;  /* pages with a partner whose run would not pay */
 	uint64_t broken;     /* pages that were written since they were merged */
+	uint64_t short_lived; /* of those, the ones that had not lasted for long enough to pay */
 	uint64_t left_alone; /* pages that were written too soon before, or looked at in vain too often */
 	uint64_t failed;     /* pages that could not be merged */
-	uint64_t cut_short;  /* merges that did not look at everything: there was no time for it, or it would hardly pay */
+	uint64_t cut_short;  /* merges that did not look at everything: there was no time for it, it was not expected to
+	                        pay, or all members are to merge at a later moment */
 	uint64_t held_up;    /* merges that left something undone because another member had the lock too long */
 	uint64_t nanoseconds; /* of the program's time */
 } pagefold_merged;
@@ -59,9 +62,10 @@ typedef struct pagefold_standing {
 	uint64_t store;    /* bytes that the domain's store takes, of all members together */
 	uint64_t mappings; /* that this process has */
 	uint64_t notes;    /* bytes in which the pages of this member are remembered */
-	uint64_t merges;   /* so far, those that there was no time for among them */
+	uint64_t merges;   /* so far, those that did nothing among them */
 	uint64_t elapsed;  /* nanoseconds since this process joined */
-	uint64_t spent;    /* of them, taken from the program: held against max_slowdown of elapsed - spent */
+	uint64_t spent;    /* of them, taken from the program: held against max_slowdown of elapsed - spent, but for what of
+	                      lifetime was taken in advance */
 	pagefold_merged so_far;
 } pagefold_standing;
 

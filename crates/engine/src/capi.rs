@@ -17,9 +17,9 @@ pub struct pagefold_options {
     size: usize,
     root: *const c_char,
     max_slowdown: c_double,
-    lifetime: c_double,
     threads: c_uint,
     per_node: c_int,
+    lifetime: c_double,
 }
 
 /// `pagefold_merged`.
@@ -32,6 +32,7 @@ pub struct pagefold_merged {
     runs: u64,
     not_worth: u64,
     broken: u64,
+    short_lived: u64,
     left_alone: u64,
     failed: u64,
     cut_short: u64,
@@ -90,6 +91,7 @@ impl From<Merged> for pagefold_merged {
             runs: merged.runs,
             not_worth: merged.not_worth.0,
             broken: merged.broken.0,
+            short_lived: merged.short_lived.0,
             left_alone: merged.left_alone.0,
             failed: merged.failed.0,
             cut_short: merged.cut_short,

@@ -36,7 +36,8 @@
 //! - A member may die at any point. Nobody waits for it, and what it had is free for others.
 //! - A member may be stopped at any point. A merge waits at most a second for the lock of a domain, then leaves what
 //!   needs it for a later one, and says so ([`Merged::held_up`]).
-//! - With [`Options::max_slowdown`] the time that the engine takes from its program stays below that share.
+//! - With [`Options::max_slowdown`] the time that the engine takes from its program stays below that share, once what it
+//!   was told of [`Options::lifetime`] is over.
 //!
 //! # What a program does to its regions
 //! - **write**: the kernel copies the page. At the next merge it becomes ordinary memory again, and is left alone for
@@ -102,7 +103,7 @@ use crate::references::Bits;
 use crate::region::Region as Adopted;
 use pagefold_model::allowance::{Allowance, Rest};
 use pagefold_model::engine::{self, Member, RegionTally, Spending, Tally};
-use pagefold_model::{AddressRange, Bytes};
+use pagefold_model::{AddressRange, Bytes, Pages};
 use pagefold_sys::fingerprint::Hasher;
 use pagefold_sys::node;
 use pagefold_sys::userfault::UserFault;
@@ -165,12 +166,14 @@ pub struct Options {
     /// By how much the program may be slowed down, as a share of the time that it would take by itself; `None` for no
     /// bound. What a merge has no time for waits for a later one. Members with safe points within a second of each
     /// other wait for a moment at which all of a domain merge ([`pagefold_model::turn`]), since others may wait for
-    /// whoever merges alone. While merges do not win what their time is worth they come less and less often
-    /// ([`pagefold_model::allowance::Rest`]), a minute apart at most.
+    /// whoever merges alone. While merges do not win what their time is worth they come less and less often, a minute
+    /// apart at most where there is room for them, until there is new memory that could pay for one
+    /// ([`pagefold_model::allowance::Rest`]); [`Engine::merge_while_running`] leaves that to its caller.
     pub max_slowdown: Option<f64>,
-    /// For how long the program is known to run at least, from when it joins: of that time, what the bound allows may
-    /// be taken from the beginning on, which is when most is to be merged. One that ends sooner may have been slowed
-    /// down by more.
+    /// For how long the program is known to run at least, from when it joins: merges that are expected to pay may take
+    /// what the bound allows of that time from the beginning on, which is when most is to be merged, and all of it at
+    /// one safe point. Until then, and for a program that ends sooner, the slow-down may be more. Of no meaning without
+    /// a bound.
     pub lifetime: Duration,
     /// Threads that look and map at the same time. Storing is done by one, since the kernel has one at a time write to
     /// a file.
@@ -232,8 +235,10 @@ struct State {
     regions: Vec<Adopted>,
     allowance: Allowance,
     rest: Rest,
-    /// Memory that was adopted since the last merge.
-    new: Bytes,
+    /// Memory that was adopted since the last merge and not given up.
+    adopted: Bytes,
+    /// Pages that the last merge found and did not come to, or is to look at again at once.
+    promising: Pages,
     /// What it costs the program to write to a page that was merged.
     fault_time: Duration,
     started: Instant,
@@ -415,7 +420,8 @@ impl Engine {
 
     /// Merge what is identical now.
     ///
-    /// Where there is a bound on the slow-down and nothing is left of it, nothing is done.
+    /// Where there is a bound on the slow-down and nothing is left of it, or the last merges did not pay
+    /// ([`Options::max_slowdown`]), nothing is done.
     ///
     /// # Errors
     /// [`Error::Domain`]; what was merged before stays merged.
@@ -431,14 +437,14 @@ impl Engine {
     }
 
     /// Whether [`Engine::merge`] would merge now, for callers to whom a safe point costs something: whether there is
-    /// room for it within the bound, and it is not for others to wait for. To be asked at each safe point; the next
-    /// merge does not ask again.
+    /// room for it within the bound, it is expected to pay with so much memory that is to be adopted before, and it is
+    /// not for others to wait for. To be asked at each safe point; the next merge does not ask again.
     ///
     /// # Errors
     /// [`Error::Forked`].
-    pub fn has_its_turn(&self) -> Result<bool, Error> {
+    pub fn has_its_turn(&self, to_come: Bytes) -> Result<bool, Error> {
         self.with(|state| {
-            state.granted = state.has_its_turn(clock(), &Stillness::Promised);
+            state.granted = state.has_its_turn(clock(), &Stillness::Promised, to_come);
             state.granted
         })
     }
@@ -594,7 +600,8 @@ impl State {
             regions: Vec::new(),
             allowance: Allowance::new(options.max_slowdown, options.lifetime),
             rest: Rest::default(),
-            new: Bytes::ZERO,
+            adopted: Bytes::ZERO,
+            promising: Pages::ZERO,
             fault_time: memory::fault_time()?,
             started: Instant::now(),
             so_far: Merged::default(),
@@ -635,11 +642,13 @@ impl State {
     /// Have a range of whole pages adopted.
     fn take(&mut self, range: AddressRange) {
         self.regions.push(Adopted::new(range, self.domain.page()));
-        self.new += range.bytes();
+        self.adopted += range.bytes();
     }
 
     /// Be done with what is adopted in a range.
     fn leave_alone(&mut self, range: AddressRange) {
+        let unsurveyed: Bytes = self.regions.iter().map(|region| region.unsurveyed(range)).sum();
+        self.adopted = Bytes(self.adopted.0.saturating_sub(unsurveyed.0));
         let regions = std::mem::take(&mut self.regions);
         self.regions = regions.into_iter().flat_map(|region| region.without(range)).collect();
     }

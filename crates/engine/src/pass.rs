@@ -140,10 +140,10 @@ impl State {
     /// Merge what is identical now.
     pub fn merge(&mut self, options: &Options, directory: &Path, stillness: &Stillness) -> io::Result<Merged> {
         let (began, now) = (Instant::now(), clock());
-        let room = self.room();
+        let room = self.room(Bytes::ZERO);
         let mut merged = Merged::default();
         self.merges += 1;
-        if !std::mem::take(&mut self.granted) && !self.has_its_turn(now, stillness) {
+        if !std::mem::take(&mut self.granted) && !self.has_its_turn(now, stillness, Bytes::ZERO) {
             merged.cut_short = 1;
             self.so_far += merged;
             return Ok(merged);
@@ -156,29 +156,32 @@ impl State {
             return Ok(merged);
         }
         self.domain.wait_until(patience);
+        let (known, cursor) = (std::mem::take(&mut self.promising), self.cursor);
+        self.adopted = Bytes::ZERO;
         let done = self.merge_within(Terms { room, threads: options.threads.max(1), now, stillness }, &mut merged);
         merged.time = began.elapsed();
         let cost = merged.time + self.fault_time.mul_f64(merged.broken.0 as f64);
         self.allowance.spend(cost);
-        if let Some(share) = self.allowance.share() {
-            self.rest.note(Round { cost, ..merged.round(self.domain.page()) }, share, clock(), self.new);
-        }
-        self.new = Bytes::ZERO;
+        let (round, page) = (merged.round(self.domain.page()), self.domain.page());
+        // What is cut short again and again has come to everything once it begins anew.
+        let whole = round.whole || self.cursor <= cursor && cursor > 0;
+        let promising = known + *done.as_ref().unwrap_or(&Pages::ZERO);
+        self.rest.note(Round { cost, whole, ..round }, now, Bytes(promising.0 * page));
         self.so_far += merged;
         self.last_merge = Some(record::now());
         self.tell(options);
-        done.map(|()| merged)
+        done.map(|_| merged)
     }
 
     /// Whether to merge now: at once without a bound; else if there is room for it and it may pay, and together with
-    /// others where those may wait for this member.
-    pub fn has_its_turn(&mut self, now: Duration, stillness: &Stillness) -> bool {
-        let Some(room) = self.room() else { return true };
+    /// others where those may wait for this member. So much memory is to be adopted before.
+    pub fn has_its_turn(&mut self, now: Duration, stillness: &Stillness, to_come: Bytes) -> bool {
+        let Some(room) = self.room(to_come) else { return true };
         let (roomy, able) = (room > self.surveying * SURVEYS, room > self.surveying * (SURVEYS / 2));
         if matches!(stillness, Stillness::Enforced(_)) {
             return roomy;
         }
-        let ready = roomy && self.rest.is_over(now, self.new);
+        let ready = roomy && self.rest.is_over(now, self.promised(to_come));
         let named = self.domain.moment();
         let before = self.before.replace(now);
         let point = SafePoint { now, before, named, served: self.served, alone: self.domain.is_alone(), ready, able };
@@ -196,11 +199,17 @@ impl State {
     }
 
     /// How much time there is for a merge now, if that is bounded.
-    fn room(&self) -> Option<Duration> {
-        self.allowance.room(self.started.elapsed(), self.rest.promises(self.new))
+    fn room(&self, to_come: Bytes) -> Option<Duration> {
+        self.allowance.room(self.started.elapsed(), self.rest.expects(self.promised(to_come)))
     }
 
-    fn merge_within(&mut self, terms: Terms<'_>, merged: &mut Merged) -> io::Result<()> {
+    /// Memory that the next merge may win something of that the last one could not, with so much more to be adopted.
+    fn promised(&self, to_come: Bytes) -> Bytes {
+        Bytes(self.promising.0 * self.domain.page()) + self.adopted + to_come
+    }
+
+    /// How many pages were there of which nothing was known.
+    fn merge_within(&mut self, terms: Terms<'_>, merged: &mut Merged) -> io::Result<Pages> {
         let Terms { room, threads, now, stillness, .. } = terms;
         let page = self.domain.page();
         let began = Instant::now();
@@ -212,7 +221,10 @@ impl State {
         survey.enforce(stillness, merged, page);
         let healed = survey.heal(stillness);
         fault::point("after healing");
+        let new = survey.new_pages(page);
         let (zeros, looked) = self.look(&survey.candidates, deadline, terms, merged);
+        // New ones are first.
+        self.promising = new - new.min(merged.looked_at);
         let pages = self.sight(&looked, terms, merged)?;
         drop(looked);
 
@@ -280,7 +292,8 @@ impl State {
         }
         fault::point("after mapping");
         let healed: u64 = healed.iter().map(|range| range.bytes().0 / page).sum();
-        self.tidy(survey.stored - healed + merged.merged.0, stillness, merged)
+        self.tidy(survey.stored - healed + merged.merged.0, stillness, merged)?;
+        Ok(new)
     }
 
     /// Look at candidates until the deadline, the new ones first: pages of zeros, and others with their fingerprints,
@@ -400,10 +413,7 @@ impl State {
             match sighted {
                 Ok(entry) => pages.push(Page { entry, ..found }),
                 Err(Unsighted::NoRoom) => merged.failed += Pages(1),
-                Err(Unsighted::Unsettled) => {
-                    let at = self.regions.partition_point(|region| region.range().end <= found.address);
-                    self.regions[at].note(found.address).looked(now, fingerprint);
-                }
+                Err(Unsighted::Unsettled) => self.note_looked(found.address, fingerprint, now),
             }
         }
         Ok(pages)
@@ -523,11 +533,17 @@ impl State {
         let mut chosen = chosen.map(|page| page.address).peekable();
         for found in pages {
             if chosen.next_if_eq(&found.address).is_none() {
-                let fingerprint = self.domain.index.fingerprint(found.entry);
-                let at = self.regions.partition_point(|region| region.range().end <= found.address);
-                self.regions[at].note(found.address).looked(now, fingerprint);
+                self.note_looked(found.address, self.domain.index.fingerprint(found.entry), now);
             }
         }
+    }
+
+    /// Note that a page was looked at in vain.
+    fn note_looked(&mut self, address: u64, fingerprint: u64, now: Duration) {
+        let at = self.regions.partition_point(|region| region.range().end <= address);
+        let note = self.regions[at].note(address);
+        note.looked(now, fingerprint);
+        self.promising += Pages(u64::from(note.is_promising()));
     }
 
     /// Note that a range was merged, and count it where `of` says.

@@ -18,6 +18,8 @@ pub struct Region {
     page: u64,
     notes: Vec<Note>,
     unmergeable: Vec<AddressRange>,
+    /// Whether a merge has found out what there is.
+    surveyed: bool,
     /// How it stood when that was found out last.
     tally: Tally,
 }
@@ -27,7 +29,8 @@ impl Region {
     pub fn new(range: AddressRange, page: u64) -> Self {
         let pages = range.bytes().0 / page;
         let tally = Tally { pages: Pages(pages), ..Tally::default() };
-        Self { range, page, notes: vec![Note::default(); pages as usize], unmergeable: Vec::new(), tally }
+        let notes = vec![Note::default(); pages as usize];
+        Self { range, page, notes, unmergeable: Vec::new(), surveyed: false, tally }
     }
 
     /// Where it is.
@@ -41,7 +44,7 @@ impl Region {
             let at = |address: u64| ((address - self.range.start) / self.page) as usize;
             let notes = self.notes[at(left.start)..at(left.end)].to_vec();
             let unmergeable = self.unmergeable.iter().filter_map(|known| known.overlap(left)).collect();
-            Self { notes, unmergeable, ..Self::new(left, self.page) }
+            Self { notes, unmergeable, surveyed: self.surveyed, ..Self::new(left, self.page) }
         };
         match self.range.outside(&[range])[..] {
             [all] if all == self.range => vec![self],
@@ -64,6 +67,17 @@ impl Region {
         let Some(range) = self.range.overlap(range) else { return };
         let pages = self.at(range.start)..self.at(range.end);
         self.notes[pages].fill(Note::default());
+    }
+
+    /// A merge finds out what there is.
+    pub fn surveyed(&mut self) {
+        self.surveyed = true;
+    }
+
+    /// How much of a range no merge has looked for yet.
+    pub fn unsurveyed(&self, range: AddressRange) -> Bytes {
+        let part = self.range.overlap(range).filter(|_| !self.surveyed);
+        part.map_or(Bytes::ZERO, |part| part.bytes())
     }
 
     /// The parts of it that were advised against.

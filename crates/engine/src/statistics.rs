@@ -24,13 +24,16 @@ pub struct Merged {
     pub not_worth: Pages,
     /// Pages that were written since they were merged or given back.
     pub broken: Pages,
+    /// Of those, the ones that had not lasted for long enough to pay.
+    pub short_lived: Pages,
     /// Pages that were left alone because they were written too soon before, or looked at in vain too often.
     pub left_alone: Pages,
     /// Pages that could not be merged: the store was full, the kernel refused, or a content had gone.
     pub failed: Pages,
     /// The time of the program that it took.
     pub time: Duration,
-    /// Merges that did not look at everything: their time was over, or there was none that they were likely to pay for.
+    /// Merges that did not look at everything: there was no time for it, they were not expected to pay, or all members
+    /// are to merge at a later moment.
     pub cut_short: u64,
     /// Merges that left something for a later one, because another member had the domain's lock for too long: it may
     /// be stopped.
@@ -38,12 +41,12 @@ pub struct Merged {
 }
 
 impl Merged {
-    /// What it took and won, with pages of so many bytes.
+    /// What it took and won, with pages of so many bytes: what was stored takes frames, too.
     pub fn round(&self, page: u64) -> Round {
         let bytes = |pages: Pages| (pages.0 * page).cast_signed();
         Round {
             cost: self.time,
-            won: NetBytes(bytes(self.zeros + self.merged) - bytes(self.broken)),
+            won: NetBytes(bytes(self.zeros + self.merged) - bytes(self.stored + self.short_lived)),
             whole: self.cut_short == 0 && self.held_up == 0,
         }
     }
@@ -58,6 +61,7 @@ impl AddAssign for Merged {
         self.runs += other.runs;
         self.not_worth += other.not_worth;
         self.broken += other.broken;
+        self.short_lived += other.short_lived;
         self.left_alone += other.left_alone;
         self.failed += other.failed;
         self.time += other.time;
@@ -83,7 +87,7 @@ pub struct Standing {
     pub mappings: u64,
     /// The memory in which this process remembers the pages of its regions.
     pub notes: Bytes,
-    /// Merges of this process so far, those that there was no time for among them.
+    /// Merges of this process so far, those that did nothing among them.
     pub merges: u64,
     /// The time that the engine takes from this program, against what it may.
     pub spending: Spending,

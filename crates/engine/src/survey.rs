@@ -51,6 +51,11 @@ impl Candidates {
 }
 
 impl Survey {
+    /// Pages of which nothing is known yet.
+    pub fn new_pages(&self, page: u64) -> Pages {
+        Pages(self.candidates.iter().filter(|found| found.new).map(|found| found.range.bytes().0 / page).sum())
+    }
+
     /// Find out what there is; regions are put in the order of their addresses. Pages that the kernel is moving are
     /// waited for, so long in all.
     ///
@@ -71,6 +76,7 @@ impl Survey {
         let mut survey = Self { mappings, stored, ..Self::default() };
         regions.sort_by_key(|region| region.range().start);
         for region in regions {
+            region.surveyed();
             region.tally_anew();
             let first = parts.partition_point(|part| part.range.end <= region.range().start);
             for part in &parts[first..] {
@@ -88,8 +94,9 @@ impl Survey {
                                 let note = region.note(address);
                                 // What cannot be healed is found each time, and was broken once.
                                 if note.is_merged() {
-                                    note.broken(now, must_last);
+                                    let lasted = note.broken(now, must_last);
                                     merged.broken += Pages(1);
+                                    merged.short_lived += Pages(u64::from(!lasted));
                                 }
                             }
                             if plain {
@@ -102,8 +109,9 @@ impl Survey {
                                 let note = region.note(address);
                                 if note.is_merged() {
                                     // Given back as zeros, and written since.
-                                    note.broken(now, must_last);
+                                    let lasted = note.broken(now, must_last);
                                     merged.broken += Pages(1);
+                                    merged.short_lived += Pages(u64::from(!lasted));
                                 }
                                 if !note.may_merge(now) {
                                     merged.left_alone += Pages(1);

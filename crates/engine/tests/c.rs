@@ -139,6 +139,9 @@ int main(void)
 	options.lifetime = -1;
 	if (pagefold_join("x", &options) || !strstr(pagefold_error(), "a lifetime of -1 s"))
 		return 5;
+	options.lifetime = 0.0 / 0.0;
+	if (pagefold_join("x", &options) || !strstr(pagefold_error(), "a lifetime of NaN s"))
+		return 6;
 	if (pagefold_join("../x", NULL) || !strstr(pagefold_error(), "no name for a domain"))
 		return 2;
 	if (pagefold_merge(NULL, NULL) != -1 || strcmp(pagefold_error(), "engine is NULL"))

@@ -42,7 +42,7 @@ impl Allowance {
     }
 
     /// How much may be spent now, so long after the beginning; `None` if there is no bound. What is not earned yet is
-    /// there only for what is likely to pay: whoever spent it in vain would have nothing left for that.
+    /// there only for what is expected to pay: whoever spent it in vain would have nothing left for that.
     ///
     /// The bound holds against the time that the program would have taken by itself: with `s` spent of `t`, it was
     /// slowed by `s / (t - s)`.
@@ -70,18 +70,18 @@ pub fn pause(took: Duration, share: f64, idle: u32) -> Duration {
 /// A round of work: what it took of the program, and what it won.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Round {
-    /// The time of the program, and the faults of what was written since.
+    /// The time that it took.
     pub cost: Duration,
-    /// Memory that was merged or given back, less what was written since it had been.
+    /// Memory that it won, less what of former rounds did not last.
     pub won: NetBytes,
-    /// Whether everything was looked at that could be.
+    /// Whether it, or those before since the last such one, looked at everything that could be.
     pub whole: bool,
 }
 
 impl Round {
-    /// Whether it won what its time is worth ([`CPU_SECOND_BYTES`]).
+    /// Whether it won anything, and no less than its time is worth ([`CPU_SECOND_BYTES`]).
     pub fn pays(&self) -> bool {
-        self.won.0 >= worth(self.cost).0.cast_signed()
+        self.won.0 > 0 && self.won.0 >= worth(self.cost).0.cast_signed()
     }
 }
 
@@ -95,10 +95,11 @@ fn worth(time: Duration) -> Bytes {
 pub struct Rest {
     /// How many in a row did not.
     idle: u32,
+    /// When it is over.
     until: Duration,
     /// What they took more than they won.
     debt: NetBytes,
-    /// What a round as dear as the last one has to win.
+    /// What another round has to win: as much as the dearest of late, of which each counts half of the next.
     price: Bytes,
 }
 
@@ -106,34 +107,35 @@ pub struct Rest {
 const OWED: i64 = 4;
 
 impl Rest {
-    /// A round ended at a time, before which there was so much new memory. It pays if it makes up for those before,
-    /// too: what is merged and written by turns is won in every second one. One that was cut short says nothing of what
-    /// it did not come to, and what is new says that everything may be different.
-    pub fn note(&mut self, round: Round, share: f64, now: Duration, new: Bytes) {
-        if new >= self.price {
-            *self = Self::default();
+    /// A round was made at a time, of which so much memory was promising: new, or not looked at often enough to tell.
+    ///
+    /// It makes up for those before, too: what is merged and written by turns is won in every second one. Rounds that
+    /// were cut short say nothing of what they did not come to, and one that was made during the rest, for the sake of
+    /// others, does not prolong it. What is promising says that everything may be different.
+    pub fn note(&mut self, round: Round, now: Duration, promising: Bytes) {
+        if promising >= self.price {
+            *self = Self { price: self.price, ..Self::default() };
         }
-        self.price = worth(round.cost);
-        let price = self.price.0.cast_signed();
-        let owed = self.debt.0.saturating_add(price).saturating_sub(round.won.0);
-        self.debt = NetBytes(owed.clamp(0, OWED * price));
-        self.idle = match (owed <= 0, round.whole) {
-            (true, _) => 0,
-            (false, true) => self.idle.saturating_add(1),
-            (false, false) => self.idle,
-        };
-        self.until = if self.idle == 0 { now } else { now + pause(round.cost, share, self.idle) };
+        let worth = worth(round.cost);
+        self.price = worth.max(Bytes(self.price.0 / 2));
+        let owed = self.debt.0.saturating_add(worth.0.cast_signed()).saturating_sub(round.won.0);
+        self.debt = NetBytes(owed.clamp(0, OWED * self.price.0.cast_signed()));
+        if owed <= 0 {
+            (self.idle, self.until) = (0, now);
+        } else if now >= self.until {
+            self.idle = self.idle.saturating_add(u32::from(round.whole));
+            self.until = if self.idle == 0 { now } else { now + pause(Duration::ZERO, 1.0, self.idle) };
+        }
     }
 
-    /// Whether it is over at a time, with so much new memory since: at once if that alone could pay for a round.
-    pub fn is_over(&self, now: Duration, new: Bytes) -> bool {
-        now >= self.until || new >= self.price
+    /// Whether it is over at a time: at once if what is promising could pay for a round by itself.
+    pub fn is_over(&self, now: Duration, promising: Bytes) -> bool {
+        now >= self.until || self.expects(promising)
     }
 
-    /// Whether another round is likely to pay, with so much new memory since the last one: that one did, or what is new
-    /// could.
-    pub fn promises(&self, new: Bytes) -> bool {
-        self.debt.0 == 0 || new >= self.price
+    /// Whether another round is likely to pay: the last one did, or what is promising could.
+    pub fn expects(&self, promising: Bytes) -> bool {
+        self.debt.0 == 0 || promising >= self.price
     }
 }
 
@@ -189,42 +191,62 @@ mod tests {
     }
 
     const NONE: Bytes = Bytes(0);
+    const MIB: Bytes = Bytes(1 << 20);
+
+    #[test]
+    fn nothing_won_for_nothing_does_not_pay() {
+        assert!(!Round { cost: Duration::ZERO, won: NetBytes(0), whole: false }.pays());
+    }
 
     #[test]
     fn rounds_that_do_not_pay_come_less_and_less_often() {
-        let (share, ms) = (0.02, Duration::from_millis);
+        let ms = Duration::from_millis;
         let (vain, mut rest, mut now) = (Round { won: NetBytes(0), ..PAYS }, Rest::default(), ms(1000));
-        assert!(rest.is_over(Duration::ZERO, NONE) && rest.promises(NONE), "before the first");
-        rest.note(PAYS, share, now, NONE);
-        assert!(rest.is_over(now, NONE));
-        rest.note(Round { whole: false, ..vain }, share, now, NONE);
+        assert!(rest.is_over(Duration::ZERO, NONE) && rest.expects(NONE), "before the first");
+        rest.note(PAYS, now, NONE);
+        assert!(rest.is_over(now, NONE) && rest.expects(NONE));
+        rest.note(Round { whole: false, ..vain }, now, NONE);
         assert!(rest.is_over(now, NONE), "what it did not come to may pay");
-        for waits in [490, 800, 1600, 3200, 6400] {
-            rest.note(vain, share, now, NONE);
-            assert!(!rest.promises(NONE) && rest.promises(Bytes(1 << 20)));
-            assert!(!rest.is_over(now + ms(waits - 1), Bytes((1 << 20) - 4096)));
-            assert!(rest.is_over(now, Bytes(1 << 20)), "so much that is new could pay");
-            now += ms(waits);
+        let waits = [400, 800, 1600, 3200, 6400, 12_800, 25_600, 51_200, 60_000, 60_000];
+        for wait in waits {
+            rest.note(vain, now, NONE);
+            rest.note(vain, now + ms(wait / 2), NONE);
+            assert!(!rest.is_over(now + ms(wait - 1), Bytes(MIB.0 - 1)), "it was not one of its own");
+            assert!(!rest.expects(NONE) && rest.expects(MIB) && rest.is_over(now, MIB));
+            now += ms(wait);
             assert!(rest.is_over(now, NONE));
         }
-        rest.note(Round { whole: false, ..vain }, share, now, NONE);
-        assert!(!rest.is_over(now + ms(6399), NONE), "as long as before");
-        rest.note(PAYS, share, now, Bytes(1 << 20));
+        rest.note(Round { whole: false, ..vain }, now, NONE);
+        assert!(!rest.is_over(now + ms(59_999), NONE), "as long as before");
+        rest.note(PAYS, now, MIB);
         assert!(rest.is_over(now, NONE), "what was owed is forgotten for what is new");
+        rest.note(vain, now, MIB);
+        assert!(!rest.is_over(now + ms(399), NONE) && rest.is_over(now + ms(400), NONE), "as if for the first time");
+    }
+
+    #[test]
+    fn what_a_round_has_to_win_is_not_forgotten_for_a_cheap_one() {
+        let mut rest = Rest::default();
+        let vain = |cost| Round { cost: Duration::from_millis(cost), won: NetBytes(0), whole: true };
+        rest.note(vain(40), Duration::ZERO, NONE);
+        assert!(rest.expects(Bytes(4 << 20)) && !rest.expects(Bytes(4 << 19)));
+        rest.note(vain(0), Duration::from_secs(1), NONE);
+        assert!(rest.expects(Bytes(4 << 19)) && !rest.expects(Bytes(4 << 18)));
     }
 
     #[test]
     fn what_is_won_and_lost_by_turns_does_not_pay() {
-        let (mut rest, now) = (Rest::default(), Duration::ZERO);
+        let mut rest = Rest::default();
+        let at = |round: u64| Duration::from_secs(100 * round);
         let rests: Vec<bool> = (0..8)
             .map(|round| {
                 let won = NetBytes(if round % 2 == 0 { 3 << 20 } else { -3 << 20 });
-                rest.note(Round { won, ..PAYS }, 0.02, now, NONE);
-                !rest.is_over(now, NONE)
+                rest.note(Round { won, ..PAYS }, at(round), NONE);
+                !rest.is_over(at(round), NONE)
             })
             .collect();
         assert_eq!(rests, [false, true, true, true, true, true, true, true]);
-        rest.note(Round { won: NetBytes(5 << 20), ..PAYS }, 0.02, now, NONE);
-        assert!(rest.is_over(now, NONE), "no more is owed than four rounds' worth");
+        rest.note(Round { won: NetBytes(5 << 20), ..PAYS }, at(8), NONE);
+        assert!(rest.is_over(at(8), NONE), "no more is owed than four rounds' worth");
     }
 }

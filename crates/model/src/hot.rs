@@ -15,7 +15,7 @@ use std::time::Duration;
 /// The longest that a page is left alone is 2 to this power of seconds, 68 minutes.
 const MOST: u8 = 12;
 
-/// So often a page is looked at in vain before it is left alone, unless its content was another each time.
+/// So often a page is looked at in vain before it is left alone; one whose content has changed is so at once.
 const FREE: u8 = 4;
 
 /// The longest that a page without a partner is left alone is 2 to this power of seconds, a minute.
@@ -31,6 +31,8 @@ pub struct Note {
     state: State,
     /// How often in a row it was looked at in vain.
     looks: u8,
+    /// Whether it held something else at the last look than at the one before.
+    changes: bool,
     /// Some bits of what it held then.
     content: u16,
 }
@@ -90,20 +92,30 @@ impl Note {
         self.state == State::Alone && self.content == fingerprint as u16
     }
 
+    /// Whether it is to be looked at again at once: it was not often enough to tell, and does not change.
+    pub fn is_promising(self) -> bool {
+        self.state == State::Alone && self.looks < FREE
+    }
+
     /// It was merged.
     pub fn merged(&mut self, now: Duration) {
         self.stamp = stamp(now);
         self.state = State::Merged;
-        self.looks = 0;
+        (self.looks, self.changes) = (0, false);
     }
 
     /// It was looked at, and nobody was known to hold what it does, whose fingerprint is this. After some looks it is
     /// left alone until the next moment that is a multiple of 1, 2, 4 and so on seconds. If it has changed it is so at
-    /// once, and for two steps more each time: what the program computes with is likely to change again.
+    /// once, and that goes two steps further each time: what the program computes with is likely to change again. If it
+    /// no longer does, the next look comes at once.
     pub fn looked(&mut self, now: Duration, fingerprint: u64) {
         let changed = self.state == State::Alone && !self.is_settled(fingerprint);
-        let looks = if changed { self.looks.max(FREE - 1) + 2 } else { self.looks + 1 };
-        self.looks = looks.min(FREE + MOST_ALONE);
+        let looks = match (changed, self.changes) {
+            (true, _) => self.looks.max(FREE - 1) + 2,
+            (false, true) => FREE - 1,
+            (false, false) => self.looks + 1,
+        };
+        (self.looks, self.changes) = (looks.min(FREE + MOST_ALONE), changed);
         self.content = fingerprint as u16;
         let step = 1_u64 << self.looks.saturating_sub(FREE);
         self.stamp = (now.as_secs() / step * step + step) as u16;
@@ -111,13 +123,14 @@ impl Note {
     }
 
     /// It was found written. It lasted if it was merged for `must_last` at least; else it is left alone for twice as
-    /// long as the last time.
-    pub fn broken(&mut self, now: Duration, must_last: Duration) {
+    /// long as the last time. Whether it lasted.
+    pub fn broken(&mut self, now: Duration, must_last: Duration) -> bool {
         let now = stamp(now);
         let lasted = u64::from(since(self.stamp, now)) >= must_last.as_secs().max(1);
         self.level = if lasted { self.level.saturating_sub(1) } else { (self.level + 1).min(MOST) };
         self.stamp = now.wrapping_add(1 << self.level);
         self.state = State::Broken;
+        lasted
     }
 }
 
@@ -179,12 +192,18 @@ mod tests {
         };
         assert_eq!(looks(|_| 7), [0, 1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 192, 256, 320, 384]);
         assert_eq!(looks(|now| now), [0, 1, 2, 8, 32, 64, 128, 192, 256, 320, 384], "it changes");
+        assert_eq!(
+            looks(|now| now.min(3)),
+            [0, 1, 2, 8, 32, 33, 34, 36, 40, 48, 64, 96, 128, 192, 256, 320, 384],
+            "it did"
+        );
         let mut note = Note::default();
-        assert!(note.is_new() && !note.is_settled(7));
+        assert!(note.is_new() && !note.is_settled(7) && !note.is_promising());
         note.looked(at(0), 7);
+        assert!(note.is_promising());
         assert!(note.is_settled(7) && !note.is_settled(8));
         (0..9).for_each(|now| note.looked(at(now), 7));
-        assert!(!note.is_new() && !note.may_merge(at(31)));
+        assert!(!note.is_promising() && !note.is_new() && !note.may_merge(at(31)));
         note.merged(at(32));
         note.looked(at(33), 7);
         assert!(note.may_merge(at(33)), "as if for the first time");

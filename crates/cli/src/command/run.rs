@@ -97,8 +97,9 @@ pub struct Options {
     /// By how much the program may become slower, for the engine `user` [default: 2]
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     max_slowdown: Option<f64>,
-    /// For how long it runs at least, for the engine `user`: of that time, what --max-slowdown allows may be taken from
-    /// the beginning on, which is when most is to be merged [default: 0]
+    /// For how long each process that is merged runs at least, for the engine `user`: merges that are expected to pay
+    /// may take what --max-slowdown allows of that time from the beginning on, which is when most is to be merged
+    /// [default: 0]
     #[arg(long, value_name = "TIME", value_parser = duration)]
     lifetime: Option<Duration>,
     /// The smallest allocation that is merged, for the engine `user` [default: 1MiB]
