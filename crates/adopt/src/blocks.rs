@@ -2,7 +2,7 @@
 //! the program has made itself.
 
 use crate::lock::Locked;
-use pagefold_model::AddressRange;
+use pagefold_model::{AddressRange, Bytes};
 use std::collections::BTreeMap;
 
 /// All of them. Taken after the lock of the engine, never before.
@@ -106,6 +106,11 @@ impl Blocks {
     /// Those that stand in a way with the engine.
     pub fn all(&self, state: State) -> Vec<Block> {
         self.blocks.values().copied().filter(|block| block.state == state).collect()
+    }
+
+    /// How large those are together.
+    pub fn bytes(&self, state: State) -> Bytes {
+        self.blocks.values().filter(|block| block.state == state).map(|block| block.range.bytes()).sum()
     }
 
     /// Keep freed memory for the next who asks; whether there is room for it.

@@ -73,9 +73,9 @@ impl Merger {
 
     /// Whether it is for others, or a later safe point, to merge. Ranks do it at the same safe points.
     fn passes(&self) -> bool {
-        let new = || BLOCKS.lock().map_or_else(Vec::new, |blocks| blocks.all(State::New));
-        let to_come = || new().iter().map(|block| block.range.bytes()).sum();
-        self.engine.as_ref().is_some_and(|engine| !engine.has_its_turn(to_come()).unwrap_or(true))
+        let Some(engine) = &self.engine else { return false };
+        let to_come = BLOCKS.lock().map_or(Bytes::ZERO, |blocks| blocks.bytes(State::New));
+        !engine.has_its_turn(to_come).unwrap_or(true)
     }
 
     /// Merge once, if nothing speaks against it. How long to rest then; `None` if there is no more merging.

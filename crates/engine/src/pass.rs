@@ -162,7 +162,8 @@ impl State {
         merged.time = began.elapsed();
         let cost = merged.time + self.fault_time.mul_f64(merged.broken.0 as f64);
         self.allowance.spend(cost);
-        let (round, page) = (merged.round(self.domain.page()), self.domain.page());
+        let page = self.domain.page();
+        let round = merged.round(page);
         // What is cut short again and again has come to everything once it begins anew.
         let whole = round.whole || self.cursor <= cursor && cursor > 0;
         let promising = known + *done.as_ref().unwrap_or(&Pages::ZERO);

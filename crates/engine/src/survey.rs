@@ -6,6 +6,7 @@ use crate::memory::Incoming;
 use crate::pass::Stillness;
 use crate::region::Region;
 use crate::statistics::Merged;
+use pagefold_model::hot::Note;
 use pagefold_model::lasting::must_last;
 use pagefold_model::{AddressRange, Pages};
 use pagefold_sys::pagemap;
@@ -91,13 +92,8 @@ impl Survey {
                         Kind::Stored { .. } if mapped.file || mapped.swapped => {}
                         Kind::Stored { plain, .. } => {
                             for address in addresses {
-                                let note = region.note(address);
                                 // What cannot be healed is found each time, and was broken once.
-                                if note.is_merged() {
-                                    let lasted = note.broken(now, must_last);
-                                    merged.broken += Pages(1);
-                                    merged.short_lived += Pages(u64::from(!lasted));
-                                }
+                                note_written(region.note(address), (now, must_last), merged);
                             }
                             if plain {
                                 survey.broken.push(range);
@@ -107,12 +103,8 @@ impl Survey {
                         Kind::Ordinary => {
                             for address in addresses {
                                 let note = region.note(address);
-                                if note.is_merged() {
-                                    // Given back as zeros, and written since.
-                                    let lasted = note.broken(now, must_last);
-                                    merged.broken += Pages(1);
-                                    merged.short_lived += Pages(u64::from(!lasted));
-                                }
+                                // If it was given back as zeros.
+                                note_written(note, (now, must_last), merged);
                                 if !note.may_merge(now) {
                                     merged.left_alone += Pages(1);
                                     continue;
@@ -171,6 +163,15 @@ impl Survey {
     pub fn room(&self, made: usize) -> usize {
         let most = max_map_count() / 8 * MAPPINGS;
         (most.saturating_sub(self.mappings + 2 * made as u64) / 2) as usize
+    }
+}
+
+/// Note and count a page that was found written, if it was merged.
+fn note_written(note: &mut Note, (now, must_last): (Duration, Duration), merged: &mut Merged) {
+    if note.is_merged() {
+        let lasted = note.broken(now, must_last);
+        merged.broken += Pages(1);
+        merged.short_lived += Pages(u64::from(!lasted));
     }
 }
 

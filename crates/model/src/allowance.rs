@@ -26,11 +26,6 @@ impl Allowance {
         Self { share, lifetime, spent: Duration::ZERO }
     }
 
-    /// The share that may be spent; `None` if there is no bound.
-    pub fn share(&self) -> Option<f64> {
-        self.share
-    }
-
     /// What was spent so far.
     pub fn spent(&self) -> Duration {
         self.spent
@@ -171,6 +166,7 @@ mod tests {
         assert_eq!(pause(100 * second, 0.5, 9), 100 * second, "the share holds whatever else");
         assert_eq!(pause(second, 0.0, 0), 999 * second);
     }
+
     #[test]
     fn what_a_program_runs_for_may_be_spent_of_from_the_beginning() {
         let second = Duration::from_secs(1);

@@ -81,7 +81,7 @@ impl Note {
     pub fn may_merge(self, now: Duration) -> bool {
         match self.state {
             State::New | State::Merged => true,
-            State::Alone if self.looks < FREE => true,
+            State::Alone if self.is_promising() => true,
             State::Alone | State::Broken => stamp(now).wrapping_sub(self.stamp) <= u16::MAX / 2,
         }
     }
