@@ -293,9 +293,17 @@ template <class Array> void simulate(const Options &options, Comm &comm)
     Memory memory(options.mode, domain.c_str(), options.max_slowdown, options.lifetime);
     Trace trace(options, comm);
     Solver<Array> solver(options.problem, memory, comm);
-    Totals first = solver.totals(), totals = first;
     double time = 0, fastest = 0, began = trace.seconds(), cpu_began = cpu_seconds();
     int regridded = 0;
+    /* A safe point: nobody writes to arrays from here on until all are done. */
+    auto merge = [&] {
+        if (options.mode != Mode::engine)
+            return;
+        comm.barrier();
+        memory.merge();
+    };
+    merge();
+    Totals first = solver.totals(), totals = first;
     auto report = [&](int step) {
         totals = solver.totals();
         Drift drift(first, totals, options.problem);
@@ -311,14 +319,6 @@ template <class Array> void simulate(const Options &options, Comm &comm)
             check(drift, totals);
         return drift;
     };
-    /* A safe point: nobody writes to arrays from here on until all are done. */
-    auto merge = [&] {
-        if (options.mode != Mode::engine)
-            return;
-        comm.barrier();
-        memory.merge();
-    };
-    merge();
     for (int step = 0;; step++) {
         /* Everybody's fastest wave, and whether it is time for a sample. */
         std::vector<double> words = comm.all_gather({ solver.fastest, double(trace.is_due()) });
