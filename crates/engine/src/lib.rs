@@ -649,8 +649,8 @@ impl State {
     fn leave_alone(&mut self, range: AddressRange) {
         let unsurveyed: Bytes = self.regions.iter().map(|region| region.unsurveyed(range)).sum();
         self.adopted = Bytes(self.adopted.0.saturating_sub(unsurveyed.0));
-        let regions = std::mem::take(&mut self.regions);
-        self.regions = regions.into_iter().flat_map(|region| region.without(range)).collect();
+        let cut: Vec<Adopted> = self.regions.extract_if(.., |region| region.range().overlap(range).is_some()).collect();
+        self.regions.extend(cut.iter().flat_map(|region| region.without(range)));
     }
 
     fn standing(&mut self, options: &Options) -> io::Result<Standing> {

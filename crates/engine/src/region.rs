@@ -39,17 +39,14 @@ impl Region {
     }
 
     /// What is left of it without a range: up to two of them.
-    pub fn without(self, range: AddressRange) -> Vec<Self> {
+    pub fn without(&self, range: AddressRange) -> Vec<Self> {
         let part = |left: AddressRange| {
             let at = |address: u64| ((address - self.range.start) / self.page) as usize;
             let notes = self.notes[at(left.start)..at(left.end)].to_vec();
             let unmergeable = self.unmergeable.iter().filter_map(|known| known.overlap(left)).collect();
             Self { notes, unmergeable, surveyed: self.surveyed, ..Self::new(left, self.page) }
         };
-        match self.range.outside(&[range])[..] {
-            [all] if all == self.range => vec![self],
-            ref left => left.iter().copied().map(part).collect(),
-        }
+        self.range.outside(&[range]).into_iter().map(part).collect()
     }
 
     /// Take a range for something else.
