@@ -40,11 +40,12 @@ typedef struct pagefold_merged {
 	uint64_t looked_at;  /* pages whose contents were looked at */
 	uint64_t zeros;      /* pages of zeros that were given back */
 	uint64_t merged;     /* pages that map the store now */
+	uint64_t retried;    /* of these and of the zeros, the ones that are not expected to last: they did not last time */
 	uint64_t stored;     /* pages whose contents went to the store */
 	uint64_t runs;       /* runs of pages, 2048 at most, that were mapped as one */
 	uint64_t not_worth;  /* pages with a partner whose run would not pay */
 	uint64_t broken;     /* pages that were written since they were merged */
-	uint64_t short_lived; /* of those, the ones that had not lasted for long enough to pay */
+	uint64_t short_lived; /* of those, the ones that were expected to last, and had not for long enough to pay */
 	uint64_t left_alone; /* pages that were written too soon before, or looked at in vain too often */
 	uint64_t failed;     /* pages that could not be merged */
 	uint64_t cut_short;  /* merges that did not look at everything: there was no time for it, it was not expected to

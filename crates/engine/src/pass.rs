@@ -236,7 +236,7 @@ impl State {
             if give_back(range, stillness).is_ok_and(|done| done) {
                 merged.zeros += Pages(run.len() as u64);
                 split.extend(run.iter().filter(|found| found.huge).map(|found| huge_page(found.address, page)));
-                self.note_merged(range, now, |tally| &mut tally.zeros);
+                merged.retried += self.note_merged(range, now, |tally| &mut tally.zeros);
             } else {
                 merged.failed += Pages(run.len() as u64);
             }
@@ -287,7 +287,7 @@ impl State {
             for (run, _) in taken.iter().zip(outcomes).filter(|&(_, done)| done) {
                 merged.merged += Pages(run.pages.len() as u64);
                 merged.runs += 1;
-                self.note_merged(run.range(page), now, |tally| &mut tally.merged);
+                merged.retried += self.note_merged(run.range(page), now, |tally| &mut tally.merged);
             }
             merged.failed += Pages(all as u64) - too_many - (merged.merged - before);
         }
@@ -547,14 +547,13 @@ impl State {
         self.promising += Pages(u64::from(note.is_promising()));
     }
 
-    /// Note that a range was merged, and count it where `of` says.
-    fn note_merged(&mut self, range: AddressRange, now: Duration, of: fn(&mut Tally) -> &mut Pages) {
+    /// Note that a range was merged, and count it where `of` says. How many of its pages are not expected to
+    /// last.
+    fn note_merged(&mut self, range: AddressRange, now: Duration, of: fn(&mut Tally) -> &mut Pages) -> Pages {
         // The survey has put them in order.
         let first = self.regions.partition_point(|region| region.range().end <= range.start);
-        for region in &mut self.regions[first..] {
-            let Some(part) = region.range().overlap(range) else { break };
-            region.merged(part, now, of);
-        }
+        let parts = self.regions[first..].iter_mut().map_while(|region| Some((region.range().overlap(range)?, region)));
+        parts.map(|(part, region)| region.merged(part, now, of)).sum()
     }
 }
 

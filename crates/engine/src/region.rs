@@ -111,11 +111,14 @@ impl Region {
         self.notes[self.at(address)].is_settled(fingerprint)
     }
 
-    /// A part of it was merged now, and is counted where `of` says.
-    pub fn merged(&mut self, part: AddressRange, now: Duration, of: fn(&mut Tally) -> &mut Pages) {
+    /// A part of it was merged now, and is counted where `of` says. How many of its pages are not expected to
+    /// last.
+    pub fn merged(&mut self, part: AddressRange, now: Duration, of: fn(&mut Tally) -> &mut Pages) -> Pages {
         *of(&mut self.tally) += Pages(part.bytes().0 / self.page);
         let (start, end) = (self.at(part.start), self.at(part.end));
-        self.notes[start..end].iter_mut().for_each(|note| note.merged(now));
+        let notes = &mut self.notes[start..end];
+        notes.iter_mut().for_each(|note| note.merged(now));
+        Pages(notes.iter().filter(|note| note.is_doubtful()).count() as u64)
     }
 
     /// Begin to find out how it stands.

@@ -15,6 +15,8 @@ pub struct Merged {
     pub zeros: Pages,
     /// Pages that map the store now.
     pub merged: Pages,
+    /// Of these and of the zeros, the ones that are not expected to last: they did not the last time.
+    pub retried: Pages,
     /// Pages whose contents went to the store.
     pub stored: Pages,
     /// Runs of pages, of 2,048 at most, that were mapped as one.
@@ -24,7 +26,7 @@ pub struct Merged {
     pub not_worth: Pages,
     /// Pages that were written since they were merged or given back.
     pub broken: Pages,
-    /// Of those, the ones that had not lasted for long enough to pay.
+    /// Of those, the ones that were expected to last, and had not for long enough to pay.
     pub short_lived: Pages,
     /// Pages that were left alone because they were written too soon before, or looked at in vain too often.
     pub left_alone: Pages,
@@ -41,12 +43,13 @@ pub struct Merged {
 }
 
 impl Merged {
-    /// What it took and won, with pages of so many bytes: what was stored takes frames, too.
+    /// What it took and won, with pages of so many bytes: what was stored takes frames, too, and what is not
+    /// expected to last is not won.
     pub fn round(&self, page: u64) -> Round {
         let bytes = |pages: Pages| (pages.0 * page).cast_signed();
         Round {
             cost: self.time,
-            won: NetBytes(bytes(self.zeros + self.merged) - bytes(self.stored + self.short_lived)),
+            won: NetBytes(bytes(self.zeros + self.merged) - bytes(self.retried + self.stored + self.short_lived)),
             whole: self.cut_short == 0 && self.held_up == 0,
         }
     }
@@ -57,6 +60,7 @@ impl AddAssign for Merged {
         self.looked_at += other.looked_at;
         self.zeros += other.zeros;
         self.merged += other.merged;
+        self.retried += other.retried;
         self.stored += other.stored;
         self.runs += other.runs;
         self.not_worth += other.not_worth;

@@ -169,9 +169,10 @@ impl Survey {
 /// Note and count a page that was found written, if it was merged.
 fn note_written(note: &mut Note, (now, must_last): (Duration, Duration), merged: &mut Merged) {
     if note.is_merged() {
+        let doubtful = note.is_doubtful();
         let lasted = note.broken(now, must_last);
         merged.broken += Pages(1);
-        merged.short_lived += Pages(u64::from(!lasted));
+        merged.short_lived += Pages(u64::from(!lasted && !doubtful));
     }
 }
 

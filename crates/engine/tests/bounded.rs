@@ -17,9 +17,9 @@ fn root() -> TempDir {
 }
 
 /// A member of a domain of its own.
-fn join(root: &TempDir, max_slowdown: f64, lifetime: Duration) -> Engine {
+fn join(root: &TempDir, max_slowdown: impl Into<Option<f64>>, lifetime: Duration) -> Engine {
     let root = Some(root.path().to_owned());
-    let options = Options { root, max_slowdown: Some(max_slowdown), lifetime, ..Options::default() };
+    let options = Options { root, max_slowdown: max_slowdown.into(), lifetime, ..Options::default() };
     Engine::join("bounded", &options).expect("a domain")
 }
 
@@ -83,6 +83,24 @@ fn merges_that_do_not_pay_come_seldom_until_there_is_something_new() {
     let mut more = engine.allocate(16_000 * PAGE).unwrap();
     fill(&mut more, 0);
     assert_eq!(merge(&engine).zeros, Pages(16_000), "at once");
+}
+
+#[test]
+fn what_did_not_last_is_not_won_again() {
+    let root = root();
+    let engine = join(&root, None, Duration::ZERO);
+    let mut region = engine.allocate(2000 * PAGE).unwrap();
+    let mut round = || {
+        fill(&mut region, 0);
+        let merged = merge(&engine);
+        let won = merged.round(PAGE as u64).won.0 / PAGE as i64;
+        ((merged.zeros.0, merged.retried.0), (merged.broken.0, merged.short_lived.0), won)
+    };
+    assert_eq!(round(), ((2000, 0), (0, 0), 2000));
+    assert_eq!(round(), ((0, 0), (2000, 2000), -2000), "and left alone");
+    std::thread::sleep(Duration::from_millis(2100));
+    assert_eq!(round(), ((2000, 2000), (0, 0), 0));
+    assert_eq!(round(), ((0, 0), (2000, 0), 0));
 }
 
 #[test]

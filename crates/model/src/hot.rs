@@ -67,6 +67,11 @@ impl Note {
         self.state == State::Merged
     }
 
+    /// Whether it is not expected to last when it is merged, because it did not the last time.
+    pub fn is_doubtful(self) -> bool {
+        self.level > 0
+    }
+
     /// Whether nothing is known of it: of all pages these are looked at first.
     pub fn is_new(self) -> bool {
         self.state == State::New
