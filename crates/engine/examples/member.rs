@@ -7,9 +7,10 @@
 //! fill START COUNT SEED   pages from START on; SEED 0 is zeros, and equal seeds and places are equal contents
 //! copy START COUNT FROM   pages from START on become what those from FROM on hold
 //! clear START COUNT       by the engine's own way
-//! advise START COUNT HOW  0 mergeable, 1 unmergeable
+//! advise START COUNT HOW  0 mergeable, 1 unmergeable, 2 hot
 //! forsake START COUNT     `adopt` forsakes all, and adopts what is mapped
 //! merge                   tells what was done
+//! running                 merges as if it was running, or tells why it cannot
 //! race ROUNDS             merges so often while a thread writes to pages without pause
 //! shuffle ROUNDS          merges so often while a thread moves forsaken memory without pause
 //! check                   every page against what was written
@@ -215,9 +216,10 @@ impl Memory<'_> {
         all.enumerate().find(|(_, page)| !page.is_right()).map_or(Ok(()), |(at, _)| Err(at))
     }
 
-    fn merge(&mut self) -> String {
+    fn merge(&mut self, running: bool) -> String {
+        let merge = if running { Engine::merge_while_running } else { Engine::merge };
         // SAFETY: this program has one thread, and no borrow of the memory lives.
-        let merged = unsafe { self.engine.merge() };
+        let merged = unsafe { merge(self.engine) };
         for page in self.pages.iter_mut().chain(self.elsewhere.iter_mut().flat_map(|(_, pages)| pages)) {
             if !page.past.contains(&page.holds) {
                 page.past.push(page.holds);
@@ -515,7 +517,7 @@ fn main() {
                 }
             }
             ("advise", &[start, count, how]) => {
-                let advice = if how == 0 { Advice::Mergeable } else { Advice::Unmergeable };
+                let advice = [Advice::Mergeable, Advice::Unmergeable, Advice::Hot][how as usize];
                 engine.advise(memory.range(start, count), advice).expect("a domain that works");
                 println!("advised");
             }
@@ -534,7 +536,8 @@ fn main() {
                 }
                 println!("adopted");
             }
-            ("merge", []) => println!("{}", memory.merge()),
+            ("merge", []) => println!("{}", memory.merge(false)),
+            ("running", []) => println!("{}", memory.merge(true)),
             ("race", &[rounds]) => println!("{}", race(&engine, memory.region.as_mut_slice(), rounds)),
             ("shuffle", &[rounds]) => println!("{}", shuffle(&engine, rounds)),
             ("check", []) => match memory.is_right() {

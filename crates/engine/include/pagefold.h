@@ -22,6 +22,9 @@ extern "C" {
 /* A member of a domain. */
 typedef struct pagefold_engine pagefold_engine;
 
+/* A thread that merges. */
+typedef struct pagefold_background pagefold_background;
+
 /* How a member behaves. Begin with PAGEFOLD_OPTIONS_INIT. */
 typedef struct pagefold_options {
 	size_t size;         /* of this structure */
@@ -40,7 +43,8 @@ typedef struct pagefold_merged {
 	uint64_t looked_at;  /* pages whose contents were looked at */
 	uint64_t zeros;      /* pages of zeros that were given back */
 	uint64_t merged;     /* pages that map the store now */
-	uint64_t retried;    /* of these and of the zeros, the ones that are not expected to last: they did not last time */
+	uint64_t retried;    /* of these and of the zeros, the ones that are not expected to last: they were merged before
+	                        and written too soon */
 	uint64_t stored;     /* pages whose contents went to the store */
 	uint64_t runs;       /* runs of pages, 2048 at most, that were mapped as one */
 	uint64_t not_worth;  /* pages with a partner whose run would not pay */
@@ -94,8 +98,9 @@ typedef struct pagefold_domain {
 } pagefold_domain;
 
 enum pagefold_advice {
-	PAGEFOLD_MERGEABLE,   /* it may be merged: the default */
+	PAGEFOLD_MERGEABLE,   /* it may be merged, whatever is known of how often it was written: the default */
 	PAGEFOLD_UNMERGEABLE, /* nothing more of it is merged */
+	PAGEFOLD_HOT,         /* it is written again and again: left alone for 68 minutes, merged pages once written */
 };
 
 /* Become a member of a domain, or found it. options may be NULL. NULL on failure. */
@@ -119,7 +124,7 @@ int pagefold_adopt(pagefold_engine *engine, void *memory, size_t bytes);
  */
 int pagefold_forsake(pagefold_engine *engine, void *memory, size_t bytes);
 
-/* Say what a range is to be taken for. */
+/* Say what whole pages are to be taken for. */
 int pagefold_advise(pagefold_engine *engine, void *memory, size_t bytes, enum pagefold_advice advice);
 
 /* Make a range read as zeros, and take no memory: what madvise(MADV_DONTNEED) does to ordinary memory. */
@@ -130,6 +135,26 @@ int pagefold_clear(pagefold_engine *engine, void *memory, size_t bytes);
  * returns. merged may be NULL.
  */
 int pagefold_merge(pagefold_engine *engine, pagefold_merged *merged);
+
+/*
+ * Merge what is identical while the program runs: who writes to pages that are in hand waits for some hundred
+ * microseconds. Fails where writers cannot be made to wait: it takes Linux 6.4, and CAP_SYS_PTRACE,
+ * vm.unprivileged_userfaultfd=1 or access to /dev/userfaultfd. Nobody may unmap, move or replace memory of the engine
+ * but by its own functions until it returns. merged may be NULL.
+ */
+int pagefold_merge_while_running(pagefold_engine *engine, pagefold_merged *merged);
+
+/*
+ * Do so again and again, in a thread that takes at most a share of one CPU, from 0 to 1, and rests longer and longer
+ * while that does not pay. NULL on failure, as above.
+ */
+pagefold_background *pagefold_merge_in_background(pagefold_engine *engine, double share);
+
+/*
+ * End that, once the merge in hand is done. Not 0 if it had ended by itself, for the reason that pagefold_error() tells.
+ * Before pagefold_leave. background may be NULL.
+ */
+int pagefold_end_background(pagefold_background *background);
 
 /* How this member stands, and what its domain's store takes. */
 int pagefold_standing_of(pagefold_engine *engine, pagefold_standing *standing);

@@ -56,7 +56,8 @@ fn rounds(engine: &Engine, share: f64, shared: &Shared) {
         let began = Instant::now();
         // SAFETY: whoever started this has promised it.
         let done = unsafe { engine.merge_while_running() };
-        let took = began.elapsed();
+        // As if all its threads had worked all the time.
+        let took = began.elapsed() * engine.options.threads.max(1) as u32;
         let mut status = shared.status.lock().unwrap_or_else(PoisonError::into_inner);
         status.rounds += 1;
         match done {

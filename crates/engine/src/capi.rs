@@ -1,7 +1,7 @@
 //! The C interface, `include/pagefold.h`: each function checks its pointers, calls the engine, and keeps the reason of
 //! a failure for `pagefold_error`. No panic crosses into C.
 
-use crate::{Advice, Engine, Merged, Options, RegionStanding, Standing};
+use crate::{Advice, Background, Engine, Merged, Options, RegionStanding, Standing};
 use pagefold_model::AddressRange;
 use pagefold_model::engine::Domain;
 use std::cell::RefCell;
@@ -9,6 +9,7 @@ use std::ffi::{CStr, CString, OsStr, c_char, c_double, c_int, c_uint, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// `pagefold_options`.
@@ -231,7 +232,7 @@ pub unsafe extern "C" fn pagefold_join(domain: *const c_char, options: *const pa
         }
         Engine::join(name, &options).map_err(chain)
     });
-    joined.map_or(ptr::null_mut(), |engine| Box::into_raw(Box::new(engine)))
+    joined.map_or(ptr::null_mut(), |engine| Arc::into_raw(Arc::new(engine)).cast_mut())
 }
 
 /// See `pagefold.h`.
@@ -241,8 +242,8 @@ pub unsafe extern "C" fn pagefold_join(domain: *const c_char, options: *const pa
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_leave(engine: *mut Engine) {
     if !engine.is_null() {
-        // SAFETY: it was made by `Box::into_raw`, and nobody uses it any more.
-        let engine = unsafe { Box::from_raw(engine) };
+        // SAFETY: it was made by `Arc::into_raw`, and nobody uses it any more but a thread that has its own.
+        let engine = unsafe { Arc::from_raw(engine) };
         told(|| {
             drop(engine);
             Ok(())
@@ -317,6 +318,7 @@ pub unsafe extern "C" fn pagefold_advise(
     let advice = match advice {
         0 => Advice::Mergeable,
         1 => Advice::Unmergeable,
+        2 => Advice::Hot,
         _ => {
             keep("this version knows no such advice");
             return -1;
@@ -348,6 +350,29 @@ pub unsafe extern "C" fn pagefold_merge(engine: *mut Engine, merged: *mut pagefo
     let merge = |engine: &Engine| unsafe { engine.merge() };
     // SAFETY: the caller's promise.
     let done = unsafe { call(engine, merge) };
+    // SAFETY: the caller's promise.
+    unsafe { tell(done, merged) }
+}
+
+/// See `pagefold.h`.
+///
+/// # Safety
+/// As for `pagefold_allocate`, and what `Engine::merge_while_running` asks for; `merged` is null or to be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagefold_merge_while_running(engine: *mut Engine, merged: *mut pagefold_merged) -> c_int {
+    // SAFETY: the caller's promise.
+    let merge = |engine: &Engine| unsafe { engine.merge_while_running() };
+    // SAFETY: the caller's promise.
+    let done = unsafe { call(engine, merge) };
+    // SAFETY: the caller's promise.
+    unsafe { tell(done, merged) }
+}
+
+/// Tell what a merge did, if that is asked for.
+///
+/// # Safety
+/// `merged` is null or to be written.
+unsafe fn tell(done: Option<Merged>, merged: *mut pagefold_merged) -> c_int {
     if let Some(done) = done
         && !merged.is_null()
     {
@@ -355,6 +380,40 @@ pub unsafe extern "C" fn pagefold_merge(engine: *mut Engine, merged: *mut pagefo
         unsafe { merged.write(done.into()) };
     }
     status(done.map(|_| ()))
+}
+
+/// See `pagefold.h`.
+///
+/// # Safety
+/// As for `pagefold_allocate`, and what `Engine::merge_in_background` asks for.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagefold_merge_in_background(engine: *mut Engine, share: c_double) -> *mut Background {
+    let begin = |known: &Engine| {
+        let engine = ptr::from_ref(known);
+        // SAFETY: it was made by `Arc::into_raw`, and is there while it was not left.
+        unsafe { Arc::increment_strong_count(engine) };
+        // SAFETY: as above; this is the reference that was just counted.
+        let engine = unsafe { Arc::from_raw(engine) };
+        // SAFETY: the caller's promise.
+        unsafe { engine.merge_in_background(share) }
+    };
+    // SAFETY: the caller's promise.
+    let background = unsafe { call(engine, begin) };
+    background.map_or(ptr::null_mut(), |background| Box::into_raw(Box::new(background)))
+}
+
+/// See `pagefold.h`.
+///
+/// # Safety
+/// `background` is null or of `pagefold_merge_in_background`, and was not ended.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagefold_end_background(background: *mut Background) -> c_int {
+    if background.is_null() {
+        return 0;
+    }
+    // SAFETY: it was made by `Box::into_raw`, and nobody uses it any more.
+    let background = unsafe { Box::from_raw(background) };
+    status(told(|| background.wait(0, Duration::ZERO).map(|_| ()).map_err(chain)))
 }
 
 /// See `pagefold.h`.

@@ -32,12 +32,15 @@
 //! - Memory reads the same before and after, whatever happens: contents are compared byte by byte before one mapping
 //!   takes the place of another in a single step (`memory`).
 //! - No content goes away under a process that may map it, however that came to map it: by merging, or by being forked
-//!   (`references`, `domain`). One that nobody maps any more leaves the store.
+//!   (`references`, `domain`). One that nobody maps any more leaves the store, as members find that out when they merge;
+//!   a few that a member could still refer to may stay.
 //! - A member may die at any point. Nobody waits for it, and what it had is free for others.
 //! - A member may be stopped at any point. A merge waits at most a second for the lock of a domain, then leaves what
 //!   needs it for a later one, and says so ([`Merged::held_up`]).
-//! - With [`Options::max_slowdown`] the time that the engine takes from its program stays below that share, once what it
-//!   was told of [`Options::lifetime`] is over.
+//! - With [`Options::max_slowdown`] the time that the engine takes from its program stays about that share, once what it
+//!   was told of [`Options::lifetime`] is over. Only looking stops when there is no time left: what was found is still
+//!   stored and mapped. A write to what was merged is counted when the next merge finds it, at what such a fault costs by
+//!   itself ([`Standing::spending`]). What was spent beyond the share is made up for before anything else is done.
 //!
 //! # What a program does to its regions
 //! - **write**: the kernel copies the page. At the next merge it becomes ordinary memory again, and is left alone for
@@ -56,12 +59,14 @@
 //! - **`madvise(MADV_DONTNEED)`**: a merged page reads as what it was merged with afterwards, and not as zeros, because
 //!   it is a mapping of a file. Use [`Engine::clear`]. So it does once a guard region (`MADV_GUARD_INSTALL`) is
 //!   removed; while there is one, it is left alone.
-//! - **huge pages**: they are split where as much is merged as pays for that, and kept elsewhere.
+//! - **huge pages**: they are split where as much is merged as pays for that, and kept elsewhere; before Linux 6.7 they
+//!   cannot be told from others.
 //! - **core dumps**: merged memory is file memory, which `/proc/PID/coredump_filter` leaves out by default; joining a
 //!   domain puts it in (bit 2, core(5)).
 //! - **devices and direct I/O**: memory that is pinned for a device (RDMA) must not be adopted, and nothing that reads
 //!   into adopted memory behind the program's back (`O_DIRECT`, io_uring, process_vm_writev) may be under way during a
-//!   merge: it would go on writing to the old frames. Nothing tells a process of its own pins.
+//!   merge: it would go on writing to the old frames. A process can learn how much of its memory is pinned for long
+//!   (`VmPin` in `/proc/self/status`), but not which.
 //! - **advice and locks on memory**: what merging maps has none: `MADV_WIPEONFORK`, `MADV_DONTFORK`, `MADV_DONTDUMP`,
 //!   mlock, mbind and protection keys are lost on merged pages. Memory that has them is not for adoption, nor are
 //!   stacks.
@@ -69,8 +74,8 @@
 //!   during a merge it must not be done.
 //!
 //! # Unsafe
-//! `unsafe` is in `memory`, in `words`, and where `pass`, `choose`, `survey` and `store` map and compare; each block
-//! says why it holds. The one promise that is the caller's is that nobody writes to adopted memory during a merge.
+//! `unsafe` is in `memory`, in `words`, where `pass`, `choose`, `survey` and `store` map and compare, where regions are
+//! lent and released, in `background`, and in `capi`, for what C gives and takes; each block says why it holds. The one promise that is the caller's is that nobody writes to adopted memory during a merge.
 
 mod background;
 mod capi;
@@ -146,7 +151,7 @@ pub enum Error {
     },
     /// Writers cannot be made to wait.
     #[error(
-        "merging while the program runs needs userfaultfd: CAP_SYS_PTRACE, vm.unprivileged_userfaultfd=1, or access to \
+        "merging while the program runs needs Linux 6.4 and userfaultfd: CAP_SYS_PTRACE, vm.unprivileged_userfaultfd=1, or access to \
          /dev/userfaultfd; merging at safe points does not"
     )]
     NotPermitted(#[source] io::Error),
@@ -188,7 +193,7 @@ pub struct Options {
 }
 
 impl Default for Options {
-    /// At most 2 % slower at any time, on one thread, and ten seconds to join.
+    /// 2 % of the program's own time, on one thread, and ten seconds to join.
     fn default() -> Self {
         Self {
             root: None,
@@ -204,10 +209,13 @@ impl Default for Options {
 /// What a range is to be taken for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Advice {
-    /// It may be merged. The default.
+    /// It may be merged, whatever is known of how often it was written. The default.
     Mergeable,
     /// It stays as it is: what is merged stays merged until it is written, and nothing more is.
     Unmergeable,
+    /// It is written again and again, and is left alone as if that had been found out: for 68 minutes, pages that are
+    /// merged once they are written. [`Engine::clear`] ends that, and so does forsaking and adopting it again.
+    Hot,
 }
 
 /// A member of a domain. Leaves it when dropped; what is merged stays merged.
@@ -413,9 +421,14 @@ impl Engine {
     /// Say what a range of regions is to be taken for.
     ///
     /// # Errors
-    /// [`Error::Forked`].
+    /// [`Error::Range`] if it is not of whole pages, [`Error::Forked`].
     pub fn advise(&self, range: AddressRange, advice: Advice) -> Result<(), Error> {
-        self.with(|state| state.regions.iter_mut().for_each(|region| region.advise(range, advice)))
+        let now = clock();
+        self.with(|state| {
+            whole(range, state.domain.page())?;
+            state.regions.iter_mut().for_each(|region| region.advise(range, advice, now));
+            Ok(())
+        })?
     }
 
     /// Merge what is identical now.

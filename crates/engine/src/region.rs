@@ -18,8 +18,8 @@ pub struct Region {
     page: u64,
     notes: Vec<Note>,
     unmergeable: Vec<AddressRange>,
-    /// Whether a merge has found out what there is.
-    surveyed: bool,
+    /// When a merge found out what there is.
+    surveyed: Option<Duration>,
     /// How it stood when that was found out last.
     tally: Tally,
 }
@@ -30,7 +30,7 @@ impl Region {
         let pages = range.bytes().0 / page;
         let tally = Tally { pages: Pages(pages), ..Tally::default() };
         let notes = vec![Note::default(); pages as usize];
-        Self { range, page, notes, unmergeable: Vec::new(), surveyed: false, tally }
+        Self { range, page, notes, unmergeable: Vec::new(), surveyed: None, tally }
     }
 
     /// Where it is.
@@ -49,14 +49,21 @@ impl Region {
         self.range.outside(&[range]).into_iter().map(part).collect()
     }
 
-    /// Take a range for something else.
-    pub fn advise(&mut self, range: AddressRange, advice: Advice) {
+    /// Take a range for something else from now on.
+    pub fn advise(&mut self, range: AddressRange, advice: Advice, now: Duration) {
         let Some(range) = self.range.overlap(range) else { return };
         let mut kept: Vec<AddressRange> = self.unmergeable.iter().flat_map(|known| known.outside(&[range])).collect();
         if advice == Advice::Unmergeable {
             kept.push(range);
         }
         self.unmergeable = AddressRange::union(kept);
+        let pages = self.at(range.start)..self.at(range.end);
+        let notes = self.notes[pages].iter_mut();
+        match advice {
+            Advice::Mergeable => notes.for_each(Note::forgiven),
+            Advice::Hot => notes.for_each(|note| note.advised_hot(now)),
+            Advice::Unmergeable => {}
+        }
     }
 
     /// Forget what is known of pages: what was in them is no more.
@@ -66,14 +73,14 @@ impl Region {
         self.notes[pages].fill(Note::default());
     }
 
-    /// A merge finds out what there is.
-    pub fn surveyed(&mut self) {
-        self.surveyed = true;
+    /// A merge finds out what there is. When one did before.
+    pub fn surveyed(&mut self, now: Duration) -> Option<Duration> {
+        self.surveyed.replace(now)
     }
 
     /// How much of a range no merge has looked for yet.
     pub fn unsurveyed(&self, range: AddressRange) -> Bytes {
-        let part = self.range.overlap(range).filter(|_| !self.surveyed);
+        let part = self.range.overlap(range).filter(|_| self.surveyed.is_none());
         part.map_or(Bytes::ZERO, |part| part.bytes())
     }
 

@@ -15,7 +15,7 @@ pub struct Merged {
     pub zeros: Pages,
     /// Pages that map the store now.
     pub merged: Pages,
-    /// Of these and of the zeros, the ones that are not expected to last: they did not the last time.
+    /// Of these and of the zeros, the ones that are not expected to last: they were merged before and written too soon.
     pub retried: Pages,
     /// Pages whose contents went to the store.
     pub stored: Pages,
@@ -43,13 +43,16 @@ pub struct Merged {
 }
 
 impl Merged {
-    /// What it took and won, with pages of so many bytes: what was stored takes frames, too, and what is not
-    /// expected to last is not won.
+    /// What it took and won, with pages of so many bytes: what was stored takes frames, too. Pages that are
+    /// not expected to last are not won, nor lost when they are written: neither they nor their part of what was stored
+    /// count.
     pub fn round(&self, page: u64) -> Round {
         let bytes = |pages: Pages| (pages.0 * page).cast_signed();
+        let all = self.zeros + self.merged;
+        let stored = self.stored - Pages(self.stored.0 * self.retried.0 / all.0.max(1));
         Round {
             cost: self.time,
-            won: NetBytes(bytes(self.zeros + self.merged) - bytes(self.retried + self.stored + self.short_lived)),
+            won: NetBytes(bytes(all - self.retried) - bytes(stored + self.short_lived)),
             whole: self.cut_short == 0 && self.held_up == 0,
         }
     }

@@ -77,7 +77,7 @@ impl Survey {
         let mut survey = Self { mappings, stored, ..Self::default() };
         regions.sort_by_key(|region| region.range().start);
         for region in regions {
-            region.surveyed();
+            let look = Look { now, before: region.surveyed(now).unwrap_or(now), must_last };
             region.tally_anew();
             let first = parts.partition_point(|part| part.range.end <= region.range().start);
             for part in &parts[first..] {
@@ -93,7 +93,7 @@ impl Survey {
                         Kind::Stored { plain, .. } => {
                             for address in addresses {
                                 // What cannot be healed is found each time, and was broken once.
-                                note_written(region.note(address), (now, must_last), merged);
+                                note_written(region.note(address), look, merged);
                             }
                             if plain {
                                 survey.broken.push(range);
@@ -104,7 +104,7 @@ impl Survey {
                             for address in addresses {
                                 let note = region.note(address);
                                 // If it was given back as zeros.
-                                note_written(note, (now, must_last), merged);
+                                note_written(note, look, merged);
                                 if !note.may_merge(now) {
                                     merged.left_alone += Pages(1);
                                     continue;
@@ -166,13 +166,21 @@ impl Survey {
     }
 }
 
+/// When a region is looked at, and was before, and for how long what is merged must last.
+#[derive(Clone, Copy)]
+struct Look {
+    now: Duration,
+    before: Duration,
+    must_last: Duration,
+}
+
 /// Note and count a page that was found written, if it was merged.
-fn note_written(note: &mut Note, (now, must_last): (Duration, Duration), merged: &mut Merged) {
+fn note_written(note: &mut Note, Look { now, before, must_last }: Look, merged: &mut Merged) {
     if note.is_merged() {
         let doubtful = note.is_doubtful();
-        let lasted = note.broken(now, must_last);
+        let short_lived = note.broken(now, before, must_last);
         merged.broken += Pages(1);
-        merged.short_lived += Pages(u64::from(!lasted && !doubtful));
+        merged.short_lived += Pages(u64::from(short_lived && !doubtful));
     }
 }
 

@@ -87,20 +87,23 @@ fn merges_that_do_not_pay_come_seldom_until_there_is_something_new() {
 
 #[test]
 fn what_did_not_last_is_not_won_again() {
-    let root = root();
-    let engine = join(&root, None, Duration::ZERO);
-    let mut region = engine.allocate(2000 * PAGE).unwrap();
-    let mut round = || {
-        fill(&mut region, 0);
-        let merged = merge(&engine);
-        let won = merged.round(PAGE as u64).won.0 / PAGE as i64;
-        ((merged.zeros.0, merged.retried.0), (merged.broken.0, merged.short_lived.0), won)
-    };
-    assert_eq!(round(), ((2000, 0), (0, 0), 2000));
-    assert_eq!(round(), ((0, 0), (2000, 2000), -2000), "and left alone");
-    std::thread::sleep(Duration::from_millis(2100));
-    assert_eq!(round(), ((2000, 2000), (0, 0), 0));
-    assert_eq!(round(), ((0, 0), (2000, 0), 0));
+    // Zeros, and pairs that are stored.
+    for (seed, stored) in [(0, 0), (7, 1000)] {
+        let root = root();
+        let engine = join(&root, None, Duration::ZERO);
+        let mut pair = [(); 2].map(|()| engine.allocate(1000 * PAGE).unwrap());
+        let mut round = || {
+            pair.iter_mut().for_each(|region| fill(region, seed));
+            let merged = merge(&engine);
+            let won = merged.round(PAGE as u64).won.0 / PAGE as i64;
+            (((merged.zeros + merged.merged).0, merged.retried.0), (merged.broken.0, merged.short_lived.0), won)
+        };
+        assert_eq!(round(), ((2000, 0), (0, 0), 2000 - stored));
+        assert_eq!(round(), ((0, 0), (2000, 2000), -2000), "and left alone");
+        std::thread::sleep(Duration::from_millis(2100));
+        assert_eq!(round(), ((2000, 2000), (0, 0), 0));
+        assert_eq!(round(), ((0, 0), (2000, 0), 0));
+    }
 }
 
 #[test]

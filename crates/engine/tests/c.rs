@@ -77,6 +77,65 @@ fn what_is_merged_is_told_in_c() {
     assert_eq!(told.status().expect("it runs").code(), Some(0), "the number of what was told wrong");
 }
 
+#[test]
+fn a_program_in_c_is_merged_while_it_runs() {
+    let root = root();
+    let source = root.path().join("running.c");
+    std::fs::write(&source, RUNNING).expect("a file");
+    let Some(mut running) = compiled(&root, &source) else { return };
+    match running.status().expect("it runs").code() {
+        Some(77) => println!("skipped: userfaultfd is not permitted"),
+        code => assert_eq!(code, Some(0), "the number of what went wrong"),
+    }
+}
+
+const RUNNING: &str = r#"#include <pagefold.h>
+#include <string.h>
+#include <unistd.h>
+#define PAGE ((size_t)4096)
+int main(void)
+{
+	pagefold_options options = PAGEFOLD_OPTIONS_INIT;
+	options.max_slowdown = -1;
+	pagefold_engine *engine = pagefold_join("running", &options);
+	char *memory = pagefold_allocate(engine, 40 * PAGE);
+	if (!memory)
+		return 1;
+	for (size_t page = 0; page < 20; page++)
+		memset(memory + page * PAGE, 1 + page % 2, PAGE);
+	pagefold_merged merged;
+	if (pagefold_merge_while_running(engine, &merged))
+		return strstr(pagefold_error(), "userfaultfd") ? 77 : 2;
+	if (merged.merged != 20 || merged.stored != 2)
+		return 3;
+	for (size_t page = 20; page < 40; page++)
+		memset(memory + page * PAGE, 1 + page % 2, PAGE);
+	pagefold_background *background = pagefold_merge_in_background(engine, 0.5);
+	if (!background)
+		return 4;
+	pagefold_standing standing = { 0 };
+	for (int tries = 0; tries < 6000 && standing.merged != 40; tries++) {
+		usleep(10000);
+		if (pagefold_standing_of(engine, &standing))
+			return 5;
+	}
+	if (standing.merged != 40 || standing.store != 2 * PAGE)
+		return 6;
+	if (pagefold_end_background(background) || pagefold_end_background(NULL))
+		return 7;
+	for (size_t page = 0; page < 40; page++)
+		for (size_t byte = 0; byte < PAGE; byte++)
+			if (memory[page * PAGE + byte] != (char)(1 + page % 2))
+				return 8;
+	if (pagefold_advise(engine, memory, PAGE, PAGEFOLD_HOT) || !pagefold_advise(engine, memory, 1, PAGEFOLD_HOT))
+		return 9;
+	if (pagefold_free(engine, memory, 40 * PAGE))
+		return 10;
+	pagefold_leave(engine);
+	return 0;
+}
+"#;
+
 const TOLD: &str = r#"#include <pagefold.h>
 #include <string.h>
 #define PAGE ((size_t)4096)

@@ -67,7 +67,7 @@ impl Note {
         self.state == State::Merged
     }
 
-    /// Whether it is not expected to last when it is merged, because it did not the last time.
+    /// Whether it is not expected to last when it is merged: more often than not it did not.
     pub fn is_doubtful(self) -> bool {
         self.level > 0
     }
@@ -109,6 +109,25 @@ impl Note {
         (self.looks, self.changes) = (0, false);
     }
 
+    /// Its program says that it is written again and again, and is taken at its word as if that had been found: if it is
+    /// not merged it is left alone for as long as any page is, and else once it is found written.
+    pub fn advised_hot(&mut self, now: Duration) {
+        self.level = MOST;
+        if !self.is_merged() {
+            self.stamp = stamp(now).wrapping_add(1 << MOST);
+            self.state = State::Broken;
+        }
+    }
+
+    /// Its program says that it may be merged: whatever it did is forgotten, but not whether it is merged.
+    pub fn forgiven(&mut self) {
+        if self.is_merged() {
+            self.level = 0;
+        } else {
+            *self = Self::default();
+        }
+    }
+
     /// It was looked at, and nobody was known to hold what it does, whose fingerprint is this. After some looks it is
     /// left alone until the next moment that is a multiple of 1, 2, 4 and so on seconds. If it has changed it is so at
     /// once, and that goes two steps further each time: what the program computes with is likely to change again. If it
@@ -127,15 +146,21 @@ impl Note {
         self.state = State::Alone;
     }
 
-    /// It was found written. It lasted if it was merged for `must_last` at least; else it is left alone for twice as
-    /// long as the last time. Whether it lasted.
-    pub fn broken(&mut self, now: Duration, must_last: Duration) -> bool {
-        let now = stamp(now);
-        let lasted = u64::from(since(self.stamp, now)) >= must_last.as_secs().max(1);
-        self.level = if lasted { self.level.saturating_sub(1) } else { (self.level + 1).min(MOST) };
+    /// It was found written, and was not when somebody looked before. It lasted if it was merged for `must_last` at
+    /// least; if it did not it is left alone for twice as long as the last time. Whether it did not, as far as is
+    /// known: who looks seldom cannot tell.
+    pub fn broken(&mut self, now: Duration, before: Duration, must_last: Duration) -> bool {
+        let (now, must_last) = (stamp(now), must_last.as_secs().max(1));
+        let for_seconds = |until| u64::from(since(self.stamp, until));
+        let (lasted, short_lived) = (for_seconds(stamp(before)) >= must_last, for_seconds(now) < must_last);
+        if lasted {
+            self.level = self.level.saturating_sub(1);
+        } else if short_lived {
+            self.level = (self.level + 1).min(MOST);
+        }
         self.stamp = now.wrapping_add(1 << self.level);
         self.state = State::Broken;
-        lasted
+        short_lived
     }
 }
 
@@ -156,7 +181,7 @@ mod tests {
         for _ in 0..rounds {
             note.merged(at(now));
             now += 1;
-            note.broken(at(now), MUST_LAST);
+            note.broken(at(now), at(now), MUST_LAST);
             let wait = (0..).find(|more| note.may_merge(at(now + more))).unwrap();
             waits.push(wait);
             now += wait;
@@ -174,13 +199,15 @@ mod tests {
         let mut note = Note::default();
         assert!(note.may_merge(at(0)) && !note.is_merged());
         note.merged(at(0));
-        note.broken(at(1), MUST_LAST);
-        note.broken(at(1), MUST_LAST);
+        assert!(note.broken(at(1), at(0), MUST_LAST) && note.broken(at(1), at(0), MUST_LAST));
         assert!(!note.may_merge(at(4)) && note.may_merge(at(5)));
         note.merged(at(5));
         assert!(note.is_merged());
-        note.broken(at(30), MUST_LAST);
+        let mut seldom = note;
+        assert!(!note.broken(at(30), at(29), MUST_LAST));
         assert!(!note.may_merge(at(31)) && note.may_merge(at(32)), "two seconds, not eight");
+        assert!(!seldom.broken(at(30), at(5), MUST_LAST));
+        assert!(!seldom.may_merge(at(33)) && seldom.may_merge(at(34)), "nobody has looked meanwhile");
     }
 
     #[test]
@@ -215,13 +242,32 @@ mod tests {
     }
 
     #[test]
+    fn a_program_that_knows_better_is_believed() {
+        let (mut lone, mut merged) = (Note::default(), Note::default());
+        merged.merged(at(0));
+        for note in [&mut lone, &mut merged] {
+            note.advised_hot(at(5));
+        }
+        assert!(lone.is_hot(at(5)) && !lone.may_merge(at(4100)) && lone.may_merge(at(4101)));
+        assert!(merged.is_merged());
+        merged.broken(at(10), at(9), MUST_LAST);
+        assert!(!merged.may_merge(at(4105)) && merged.may_merge(at(4106)));
+        merged.forgiven();
+        assert!(merged.is_new() && merged.may_merge(at(11)));
+        merged.merged(at(11));
+        merged.advised_hot(at(11));
+        merged.forgiven();
+        assert!(merged.is_merged() && !merged.is_doubtful());
+    }
+
+    #[test]
     fn time_goes_on_over_the_end_of_the_stamp() {
         let mut note = Note::default();
         note.merged(at(65_530));
-        note.broken(at(65_535), MUST_LAST);
+        note.broken(at(65_535), at(65_534), MUST_LAST);
         assert!(!note.may_merge(at(65_536)) && note.may_merge(at(65_537)));
         note.merged(at(65_537));
-        note.broken(at(65_600), MUST_LAST);
+        note.broken(at(65_600), at(65_599), MUST_LAST);
         assert!(note.may_merge(at(65_601)), "it lasted over the end");
     }
 }

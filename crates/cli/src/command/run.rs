@@ -77,10 +77,10 @@ census of the tree now and then and merges what pays and lasts; put it before mp
 With --engine user a preloaded library merges what is equal in large allocations of the program and of what it starts, \
 with nobody but the members of its domain. An MPI program is merged when MPI_Barrier or MPI_Allreduce return, if no other \
 threads run than MPI's; any other program beside its work, for which writers have to wait for moments: that takes \
-userfaultfd (CAP_SYS_PTRACE, vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd). Memory that MPI may write to \
-at any time (receives that are not waited for, windows) is left alone, and so is all of a process that has a device, \
-direct I/O or io_uring open. Not for programs that pin memory in other ways, or that make system calls on large memory \
-past the C library: those are not seen.
+Linux 6.4 and userfaultfd (CAP_SYS_PTRACE, vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd). Memory that \
+MPI may write to at any time (receives that are not waited for, windows) is left alone, and so is all of a process that \
+has a device, direct I/O or io_uring open. Not for programs that pin memory in other ways, or that make system calls on \
+large memory past the C library: those are not seen.
 
 Exit status: the program's; 127 it was not found, 126 it cannot be executed, 2 pagefold could not enrol it.";
 
