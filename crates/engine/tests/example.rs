@@ -1,0 +1,23 @@
+//! The example in Rust; that in C is in `c`.
+
+use std::process::Command;
+
+#[test]
+fn copies_are_merged_at_a_safe_point_and_while_the_program_runs() {
+    let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
+    let tests = std::env::current_exe().expect("a test is a program");
+    let program = tests.parent().and_then(|deps| deps.parent()).expect("target/PROFILE/deps").join("examples/copies");
+    let output = Command::new(program).env("PAGEFOLD_RUNTIME", root.path()).output().expect("examples are built");
+    let text = String::from_utf8_lossy(&output.stdout);
+    let lines: Vec<&str> = text.lines().collect();
+    let [first, second, last] = lines[..] else { panic!("{output:?}") };
+    let begins = |line: &str, how: &str, merged: u32| line.starts_with(&format!("{how}: {merged} pages merged in "));
+    // 16 MiB are 4096 pages.
+    assert!(begins(first, "at a safe point", 16_384) && first.ends_with(" store takes 16.0 MiB"), "{first}");
+    let permitted = begins(second, "while running", 4096) && second.ends_with(" store takes 16.0 MiB");
+    assert!(
+        permitted || second.starts_with("merging while the program runs needs Linux 6.4 and userfaultfd"),
+        "{second}"
+    );
+    assert_eq!(last, "all memory as it was written");
+}
