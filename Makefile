@@ -115,12 +115,6 @@ check-kubernetes: ## Validate what is in deploy/kubernetes against the schemas o
 	target/kubernetes/bin/pip install --quiet kubernetes-validate==1.37.0
 	target/kubernetes/bin/kubernetes-validate --strict deploy/kubernetes/daemonset.yaml deploy/kubernetes/namespace.yaml
 
-.PHONY: check-hera
-check-hera: ## Compare the stand-in for HERA with itself in all its modes of memory (minutes; needs OpenMPI)
-	$(CARGO) build $(LOCKED) --release -p pagefold-engine
-	$(MAKE) install-library DESTDIR=$(CURDIR)/target/installed PREFIX=
-	labs/hera/check.sh $(CURDIR)/target/installed/lib
-
 .PHONY: lint
 lint: style deny ## Check formatting, lints, scripts, licences and duplicate dependencies
 

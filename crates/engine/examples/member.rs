@@ -10,7 +10,7 @@
 //! advise START COUNT HOW  0 mergeable, 1 unmergeable, 2 hot
 //! forsake START COUNT     `adopt` forsakes all, and adopts what is mapped
 //! merge                   tells what was done
-//! running                 merges as if it was running, or tells why it cannot
+//! running                 merges by `merge_while_running`, or tells why it cannot
 //! race ROUNDS             merges so often while a thread writes to pages without pause
 //! shuffle ROUNDS          merges so often while a thread moves forsaken memory without pause
 //! check                   every page against what was written

@@ -151,8 +151,8 @@ int pagefold_merge_while_running(pagefold_engine *engine, pagefold_merged *merge
 pagefold_background *pagefold_merge_in_background(pagefold_engine *engine, double share);
 
 /*
- * End that, once the merge in hand is done. Not 0 if it had ended by itself, for the reason that pagefold_error() tells.
- * Before pagefold_leave. background may be NULL.
+ * End that, once the merge in hand is done, before pagefold_leave. Not 0 if it had ended by itself, for the reason that
+ * pagefold_error() tells. background may be NULL.
  */
 int pagefold_end_background(pagefold_background *background);
 

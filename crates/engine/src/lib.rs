@@ -32,15 +32,15 @@
 //! - Memory reads the same before and after, whatever happens: contents are compared byte by byte before one mapping
 //!   takes the place of another in a single step (`memory`).
 //! - No content goes away under a process that may map it, however that came to map it: by merging, or by being forked
-//!   (`references`, `domain`). One that nobody maps any more leaves the store, as members find that out when they merge;
-//!   a few that a member could still refer to may stay.
+//!   (`references`, `domain`). One that nobody maps any more leaves the store, as members find that out when they
+//!   merge; a few that a member could still refer to may stay.
 //! - A member may die at any point. Nobody waits for it, and what it had is free for others.
 //! - A member may be stopped at any point. A merge waits at most a second for the lock of a domain, then leaves what
 //!   needs it for a later one, and says so ([`Merged::held_up`]).
 //! - With [`Options::max_slowdown`] the time that the engine takes from its program stays about that share, once what it
 //!   was told of [`Options::lifetime`] is over. Only looking stops when there is no time left: what was found is still
-//!   stored and mapped. A write to what was merged is counted when the next merge finds it, at what such a fault costs by
-//!   itself ([`Standing::spending`]). What was spent beyond the share is made up for before anything else is done.
+//!   stored and mapped. A write to what was merged is counted when the next merge finds it, at what such a fault costs
+//!   by itself ([`Standing::spending`]). What was spent beyond the share is made up for before anything else is done.
 //!
 //! # What a program does to its regions
 //! - **write**: the kernel copies the page. At the next merge it becomes ordinary memory again, and is left alone for
@@ -75,7 +75,8 @@
 //!
 //! # Unsafe
 //! `unsafe` is in `memory`, in `words`, where `pass`, `choose`, `survey` and `store` map and compare, where regions are
-//! lent and released, in `background`, and in `capi`, for what C gives and takes; each block says why it holds. The one promise that is the caller's is that nobody writes to adopted memory during a merge.
+//! lent and released, in `background`, and in `capi`, for what C gives and takes; each block says why it holds. The one
+//! promise that is the caller's is that nobody writes to adopted memory during a merge.
 
 mod background;
 mod capi;
@@ -151,8 +152,8 @@ pub enum Error {
     },
     /// Writers cannot be made to wait.
     #[error(
-        "merging while the program runs needs Linux 6.4 and userfaultfd: CAP_SYS_PTRACE, vm.unprivileged_userfaultfd=1, or access to \
-         /dev/userfaultfd; merging at safe points does not"
+        "merging while the program runs needs Linux 6.4 and userfaultfd: CAP_SYS_PTRACE, \
+         vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd; merging at safe points does not"
     )]
     NotPermitted(#[source] io::Error),
     /// There is no memory.

@@ -547,8 +547,7 @@ impl State {
         self.promising += Pages(u64::from(note.is_promising()));
     }
 
-    /// Note that a range was merged, and count it where `of` says. How many of its pages are not expected to
-    /// last.
+    /// Note that a range was merged, and count it where `of` says. How many of its pages are not expected to last.
     fn note_merged(&mut self, range: AddressRange, now: Duration, of: fn(&mut Tally) -> &mut Pages) -> Pages {
         // The survey has put them in order.
         let first = self.regions.partition_point(|region| region.range().end <= range.start);

@@ -41,8 +41,7 @@ impl Region {
     /// What is left of it without a range: up to two of them.
     pub fn without(&self, range: AddressRange) -> Vec<Self> {
         let part = |left: AddressRange| {
-            let at = |address: u64| ((address - self.range.start) / self.page) as usize;
-            let notes = self.notes[at(left.start)..at(left.end)].to_vec();
+            let notes = self.noted(left.start, left.end).to_vec();
             let unmergeable = self.unmergeable.iter().filter_map(|known| known.overlap(left)).collect();
             Self { notes, unmergeable, surveyed: self.surveyed, ..Self::new(left, self.page) }
         };
@@ -57,8 +56,7 @@ impl Region {
             kept.push(range);
         }
         self.unmergeable = AddressRange::union(kept);
-        let pages = self.at(range.start)..self.at(range.end);
-        let notes = self.notes[pages].iter_mut();
+        let notes = self.noted_mut(range).iter_mut();
         match advice {
             Advice::Mergeable => notes.for_each(Note::forgiven),
             Advice::Hot => notes.for_each(|note| note.advised_hot(now)),
@@ -69,8 +67,7 @@ impl Region {
     /// Forget what is known of pages: what was in them is no more.
     pub fn forget(&mut self, range: AddressRange) {
         let Some(range) = self.range.overlap(range) else { return };
-        let pages = self.at(range.start)..self.at(range.end);
-        self.notes[pages].fill(Note::default());
+        self.noted_mut(range).fill(Note::default());
     }
 
     /// A merge finds out what there is. When one did before.
@@ -113,17 +110,20 @@ impl Region {
         &self.notes[self.at(start)..self.at(end)]
     }
 
+    fn noted_mut(&mut self, part: AddressRange) -> &mut [Note] {
+        let pages = self.at(part.start)..self.at(part.end);
+        &mut self.notes[pages]
+    }
+
     /// Whether a page held the same when it was looked at last.
     pub fn is_settled(&self, address: u64, fingerprint: u64) -> bool {
         self.notes[self.at(address)].is_settled(fingerprint)
     }
 
-    /// A part of it was merged now, and is counted where `of` says. How many of its pages are not expected to
-    /// last.
+    /// A part of it was merged now, and is counted where `of` says. How many of its pages are not expected to last.
     pub fn merged(&mut self, part: AddressRange, now: Duration, of: fn(&mut Tally) -> &mut Pages) -> Pages {
         *of(&mut self.tally) += Pages(part.bytes().0 / self.page);
-        let (start, end) = (self.at(part.start), self.at(part.end));
-        let notes = &mut self.notes[start..end];
+        let notes = self.noted_mut(part);
         notes.iter_mut().for_each(|note| note.merged(now));
         Pages(notes.iter().filter(|note| note.is_doubtful()).count() as u64)
     }

@@ -43,9 +43,9 @@ pub struct Merged {
 }
 
 impl Merged {
-    /// What it took and won, with pages of so many bytes: what was stored takes frames, too. Pages that are
-    /// not expected to last are not won, nor lost when they are written: neither they nor their part of what was stored
-    /// count.
+    /// What it took and won, with pages of so many bytes: what was stored takes frames, too. Pages that
+    /// are not expected to last are not won, nor lost when they are written: neither they nor their part of what was
+    /// stored count.
     pub fn round(&self, page: u64) -> Round {
         let bytes = |pages: Pages| (pages.0 * page).cast_signed();
         let all = self.zeros + self.merged;

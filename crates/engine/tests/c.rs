@@ -1,23 +1,11 @@
 //! The C interface, by its example: compiled by the system's compiler against the header and the shared library.
 
-use std::path::{Path, PathBuf};
+mod library;
+
+use library::root;
+use std::path::Path;
 use std::process::Command;
 use tempfile::TempDir;
-
-/// Where cargo has put the shared library.
-fn library() -> PathBuf {
-    let tests = std::env::current_exe().expect("a test is a program");
-    tests.parent().expect("target/PROFILE/deps").join("libpagefold_engine.so")
-}
-
-/// A directory for domains and for the library, by the names that programs ask for.
-fn root() -> TempDir {
-    let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
-    for name in ["libpagefold.so", "libpagefold.so.0"] {
-        std::os::unix::fs::symlink(library(), root.path().join(name)).expect("a link");
-    }
-    root
-}
 
 /// A C program, ready to run.
 fn compiled(root: &TempDir, source: &Path) -> Option<Command> {
@@ -59,33 +47,30 @@ fn ranks_in_c_merge_what_they_share() {
     }
 }
 
+/// What a C program exits with: the number of what was wrong, 0 for nothing. `None` without a compiler.
+fn answer(name: &str, text: &str) -> Option<i32> {
+    let root = root();
+    let source = root.path().join(name);
+    std::fs::write(&source, text).expect("a file");
+    let status = compiled(&root, &source)?.status().expect("it runs");
+    Some(status.code().unwrap_or_else(|| panic!("{name}: {status}")))
+}
+
 #[test]
 fn what_is_wrong_is_told_in_c() {
-    let root = root();
-    let source = root.path().join("wrong.c");
-    std::fs::write(&source, WRONG).expect("a file");
-    let Some(mut wrong) = compiled(&root, &source) else { return };
-    assert_eq!(wrong.status().expect("it runs").code(), Some(0), "the number of what was not told");
+    assert_eq!(answer("wrong.c", WRONG).unwrap_or(0), 0);
 }
 
 #[test]
 fn what_is_merged_is_told_in_c() {
-    let root = root();
-    let source = root.path().join("told.c");
-    std::fs::write(&source, TOLD).expect("a file");
-    let Some(mut told) = compiled(&root, &source) else { return };
-    assert_eq!(told.status().expect("it runs").code(), Some(0), "the number of what was told wrong");
+    assert_eq!(answer("told.c", TOLD).unwrap_or(0), 0);
 }
 
 #[test]
 fn a_program_in_c_is_merged_while_it_runs() {
-    let root = root();
-    let source = root.path().join("running.c");
-    std::fs::write(&source, RUNNING).expect("a file");
-    let Some(mut running) = compiled(&root, &source) else { return };
-    match running.status().expect("it runs").code() {
+    match answer("running.c", RUNNING) {
         Some(77) => println!("skipped: userfaultfd is not permitted"),
-        code => assert_eq!(code, Some(0), "the number of what went wrong"),
+        other => assert_eq!(other.unwrap_or(0), 0),
     }
 }
 
@@ -105,7 +90,7 @@ int main(void)
 		memset(memory + page * PAGE, 1 + page % 2, PAGE);
 	pagefold_merged merged;
 	if (pagefold_merge_while_running(engine, &merged))
-		return strstr(pagefold_error(), "userfaultfd") ? 77 : 2;
+		return strstr(pagefold_error(), "needs Linux 6.4 and userfaultfd") ? 77 : 2;
 	if (merged.merged != 20 || merged.stored != 2)
 		return 3;
 	for (size_t page = 20; page < 40; page++)

@@ -1,12 +1,14 @@
 //! The example in Rust; that in C is in `c`.
 
+mod member;
+
+use member::{program, root};
 use std::process::Command;
 
 #[test]
 fn copies_are_merged_at_a_safe_point_and_while_the_program_runs() {
-    let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
-    let tests = std::env::current_exe().expect("a test is a program");
-    let program = tests.parent().and_then(|deps| deps.parent()).expect("target/PROFILE/deps").join("examples/copies");
+    let root = root();
+    let program = program().with_file_name("copies");
     let output = Command::new(program).env("PAGEFOLD_RUNTIME", root.path()).output().expect("examples are built");
     let text = String::from_utf8_lossy(&output.stdout);
     let lines: Vec<&str> = text.lines().collect();

@@ -1,6 +1,8 @@
-//! The stand-in for HERA in `labs/hera`, whose results are the same in all its modes of memory, with the library of this
-//! build.
+//! The stand-in for HERA in `labs/hera`: its results are the same in all its modes of memory.
 
+mod library;
+
+use library::root;
 use std::path::Path;
 use std::process::Command;
 
@@ -10,12 +12,7 @@ fn a_simulation_comes_to_the_same_to_the_last_bit() {
         println!("skipped: no C++ compiler");
         return;
     }
-    let library = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
-    let tests = std::env::current_exe().expect("a test is a program");
-    let built = tests.parent().expect("target/PROFILE/deps").join("libpagefold_engine.so");
-    for name in ["libpagefold.so", "libpagefold.so.0"] {
-        std::os::unix::fs::symlink(&built, library.path().join(name)).expect("a link");
-    }
+    let library = root();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../labs/hera/check.sh");
     let output = Command::new(script).arg(library.path()).output().expect("it runs");
     let text = String::from_utf8_lossy(&output.stdout);

@@ -29,8 +29,8 @@ pub fn prepare(options: &Options, name: &OsStr) -> anyhow::Result<Vec<(CString, 
     let launcher = Path::new(name).file_name().is_some_and(|name| LAUNCHERS.iter().any(|known| name == *known));
     if !RANKS.iter().any(set) && !launcher {
         UserFault::new().context(
-            "merging beside a program that runs needs Linux 6.4 and userfaultfd (CAP_SYS_PTRACE, vm.unprivileged_userfaultfd=1, or \
-             access to /dev/userfaultfd); MPI programs do without, under mpirun",
+            "merging beside a program that runs needs Linux 6.4 and userfaultfd (CAP_SYS_PTRACE, \
+             vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd); MPI programs do without, under mpirun",
         )?;
     }
     let job = || JOBS.iter().find_map(|name| std::env::var(name).ok()).map(|job| format!("mpi-{job}"));
