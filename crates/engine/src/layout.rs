@@ -3,6 +3,7 @@
 
 use crate::store::Identity;
 use pagefold_model::AddressRange;
+use pagefold_sys::pagemap::Holds;
 use std::io::{self, BufRead, BufReader};
 
 /// What is mapped somewhere, as far as it matters here.
@@ -17,6 +18,16 @@ pub enum Kind {
         /// Whether it is mapped as merging maps it: privately, to be read and written.
         plain: bool,
     },
+}
+
+impl Kind {
+    /// What the kernel can find in such a part.
+    pub fn holds(self) -> Holds {
+        match self {
+            Self::Ordinary => Holds::Anonymous,
+            Self::Stored { .. } => Holds::Anything,
+        }
+    }
 }
 
 /// A part of the address space.

@@ -4,7 +4,8 @@
 //! |---|---|
 //! | survey | page tables: what is ordinary memory and resident, what is merged, what was written since |
 //! | heal | what was written since becomes ordinary memory again, so that its slots can be freed |
-//! | look | candidates that are zeros, then fingerprints of the others, on all threads; those are noted in the index |
+//! | look | candidates that are zeros, then fingerprints of the others, on all threads; those are noted in the index; \
+//!          under a bound only of those that hold by a sample what they did at the last look |
 //! | decide | runs of pages with a partner that pay, by the prices and the code of guided planning |
 //! | store | contents that were seen twice and lie nowhere yet, in the order in which they lie in memory |
 //! | map | each run: refer, check, compare, exchange |
@@ -87,22 +88,34 @@ impl Stillness {
     }
 }
 
+/// Candidates that a thread has gone through, as many as it takes at a time.
+#[derive(Debug, Default)]
+struct Sifted {
+    zeros: Vec<Page>,
+    others: Vec<Candidates>,
+    /// Of all pages of the others in turn, if it matters what they held at the last look.
+    samples: Vec<u16>,
+}
+
 /// Candidates that were looked at, as many as a thread takes at a time. Of each page no more is kept than its
-/// fingerprint: what a merge takes of its program's heap may stay with that.
+/// fingerprint and its sample: what a merge takes of its program's heap may stay with that.
 #[derive(Debug, Default)]
 struct Looked {
     found: Vec<Candidates>,
     /// Of all their pages in turn, 0 of zeros.
     fingerprints: Vec<u64>,
+    samples: Vec<u16>,
 }
 
 impl Looked {
     fn pages(&self, page: u64) -> impl Iterator<Item = (Page, u64)> + '_ {
-        let pages = move |found: &Candidates| {
-            let (range, huge) = (found.range, found.huge);
-            (range.start..range.end).step_by(page as usize).map(move |address| Page::new(address, huge))
+        let of = move |found: &Candidates| {
+            let huge = found.huge;
+            addresses(found.range, page).map(move |address| Page::new(address, huge))
         };
-        self.found.iter().flat_map(pages).zip(self.fingerprints.iter().copied())
+        let sampled = self.found.iter().flat_map(of).zip(&self.samples);
+        let pages = sampled.map(|(page, &sample)| Page { sample, ..page });
+        pages.zip(self.fingerprints.iter().copied())
     }
 
     fn zeros(&self, page: u64) -> impl Iterator<Item = Page> + '_ {
@@ -127,13 +140,6 @@ impl Content {
     fn is_own(&self, slot: Option<u32>) -> bool {
         slot == Some(self.slot)
     }
-}
-
-/// Why a page is not in the index.
-enum Unsighted {
-    NoRoom,
-    /// It held something else the last time.
-    Unsettled,
 }
 
 impl State {
@@ -225,8 +231,8 @@ impl State {
         let new = survey.new_pages(page);
         let (zeros, looked) = self.look(&survey.candidates, deadline, terms, merged);
         // New ones are first.
-        self.promising = new - new.min(merged.looked_at);
-        let pages = self.sight(&looked, terms, merged)?;
+        self.promising += new - new.min(merged.looked_at);
+        let pages = self.sight(&looked, threads, merged)?;
         drop(looked);
 
         let mut split = HashSet::new();
@@ -300,21 +306,22 @@ impl State {
     /// Look at candidates until the deadline, the new ones first: pages of zeros, and others with their fingerprints,
     /// both by address. Zeros are found before any fingerprint is made: they are known by a line of each other page,
     /// and most worth.
+    ///
+    /// Where there is a bound on what may be spent, no fingerprint is made of pages that did not hold the same the last
+    /// time: whatever is merged while it changes costs its program a fault and the engine the work once more. Most of
+    /// those are known by a few lines.
     fn look(
         &mut self,
         candidates: &[Candidates],
         deadline: Option<Instant>,
-        Terms { threads, stillness, .. }: Terms<'_>,
+        Terms { room, threads, now, stillness }: Terms<'_>,
         merged: &mut Merged,
     ) -> (Vec<Page>, Vec<Looked>) {
-        let page = self.domain.page();
-        let addresses = |range: AddressRange| (range.start..range.end).step_by(page as usize);
+        let (page, sparing) = (self.domain.page(), room.is_some());
         let pieces = |found: &Candidates| {
             let (found, bytes) = (*found, CHUNK * page);
-            (found.range.start..found.range.end).step_by(bytes as usize).map(move |start| {
-                let range = AddressRange { start, end: found.range.end.min(start + bytes) };
-                Candidates { range, ..found }
-            })
+            addresses(found.range, bytes)
+                .map(move |start| found.within(AddressRange { start, end: found.range.end.min(start + bytes) }))
         };
         let mut chunks: Vec<Candidates> = candidates.iter().flat_map(pieces).collect();
         // What the last merge did not come to is first.
@@ -322,32 +329,49 @@ impl State {
         chunks.rotate_left(first);
         chunks.sort_by_key(|chunk| !chunk.new);
         let over = || deadline.is_some_and(|deadline| Instant::now() >= deadline);
+        let hasher = &self.hasher;
 
         // What cannot be held up is left for another time.
         let sifted = parallel(threads, &chunks, |&chunk| {
             if over() {
                 return None;
             }
-            let Ok(_still) = stillness.of(chunk.range) else { return Some((Vec::new(), Vec::new())) };
+            let mut sifted = Sifted::default();
+            let Ok(_still) = stillness.of(chunk.range) else { return Some(sifted) };
             // SAFETY: the survey found it resident ordinary memory, and nobody writes to or unmaps it meanwhile.
             let bytes = unsafe { memory::bytes(chunk.range) };
-            let (mut zeros, mut others): (Vec<Page>, Vec<Candidates>) = Default::default();
-            for (address, bytes) in addresses(chunk.range).zip(bytes.chunks_exact(page as usize)) {
-                let found = Candidates { range: AddressRange { start: address, end: address + page }, ..chunk };
-                match others.last_mut() {
-                    _ if is_zeros(bytes) => zeros.push(Page::new(address, chunk.huge)),
-                    Some(last) if last.precedes(&found) => last.range.end += page,
-                    _ => others.push(found),
+            for (address, bytes) in addresses(chunk.range, page).zip(bytes.chunks_exact(page as usize)) {
+                if is_zeros(bytes) {
+                    sifted.zeros.push(Page::new(address, chunk.huge));
+                    continue;
                 }
+                chunk.within(AddressRange { start: address, end: address + page }).join(&mut sifted.others);
+                sifted.samples.extend(sparing.then(|| hasher.sample(bytes)));
             }
-            Some((zeros, others))
+            Some(sifted)
         });
         let unsifted = sifted.iter().position(Option::is_none).map(|at| chunks[at].range.start);
-        let (zeros, others): (Vec<Vec<Page>>, Vec<Vec<Candidates>>) = sifted.into_iter().flatten().unzip();
-        let mut zeros = zeros.concat();
-        let others: Vec<Vec<Candidates>> = others.into_iter().filter(|others| !others.is_empty()).collect();
+        let mut zeros: Vec<Page> = sifted.iter().flatten().flat_map(|sifted| &sifted.zeros).copied().collect();
+        let mut unsettled = Pages::ZERO;
+        let mut settled = |sifted: Sifted| {
+            if !sparing {
+                return sifted.others;
+            }
+            let mut settled = Vec::new();
+            let found = sifted.others.iter().flat_map(|found| addresses(found.range, page).map(move |at| (found, at)));
+            for ((found, address), sample) in found.zip(sifted.samples) {
+                if region_of(&mut self.regions, address).note(address).is_settled(sample) {
+                    found.within(AddressRange { start: address, end: address + page }).join(&mut settled);
+                } else {
+                    unsettled += Pages(1);
+                    self.promising += note_looked(&mut self.regions, address, sample, now);
+                }
+            }
+            settled
+        };
+        let others = sifted.into_iter().flatten().map(&mut settled);
+        let others: Vec<Vec<Candidates>> = others.filter(|others| !others.is_empty()).collect();
 
-        let hasher = &self.hasher;
         let looked = parallel(threads, &others, |others| {
             if over() {
                 return None;
@@ -357,7 +381,10 @@ impl State {
                 let Ok(_still) = stillness.of(found.range) else { continue };
                 // SAFETY: as above.
                 let bytes = unsafe { memory::bytes(found.range) };
-                looked.fingerprints.extend(bytes.chunks_exact(page as usize).map(|bytes| hasher.fingerprint(bytes)));
+                for bytes in bytes.chunks_exact(page as usize) {
+                    looked.fingerprints.push(hasher.fingerprint(bytes));
+                    looked.samples.push(hasher.sample(bytes));
+                }
                 looked.found.push(found);
             }
             Some(looked)
@@ -371,53 +398,29 @@ impl State {
         // Written between.
         zeros.extend(looked.iter().flat_map(|looked| looked.zeros(page)));
         let seen: usize = looked.iter().map(|looked| looked.fingerprints.len()).sum();
-        merged.looked_at += Pages((sifted + seen) as u64);
+        merged.looked_at += Pages((sifted + seen) as u64) + unsettled;
         zeros.sort_unstable_by_key(|page| page.address);
         looked.sort_unstable_by_key(|looked| looked.found.first().map(|found| found.range.start));
         (zeros, looked)
     }
 
-    /// Note each content in the index. Pages for which there is no room are left out. Where there is a bound on what
-    /// may be spent, so are those that did not hold the same the last time, unless it is known already: whatever
-    /// is merged while it changes costs its program a fault and the engine the work once more.
-    fn sight(
-        &mut self,
-        looked: &[Looked],
-        Terms { room, threads, now, .. }: Terms<'_>,
-        merged: &mut Merged,
-    ) -> io::Result<Vec<Page>> {
-        let (page, sparing) = (self.domain.page(), room.is_some());
-        let regions = &self.regions;
-        let settled = |address, fingerprint| region_of(regions, address).is_settled(address, fingerprint);
-        let enters = |address, fingerprint| !sparing || settled(address, fingerprint);
+    /// Note each content in the index. Pages for which there is no room are left out.
+    fn sight(&mut self, looked: &[Looked], threads: usize, merged: &mut Merged) -> io::Result<Vec<Page>> {
+        let page = self.domain.page();
         let missing = |index: &Index| {
             let others = looked.iter().flat_map(|looked| looked.others(page));
-            others.filter(|&(found, print)| enters(found.address, print) && index.find(print).is_none()).count()
+            others.filter(|&(_, fingerprint)| index.find(fingerprint).is_none()).count()
         };
         unless_held_up(self.domain.make_room(missing), merged)?;
-        let (domain, random, epoch) = (&self.domain, self.random, self.domain.epoch());
+        let (index, random, epoch) = (&self.domain.index, self.random, self.domain.epoch());
         let sight = |(found, fingerprint): (Page, u64)| {
-            let index = &domain.index;
-            let entry = if enters(found.address, fingerprint) {
-                index.entry(fingerprint).ok_or(Unsighted::NoRoom)
-            } else {
-                index.find(fingerprint).ok_or(Unsighted::Unsettled)
-            }?;
+            let entry = index.entry(fingerprint)?;
             index.see(entry, Tag::of(random, found.address), epoch);
-            Ok(entry)
+            Some(Page { entry, ..found })
         };
         let sighted = parallel(threads, looked, |looked| looked.others(page).map(sight).collect::<Vec<_>>());
-        let mut pages = Vec::new();
-        for ((found, fingerprint), sighted) in
-            looked.iter().flat_map(|looked| looked.others(page)).zip(sighted.into_iter().flatten())
-        {
-            match sighted {
-                Ok(entry) => pages.push(Page { entry, ..found }),
-                Err(Unsighted::NoRoom) => merged.failed += Pages(1),
-                Err(Unsighted::Unsettled) => self.note_looked(found.address, fingerprint, now),
-            }
-        }
-        Ok(pages)
+        merged.failed += Pages(sighted.iter().flatten().filter(|page| page.is_none()).count() as u64);
+        Ok(sighted.into_iter().flatten().flatten().collect())
     }
 
     /// The contents of each batch that are to be stored, with slots for them that lie one behind another as the
@@ -534,17 +537,9 @@ impl State {
         let mut chosen = chosen.map(|page| page.address).peekable();
         for found in pages {
             if chosen.next_if_eq(&found.address).is_none() {
-                self.note_looked(found.address, self.domain.index.fingerprint(found.entry), now);
+                self.promising += note_looked(&mut self.regions, found.address, found.sample, now);
             }
         }
-    }
-
-    /// Note that a page was looked at in vain.
-    fn note_looked(&mut self, address: u64, fingerprint: u64, now: Duration) {
-        let at = self.regions.partition_point(|region| region.range().end <= address);
-        let note = self.regions[at].note(address);
-        note.looked(now, fingerprint);
-        self.promising += Pages(u64::from(note.is_promising()));
     }
 
     /// Note that a range was merged, and count it where `of` says. How many of its pages are not expected to last.
@@ -575,9 +570,22 @@ fn batches(chosen: &[Range<usize>]) -> Vec<Vec<Range<usize>>> {
     batches
 }
 
+/// Addresses so far apart.
+fn addresses(range: AddressRange, apart: u64) -> impl Iterator<Item = u64> {
+    (range.start..range.end).step_by(apart as usize)
+}
+
 /// The region that an address lies in, of those in the order of addresses.
-fn region_of(regions: &[Region], address: u64) -> &Region {
-    &regions[regions.partition_point(|region| region.range().end <= address)]
+fn region_of(regions: &mut [Region], address: u64) -> &mut Region {
+    let at = regions.partition_point(|region| region.range().end <= address);
+    &mut regions[at]
+}
+
+/// Note that a page was looked at in vain; whether it is promising nevertheless.
+fn note_looked(regions: &mut [Region], address: u64, sample: u16, now: Duration) -> Pages {
+    let note = region_of(regions, address).note(address);
+    note.looked(now, sample);
+    Pages(u64::from(note.is_promising()))
 }
 
 /// What cannot be done because another member has had the domain's lock for too long is left for a later merge.

@@ -115,11 +115,6 @@ impl Region {
         &mut self.notes[pages]
     }
 
-    /// Whether a page held the same when it was looked at last.
-    pub fn is_settled(&self, address: u64, fingerprint: u64) -> bool {
-        self.notes[self.at(address)].is_settled(fingerprint)
-    }
-
     /// A part of it was merged now, and is counted where `of` says. How many of its pages are not expected to last.
     pub fn merged(&mut self, part: AddressRange, now: Duration, of: fn(&mut Tally) -> &mut Pages) -> Pages {
         *of(&mut self.tally) += Pages(part.bytes().0 / self.page);
@@ -170,7 +165,7 @@ pub fn tally_now(domain: &Domain, regions: &mut [Region], now: Duration) -> io::
         for part in &parts[first..] {
             let Some(range) = part.range.overlap(region.range) else { break };
             let mut found = Vec::new();
-            pagemap::mapped(&pagemap, range.start..range.end, |mapped| found.push(mapped))?;
+            pagemap::mapped(&pagemap, range.start..range.end, part.kind.holds(), |mapped| found.push(mapped))?;
             region.tally(range, part.kind, &found, now);
         }
     }

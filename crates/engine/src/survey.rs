@@ -46,8 +46,21 @@ pub struct Candidates {
 
 impl Candidates {
     /// Whether others of the same kind lie right behind.
-    pub fn precedes(&self, other: &Self) -> bool {
+    fn precedes(&self, other: &Self) -> bool {
         self.range.end == other.range.start && (self.huge, self.new) == (other.huge, other.new)
+    }
+
+    /// The pages of these that lie in a range.
+    pub fn within(&self, range: AddressRange) -> Self {
+        Self { range, ..*self }
+    }
+
+    /// Put them behind others, with which they may be one.
+    pub fn join(self, others: &mut Vec<Self>) {
+        match others.last_mut() {
+            Some(last) if last.precedes(&self) => last.range.end = self.range.end,
+            _ => others.push(self),
+        }
     }
 }
 
@@ -83,7 +96,7 @@ impl Survey {
             for part in &parts[first..] {
                 let Some(whole) = part.range.overlap(region.range()) else { break };
                 survey.parts.push(whole);
-                let found = pagemap.mapped(whole.start..whole.end)?;
+                let found = pagemap.mapped(whole.start..whole.end, part.kind.holds())?;
                 for mapped in &found {
                     let range = AddressRange { start: mapped.start, end: mapped.end };
                     let addresses = (range.start..range.end).step_by(page as usize);
@@ -111,10 +124,7 @@ impl Survey {
                                 }
                                 let range = AddressRange { start: address, end: address + page };
                                 let found = Candidates { range, huge: mapped.huge, new: note.is_new() };
-                                match survey.candidates.last_mut() {
-                                    Some(last) if last.precedes(&found) => last.range.end += page,
-                                    _ => survey.candidates.push(found),
-                                }
+                                found.join(&mut survey.candidates);
                             }
                         }
                     }
@@ -122,7 +132,7 @@ impl Survey {
                 region.tally(whole, part.kind, &found, now);
             }
             let allowed = |&found: &Candidates| {
-                found.range.outside(region.unmergeable()).into_iter().map(move |range| Candidates { range, ..found })
+                found.range.outside(region.unmergeable()).into_iter().map(move |range| found.within(range))
             };
             if !region.unmergeable().is_empty() {
                 survey.candidates = survey.candidates.iter().flat_map(allowed).collect();

@@ -66,6 +66,21 @@ fn what_could_not_be_merged_at_the_first_look_is_looked_at_again_at_once() {
 }
 
 #[test]
+fn what_others_hold_is_merged_at_once_but_under_a_bound_once_it_was_the_same_twice() {
+    for (max_slowdown, looks) in [(None, 1), (Some(0.02), 2)] {
+        let root = root();
+        let engine = join(&root, max_slowdown, HOUR);
+        let mut early = [engine.allocate(2000 * PAGE).unwrap(), engine.allocate(2000 * PAGE).unwrap()];
+        early.iter_mut().for_each(|region| fill(region, 7));
+        assert!((0..2).any(|_| merge(&engine).merged == Pages(4000)));
+        let mut late = engine.allocate(2000 * PAGE).unwrap();
+        fill(&mut late, 7);
+        let found = (1..4).find(|_| merge(&engine).merged == Pages(2000));
+        assert_eq!(found, Some(looks), "{max_slowdown:?}");
+    }
+}
+
+#[test]
 fn merges_that_do_not_pay_come_seldom_until_there_is_something_new() {
     let root = root();
     // Room for all the merges that follow.

@@ -33,7 +33,7 @@ pub struct Note {
     looks: u8,
     /// Whether it held something else at the last look than at the one before.
     changes: bool,
-    /// Some bits of what it held then.
+    /// A sample of what it held then.
     content: u16,
 }
 
@@ -91,10 +91,10 @@ impl Note {
         }
     }
 
-    /// Whether it held the same when it was looked at last, by its fingerprint: what was written since is likely to be
+    /// Whether it held the same when it was looked at last, by a sample of it: what was written since is likely to be
     /// written again, as ksmd takes it, too (`calc_checksum` in mm/ksm.c, 6.18).
-    pub fn is_settled(self, fingerprint: u64) -> bool {
-        self.state == State::Alone && self.content == fingerprint as u16
+    pub fn is_settled(self, sample: u16) -> bool {
+        self.state == State::Alone && self.content == sample
     }
 
     /// Whether it is to be looked at again at once: it was not often enough to tell, and does not change.
@@ -128,19 +128,19 @@ impl Note {
         }
     }
 
-    /// It was looked at, and nobody was known to hold what it does, whose fingerprint is this. After some looks it is
+    /// It was looked at, and nobody was known to hold what it does, of which this is a sample. After some looks it is
     /// left alone until the next moment that is a multiple of 1, 2, 4 and so on seconds. If it has changed it is so at
     /// once, and that goes two steps further each time: what the program computes with is likely to change again. If it
     /// no longer does, the next look comes at once.
-    pub fn looked(&mut self, now: Duration, fingerprint: u64) {
-        let changed = self.state == State::Alone && !self.is_settled(fingerprint);
+    pub fn looked(&mut self, now: Duration, sample: u16) {
+        let changed = self.state == State::Alone && !self.is_settled(sample);
         let looks = match (changed, self.changes) {
             (true, _) => self.looks.max(FREE - 1) + 2,
             (false, true) => FREE - 1,
             (false, false) => self.looks + 1,
         };
         (self.looks, self.changes) = (looks.min(FREE + MOST_ALONE), changed);
-        self.content = fingerprint as u16;
+        self.content = sample;
         let step = 1_u64 << self.looks.saturating_sub(FREE);
         self.stamp = (now.as_secs() / step * step + step) as u16;
         self.state = State::Alone;
@@ -212,7 +212,7 @@ mod tests {
 
     #[test]
     fn a_page_without_a_partner_is_looked_at_less_and_less_often() {
-        let looks = |content: fn(u64) -> u64| {
+        let looks = |content: fn(u64) -> u16| {
             let (mut note, mut looked) = (Note::default(), Vec::new());
             for now in 0..400 {
                 if note.may_merge(at(now)) {
@@ -223,9 +223,9 @@ mod tests {
             looked
         };
         assert_eq!(looks(|_| 7), [0, 1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 192, 256, 320, 384]);
-        assert_eq!(looks(|now| now), [0, 1, 2, 8, 32, 64, 128, 192, 256, 320, 384], "it changes");
+        assert_eq!(looks(|now| now as u16), [0, 1, 2, 8, 32, 64, 128, 192, 256, 320, 384], "it changes");
         assert_eq!(
-            looks(|now| now.min(3)),
+            looks(|now| now.min(3) as u16),
             [0, 1, 2, 8, 32, 33, 34, 36, 40, 48, 64, 96, 128, 192, 256, 320, 384],
             "it did"
         );

@@ -243,7 +243,7 @@ impl Target {
         let room = |base, before| Ok(Some(Room { base, before, after: mark(bytes) }));
         let reach = stack.start..stack.end.min(stack.start + REACH);
         let mut touched = Vec::new();
-        pagemap::mapped(&self.pagemap, reach.clone(), |range| {
+        pagemap::mapped(&self.pagemap, reach.clone(), pagemap::Holds::Anything, |range| {
             touched.extend((range.start..range.end).step_by(page_size()))
         })
         .map_err(failed("reading which pages of its stack are in use"))?;
