@@ -4,7 +4,8 @@
 //! code that is slowed as a build with `-finstrument-functions` is. Another is ours: the indirection writes no zeros
 //! where there are none stored, so that there is a case in which nobody writes what is there already. In each round the
 //! modes come in an order drawn anew, and each is compared with the plain run of its round; what they compute must be
-//! the same to the last bit.
+//! the same to the last bit. Run times of the same code scatter by more than the user engine costs: some more rounds are
+//! of these two alone.
 //!
 //! Memory is that of the job's control group, read in the same way for all: anonymous and shared memory, so that the
 //! messages of ranks, the store of the user engine, its index and the directory of its domain count. To that comes what
@@ -133,6 +134,8 @@ pub struct Conditions {
     pub cpu: u32,
     /// Bound on the slow-down that the user engine is given.
     pub max_slowdown: f64,
+    /// Rounds of the plain code and the user engine alone, after the others.
+    pub pairs: usize,
     /// Tiny runs.
     pub quick: bool,
 }
@@ -194,8 +197,9 @@ fn mean(values: impl ExactSizeIterator<Item = f64>) -> f64 {
 /// Run a case in all modes, round by round.
 pub fn measure(case: Case, rounds: usize, conditions: &Conditions) -> Result<Vec<Run>> {
     let mut runs: Vec<Run> = Vec::new();
-    for round in 1..=rounds {
-        for mode in shuffled(Mode::ALL.to_vec()) {
+    for round in 1..=rounds + conditions.pairs {
+        let modes = if round <= rounds { Mode::ALL.to_vec() } else { vec![Mode::Plain, Mode::Engine] };
+        for mode in shuffled(modes) {
             eprint!("{} round {round}: {} ... ", case.name, mode.name());
             let run = run(case, mode, round, conditions)?;
             eprintln!("{:.1} s, {:.0} MiB", run.seconds, run.memory() / MIB);
@@ -380,12 +384,14 @@ pub fn findings(case: Case, runs: &[Run], conditions: &Conditions) -> Findings {
         "`hera {}`. Memory is the mean over the run, of the whole job, with the engine's store and index and ksmd's \
          metadata; gain and slow-down are against the plain run of the same round. The engine was given a bound of \
          {:.1} %, of which that of {} s was there from the beginning, guided merging one of {} % of a CPU. \
-         \"engine s\" is the time it took of the slowest rank. All modes \
-         computed the same to the last bit.",
+         \"engine s\" is the time it took of the slowest rank. {} of {} rounds were of plain and engine alone. All \
+         modes computed the same to the last bit.",
         case.arguments,
         conditions.max_slowdown * 100.0,
         conditions.lifetime(),
-        conditions.cpu
+        conditions.cpu,
+        conditions.pairs,
+        pairs(runs, Mode::Plain).len()
     ));
     findings.tables.push(table);
     findings.bars = bars(case, runs);

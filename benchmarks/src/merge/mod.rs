@@ -63,6 +63,9 @@ pub struct Arguments {
     /// Which cases of the stand-in for HERA; all if none is named
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     cases: Vec<String>,
+    /// Rounds of it after the others, of the plain code and the user engine alone
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    pairs: usize,
     /// The stand-in for HERA, as labs/hera/build.sh makes it [default: target/hera/hera]
     #[arg(long, value_name = "PATH")]
     hera: Option<PathBuf>,
@@ -208,6 +211,7 @@ impl Kept<'_> {
                     pagefold: self.pagefold.clone(),
                     cpu: self.arguments.hot_cpu,
                     max_slowdown: self.arguments.max_slowdown / 100.0,
+                    pairs: if quick { 0 } else { self.arguments.pairs },
                     quick,
                 };
                 for case in hera::chosen(&self.arguments.cases)? {
