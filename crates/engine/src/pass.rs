@@ -4,8 +4,7 @@
 //! |---|---|
 //! | survey | page tables: what is ordinary memory and resident, what is merged, what was written since |
 //! | heal | what was written since becomes ordinary memory again, so that its slots can be freed |
-//! | look | candidates that are zeros, then fingerprints of the others, on all threads; those are noted in the index; \
-//!          under a bound only of those that hold by a sample what they did at the last look |
+//! | look | candidates that are zeros, then fingerprints of the others, on all threads; those are noted in the index |
 //! | decide | runs of pages with a partner that pay, by the prices and the code of guided planning |
 //! | store | contents that were seen twice and lie nowhere yet, in the order in which they lie in memory |
 //! | map | each run: refer, check, compare, exchange |
@@ -91,7 +90,7 @@ impl Stillness {
 /// Candidates that a thread has gone through, as many as it takes at a time.
 #[derive(Debug, Default)]
 struct Sifted {
-    zeros: Vec<Page>,
+    zeros: Vec<Candidates>,
     others: Vec<Candidates>,
     /// Of all pages of the others in turn, if it matters what they held at the last look.
     samples: Vec<u16>,
@@ -108,22 +107,17 @@ struct Looked {
 }
 
 impl Looked {
-    fn pages(&self, page: u64) -> impl Iterator<Item = (Page, u64)> + '_ {
-        let of = move |found: &Candidates| {
-            let huge = found.huge;
-            addresses(found.range, page).map(move |address| Page::new(address, huge))
-        };
-        let sampled = self.found.iter().flat_map(of).zip(&self.samples);
-        let pages = sampled.map(|(page, &sample)| Page { sample, ..page });
-        pages.zip(self.fingerprints.iter().copied())
+    fn pages(&self, page: u64) -> impl Iterator<Item = (Candidates, u64)> + '_ {
+        self.found.iter().flat_map(move |found| found.pieces(page)).zip(self.fingerprints.iter().copied())
     }
 
-    fn zeros(&self, page: u64) -> impl Iterator<Item = Page> + '_ {
-        self.pages(page).filter(|&(_, fingerprint)| fingerprint == 0).map(|(page, _)| page)
+    fn zeros(&self, page: u64) -> impl Iterator<Item = Candidates> + '_ {
+        self.pages(page).filter(|&(_, fingerprint)| fingerprint == 0).map(|(found, _)| found)
     }
 
     fn others(&self, page: u64) -> impl Iterator<Item = (Page, u64)> + '_ {
-        self.pages(page).filter(|&(_, fingerprint)| fingerprint != 0)
+        let pages = self.pages(page).zip(&self.samples).filter(|&((_, fingerprint), _)| fingerprint != 0);
+        pages.map(|((found, fingerprint), &sample)| (Page { sample, ..found.first() }, fingerprint))
     }
 }
 
@@ -236,15 +230,19 @@ impl State {
         drop(looked);
 
         let mut split = HashSet::new();
-        for run in choose(&zeros, |_| true, |_| page as i64, &split, page, usize::MAX) {
-            let run = &zeros[run];
-            let range = Run { pages: run, slot: 0 }.range(page);
-            if give_back(range, stillness).is_ok_and(|done| done) {
-                merged.zeros += Pages(run.len() as u64);
-                split.extend(run.iter().filter(|found| found.huge).map(|found| huge_page(found.address, page)));
-                merged.retried += self.note_merged(range, now, |tally| &mut tally.zeros);
-            } else {
-                merged.failed += Pages(run.len() as u64);
+        for together in zeros.chunk_by(|found, next| found.range.end == next.range.start) {
+            let zeros: Vec<Page> =
+                together.iter().flat_map(|found| found.pieces(page)).map(|one| one.first()).collect();
+            for run in choose(&zeros, |_| true, |_| page as i64, &split, page, usize::MAX) {
+                let run = &zeros[run];
+                let range = Run { pages: run, slot: 0 }.range(page);
+                if give_back(range, stillness).is_ok_and(|done| done) {
+                    merged.zeros += Pages(run.len() as u64);
+                    split.extend(run.iter().filter(|found| found.huge).map(|found| huge_page(found.address, page)));
+                    merged.retried += self.note_merged(range, now, |tally| &mut tally.zeros);
+                } else {
+                    merged.failed += Pages(run.len() as u64);
+                }
             }
         }
         fault::point("after giving zeros back");
@@ -316,14 +314,9 @@ impl State {
         deadline: Option<Instant>,
         Terms { room, threads, now, stillness }: Terms<'_>,
         merged: &mut Merged,
-    ) -> (Vec<Page>, Vec<Looked>) {
+    ) -> (Vec<Candidates>, Vec<Looked>) {
         let (page, sparing) = (self.domain.page(), room.is_some());
-        let pieces = |found: &Candidates| {
-            let (found, bytes) = (*found, CHUNK * page);
-            addresses(found.range, bytes)
-                .map(move |start| found.within(AddressRange { start, end: found.range.end.min(start + bytes) }))
-        };
-        let mut chunks: Vec<Candidates> = candidates.iter().flat_map(pieces).collect();
+        let mut chunks: Vec<Candidates> = candidates.iter().flat_map(|found| found.pieces(CHUNK * page)).collect();
         // What the last merge did not come to is first.
         let first = chunks.partition_point(|chunk| chunk.range.start < self.cursor);
         chunks.rotate_left(first);
@@ -340,38 +333,24 @@ impl State {
             let Ok(_still) = stillness.of(chunk.range) else { return Some(sifted) };
             // SAFETY: the survey found it resident ordinary memory, and nobody writes to or unmaps it meanwhile.
             let bytes = unsafe { memory::bytes(chunk.range) };
-            for (address, bytes) in addresses(chunk.range, page).zip(bytes.chunks_exact(page as usize)) {
+            for (found, bytes) in chunk.pieces(page).zip(bytes.chunks_exact(page as usize)) {
                 if is_zeros(bytes) {
-                    sifted.zeros.push(Page::new(address, chunk.huge));
-                    continue;
+                    found.join(&mut sifted.zeros);
+                } else {
+                    found.join(&mut sifted.others);
+                    sifted.samples.extend(sparing.then(|| hasher.sample(bytes)));
                 }
-                chunk.within(AddressRange { start: address, end: address + page }).join(&mut sifted.others);
-                sifted.samples.extend(sparing.then(|| hasher.sample(bytes)));
             }
             Some(sifted)
         });
         let unsifted = sifted.iter().position(Option::is_none).map(|at| chunks[at].range.start);
-        let mut zeros: Vec<Page> = sifted.iter().flatten().flat_map(|sifted| &sifted.zeros).copied().collect();
-        let mut unsettled = Pages::ZERO;
-        let mut settled = |sifted: Sifted| {
-            if !sparing {
-                return sifted.others;
-            }
-            let mut settled = Vec::new();
-            let found = sifted.others.iter().flat_map(|found| addresses(found.range, page).map(move |at| (found, at)));
-            for ((found, address), sample) in found.zip(sifted.samples) {
-                if region_of(&mut self.regions, address).note(address).is_settled(sample) {
-                    found.within(AddressRange { start: address, end: address + page }).join(&mut settled);
-                } else {
-                    unsettled += Pages(1);
-                    self.promising += note_looked(&mut self.regions, address, sample, now);
-                }
-            }
-            settled
-        };
-        let others = sifted.into_iter().flatten().map(&mut settled);
+        let mut zeros: Vec<Candidates> = sifted.iter().flatten().flat_map(|sifted| &sifted.zeros).copied().collect();
+        merged.looked_at += Pages(zeros.iter().map(|found| found.range.bytes().0 / page).sum());
+        let settled = |sifted| if sparing { self.settled(sifted, now, merged) } else { sifted.others };
+        let others = sifted.into_iter().flatten().map(settled);
         let others: Vec<Vec<Candidates>> = others.filter(|others| !others.is_empty()).collect();
 
+        let hasher = &self.hasher;
         let looked = parallel(threads, &others, |others| {
             if over() {
                 return None;
@@ -394,14 +373,30 @@ impl State {
         merged.cut_short += u64::from(unreached.is_some());
         self.cursor = unreached.unwrap_or(0);
         let mut looked: Vec<Looked> = looked.into_iter().flatten().collect();
-        let sifted = zeros.len();
         // Written between.
         zeros.extend(looked.iter().flat_map(|looked| looked.zeros(page)));
         let seen: usize = looked.iter().map(|looked| looked.fingerprints.len()).sum();
-        merged.looked_at += Pages((sifted + seen) as u64) + unsettled;
-        zeros.sort_unstable_by_key(|page| page.address);
+        merged.looked_at += Pages(seen as u64);
+        zeros.sort_unstable_by_key(|found| found.range.start);
         looked.sort_unstable_by_key(|looked| looked.found.first().map(|found| found.range.start));
         (zeros, looked)
+    }
+
+    /// Those of some pages that hold what they did at the last look, by a sample; with the others nothing more is done.
+    fn settled(&mut self, sifted: Sifted, now: Duration, merged: &mut Merged) -> Vec<Candidates> {
+        let page = self.domain.page();
+        let mut settled = Vec::new();
+        let found = sifted.others.into_iter().flat_map(|found| found.pieces(page));
+        for (found, sample) in found.zip(sifted.samples) {
+            let address = found.range.start;
+            if region_of(&mut self.regions, address).note(address).is_settled(sample) {
+                found.join(&mut settled);
+            } else {
+                merged.looked_at += Pages(1);
+                self.promising += note_looked(&mut self.regions, address, sample, now);
+            }
+        }
+        settled
     }
 
     /// Note each content in the index. Pages for which there is no room are left out.
@@ -568,11 +563,6 @@ fn batches(chosen: &[Range<usize>]) -> Vec<Vec<Range<usize>>> {
         batches.last_mut().expect("one was just made").push(part);
     }
     batches
-}
-
-/// Addresses so far apart.
-fn addresses(range: AddressRange, apart: u64) -> impl Iterator<Item = u64> {
-    (range.start..range.end).step_by(apart as usize)
 }
 
 /// The region that an address lies in, of those in the order of addresses.

@@ -1,5 +1,6 @@
 //! Finding out what there is: the first step of a merge, from page tables alone; and healing, which follows from it.
 
+use crate::choose::Page;
 use crate::domain::Domain;
 use crate::layout::{self, Kind};
 use crate::memory::Incoming;
@@ -50,9 +51,16 @@ impl Candidates {
         self.range.end == other.range.start && (self.huge, self.new) == (other.huge, other.new)
     }
 
-    /// The pages of these that lie in a range.
-    pub fn within(&self, range: AddressRange) -> Self {
-        Self { range, ..*self }
+    /// The first page of these.
+    pub fn first(&self) -> Page {
+        Page::new(self.range.start, self.huge)
+    }
+
+    /// The same in pieces of so many bytes, the last of which may be shorter.
+    pub fn pieces(self, bytes: u64) -> impl Iterator<Item = Self> {
+        let AddressRange { start, end } = self.range;
+        let piece = move |start| Self { range: AddressRange { start, end: end.min(start + bytes) }, ..self };
+        (start..end).step_by(bytes as usize).map(piece)
     }
 
     /// Put them behind others, with which they may be one.
@@ -132,7 +140,7 @@ impl Survey {
                 region.tally(whole, part.kind, &found, now);
             }
             let allowed = |&found: &Candidates| {
-                found.range.outside(region.unmergeable()).into_iter().map(move |range| found.within(range))
+                found.range.outside(region.unmergeable()).into_iter().map(move |range| Candidates { range, ..found })
             };
             if !region.unmergeable().is_empty() {
                 survey.candidates = survey.candidates.iter().flat_map(allowed).collect();
