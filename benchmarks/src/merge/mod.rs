@@ -63,7 +63,7 @@ pub struct Arguments {
     /// Which cases of the stand-in for HERA; all if none is named
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     cases: Vec<String>,
-    /// Rounds of it after the others, of the plain code and the user engine alone
+    /// Rounds of the stand-in for HERA after the others, of the plain code and the user engine alone
     #[arg(long, value_name = "N", default_value_t = 2)]
     pairs: usize,
     /// The stand-in for HERA, as labs/hera/build.sh makes it [default: target/hera/hera]

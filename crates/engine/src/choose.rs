@@ -20,8 +20,8 @@ pub struct Page {
     pub address: u64,
     /// Whether it is a part of a huge page.
     pub huge: bool,
-    /// A sample of its content, unless that is zeros.
-    pub sample: u16,
+    /// What is noted of its content, unless that is zeros.
+    pub content: u16,
     /// Its content in the index, unless that is zeros.
     pub entry: usize,
 }
@@ -29,7 +29,7 @@ pub struct Page {
 impl Page {
     /// One of which nothing else is known yet.
     pub fn new(address: u64, huge: bool) -> Self {
-        Self { address, huge, sample: 0, entry: 0 }
+        Self { address, huge, content: 0, entry: 0 }
     }
 }
 

@@ -73,7 +73,7 @@ fn part(line: &str, store: Identity, page: u64) -> Option<Option<Part>> {
         Some(Kind::Stored { slot: (offset / page) as u32, plain: permissions == "rw-p" })
     } else {
         // The main stack grows, and its pages are not where they seem to be.
-        let ordinary = inode == 0 && permissions == "rw-p" && words.next() != Some("[stack]");
+        let ordinary = (device, inode) == (0, 0) && permissions == "rw-p" && words.next() != Some("[stack]");
         ordinary.then_some(Kind::Ordinary)
     };
     Some(kind.map(|kind| Part { range, kind }))

@@ -22,7 +22,7 @@
 //! What is merged in one call: pages that hold what another member, or another page of this one, was seen to hold. A
 //! content goes to the store once it was seen in two places, so what only one member has is never touched, and members
 //! that merge one after another find each other's contents one merge later. With a bound on the slow-down a content
-//! counts as seen once it was the same at two merges, and members merge at the same safe points: see
+//! counts as seen once it was the same at two merges, by a sample, and members merge at the same safe points: see
 //! [`Options::max_slowdown`].
 //!
 //! How regions, members and the domain stand is told by [`Engine::regions`], [`Engine::standing`] and

@@ -19,12 +19,12 @@ use crate::domain::PATIENCE;
 use crate::index::{Index, Tag};
 use crate::memory;
 use crate::references::Bits;
-use crate::region::Region;
 use crate::statistics::Merged;
 use crate::survey::{Candidates, EVERYWHERE, Survey, slots_mapped};
 use crate::{Options, State, clock, record};
 use pagefold_model::allowance::Round;
 use pagefold_model::engine::Tally;
+use pagefold_model::hot::Note;
 use pagefold_model::turn::{SafePoint, Turn};
 use pagefold_model::{AddressRange, Bytes, Pages};
 use pagefold_sys::fault;
@@ -88,8 +88,10 @@ impl Stillness {
 }
 
 /// Candidates that a thread has gone through, as many as it takes at a time.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Sifted {
+    /// Where all of them lie.
+    range: AddressRange,
     zeros: Vec<Candidates>,
     others: Vec<Candidates>,
     /// Of all pages of the others in turn, if it matters what they held at the last look.
@@ -97,13 +99,13 @@ struct Sifted {
 }
 
 /// Candidates that were looked at, as many as a thread takes at a time. Of each page no more is kept than its
-/// fingerprint and its sample: what a merge takes of its program's heap may stay with that.
+/// fingerprint and what is noted of its content: what a merge takes of its program's heap may stay with that.
 #[derive(Debug, Default)]
 struct Looked {
     found: Vec<Candidates>,
     /// Of all their pages in turn, 0 of zeros.
     fingerprints: Vec<u64>,
-    samples: Vec<u16>,
+    contents: Vec<u16>,
 }
 
 impl Looked {
@@ -116,8 +118,8 @@ impl Looked {
     }
 
     fn others(&self, page: u64) -> impl Iterator<Item = (Page, u64)> + '_ {
-        let pages = self.pages(page).zip(&self.samples).filter(|&((_, fingerprint), _)| fingerprint != 0);
-        pages.map(|((found, fingerprint), &sample)| (Page { sample, ..found.first() }, fingerprint))
+        let pages = self.pages(page).zip(&self.contents).filter(|&((_, fingerprint), _)| fingerprint != 0);
+        pages.map(|((found, fingerprint), &content)| (Page { content, ..found.first() }, fingerprint))
     }
 }
 
@@ -230,7 +232,7 @@ impl State {
         drop(looked);
 
         let mut split = HashSet::new();
-        for together in zeros.chunk_by(|found, next| found.range.end == next.range.start) {
+        for together in zeros.chunk_by(|found, next| found.is_bound_to(next, page)) {
             let zeros: Vec<Page> =
                 together.iter().flat_map(|found| found.pieces(page)).map(|one| one.first()).collect();
             for run in choose(&zeros, |_| true, |_| page as i64, &split, page, usize::MAX) {
@@ -302,12 +304,12 @@ impl State {
     }
 
     /// Look at candidates until the deadline, the new ones first: pages of zeros, and others with their fingerprints,
-    /// both by address. Zeros are found before any fingerprint is made: they are known by a line of each other page,
+    /// both by address. Zeros are found before any fingerprint is made: they are known by few lines of each other page,
     /// and most worth.
     ///
-    /// Where there is a bound on what may be spent, no fingerprint is made of pages that did not hold the same the last
-    /// time: whatever is merged while it changes costs its program a fault and the engine the work once more. Most of
-    /// those are known by a few lines.
+    /// Where there is a bound on what may be spent, no fingerprint is made of pages that are found to have changed since
+    /// the last look: whatever is merged while it changes costs its program a fault and the engine the work once more.
+    /// That is told by a sample: what changes elsewhere in a page is taken to stay until it is merged and written.
     fn look(
         &mut self,
         candidates: &[Candidates],
@@ -318,18 +320,21 @@ impl State {
         let (page, sparing) = (self.domain.page(), room.is_some());
         let mut chunks: Vec<Candidates> = candidates.iter().flat_map(|found| found.pieces(CHUNK * page)).collect();
         // What the last merge did not come to is first.
-        let first = chunks.partition_point(|chunk| chunk.range.start < self.cursor);
-        chunks.rotate_left(first);
+        let reached = chunks.partition_point(|chunk| chunk.range.start < self.cursor);
+        chunks.rotate_left(reached);
         chunks.sort_by_key(|chunk| !chunk.new);
         let over = || deadline.is_some_and(|deadline| Instant::now() >= deadline);
         let hasher = &self.hasher;
 
-        // What cannot be held up is left for another time.
+        // However little time there is, the first one is done: each merge comes a bit further. What cannot be held up is
+        // left for another time.
+        let first = chunks.first().copied();
         let sifted = parallel(threads, &chunks, |&chunk| {
-            if over() {
+            if over() && Some(chunk) != first {
                 return None;
             }
-            let mut sifted = Sifted::default();
+            let range = chunk.range;
+            let mut sifted = Sifted { range, zeros: Vec::new(), others: Vec::new(), samples: Vec::new() };
             let Ok(_still) = stillness.of(chunk.range) else { return Some(sifted) };
             // SAFETY: the survey found it resident ordinary memory, and nobody writes to or unmaps it meanwhile.
             let bytes = unsafe { memory::bytes(chunk.range) };
@@ -346,29 +351,35 @@ impl State {
         let unsifted = sifted.iter().position(Option::is_none).map(|at| chunks[at].range.start);
         let mut zeros: Vec<Candidates> = sifted.iter().flatten().flat_map(|sifted| &sifted.zeros).copied().collect();
         merged.looked_at += Pages(zeros.iter().map(|found| found.range.bytes().0 / page).sum());
-        let settled = |sifted| if sparing { self.settled(sifted, now, merged) } else { sifted.others };
-        let others = sifted.into_iter().flatten().map(settled);
-        let others: Vec<Vec<Candidates>> = others.filter(|others| !others.is_empty()).collect();
+        let settled = |Sifted { range, others, samples, .. }: Sifted| {
+            let settled = if sparing { self.settled(others, &samples, now, merged) } else { others };
+            (range, settled)
+        };
+        let chunks = sifted.into_iter().flatten().map(settled);
+        let chunks: Vec<(AddressRange, Vec<Candidates>)> = chunks.filter(|(_, found)| !found.is_empty()).collect();
 
         let hasher = &self.hasher;
-        let looked = parallel(threads, &others, |others| {
-            if over() {
+        let first = chunks.first().map(|chunk| chunk.0);
+        let looked = parallel(threads, &chunks, |(range, found)| {
+            if over() && Some(*range) != first {
                 return None;
             }
             let mut looked = Looked::default();
-            for &found in others {
-                let Ok(_still) = stillness.of(found.range) else { continue };
+            // All of the chunk: no huge page is split for what lies between.
+            let Ok(_still) = stillness.of(*range) else { return Some(looked) };
+            for &found in found {
                 // SAFETY: as above.
                 let bytes = unsafe { memory::bytes(found.range) };
                 for bytes in bytes.chunks_exact(page as usize) {
-                    looked.fingerprints.push(hasher.fingerprint(bytes));
-                    looked.samples.push(hasher.sample(bytes));
+                    let fingerprint = hasher.fingerprint(bytes);
+                    looked.contents.push(if sparing { hasher.sample(bytes) } else { fingerprint as u16 });
+                    looked.fingerprints.push(fingerprint);
                 }
                 looked.found.push(found);
             }
             Some(looked)
         });
-        let unseen = looked.iter().position(Option::is_none).map(|at| others[at][0].range.start);
+        let unseen = looked.iter().position(Option::is_none).map(|at| chunks[at].1[0].range.start);
         let unreached = unseen.or(unsifted);
         merged.cut_short += u64::from(unreached.is_some());
         self.cursor = unreached.unwrap_or(0);
@@ -382,18 +393,23 @@ impl State {
         (zeros, looked)
     }
 
-    /// Those of some pages that hold what they did at the last look, by a sample; with the others nothing more is done.
-    fn settled(&mut self, sifted: Sifted, now: Duration, merged: &mut Merged) -> Vec<Candidates> {
+    /// Those of some pages that hold what they did at the last look, by their samples; with the others nothing more is
+    /// done.
+    fn settled(
+        &mut self,
+        found: Vec<Candidates>,
+        samples: &[u16],
+        now: Duration,
+        merged: &mut Merged,
+    ) -> Vec<Candidates> {
         let page = self.domain.page();
         let mut settled = Vec::new();
-        let found = sifted.others.into_iter().flat_map(|found| found.pieces(page));
-        for (found, sample) in found.zip(sifted.samples) {
-            let address = found.range.start;
-            if region_of(&mut self.regions, address).note(address).is_settled(sample) {
+        for (found, &sample) in found.into_iter().flat_map(|found| found.pieces(page)).zip(samples) {
+            if self.note(found.range.start).is_settled(sample) {
                 found.join(&mut settled);
             } else {
                 merged.looked_at += Pages(1);
-                self.promising += note_looked(&mut self.regions, address, sample, now);
+                self.note_looked(found.range.start, sample, now);
             }
         }
         settled
@@ -532,9 +548,23 @@ impl State {
         let mut chosen = chosen.map(|page| page.address).peekable();
         for found in pages {
             if chosen.next_if_eq(&found.address).is_none() {
-                self.promising += note_looked(&mut self.regions, found.address, found.sample, now);
+                self.note_looked(found.address, found.content, now);
             }
         }
+    }
+
+    /// What is known of a page of some region; the survey has put those in order.
+    fn note(&mut self, address: u64) -> &mut Note {
+        let at = self.regions.partition_point(|region| region.range().end <= address);
+        self.regions[at].note(address)
+    }
+
+    /// Note that a page was looked at in vain.
+    fn note_looked(&mut self, address: u64, content: u16, now: Duration) {
+        let note = self.note(address);
+        note.looked(now, content);
+        let promising = note.is_promising();
+        self.promising += Pages(u64::from(promising));
     }
 
     /// Note that a range was merged, and count it where `of` says. How many of its pages are not expected to last.
@@ -563,19 +593,6 @@ fn batches(chosen: &[Range<usize>]) -> Vec<Vec<Range<usize>>> {
         batches.last_mut().expect("one was just made").push(part);
     }
     batches
-}
-
-/// The region that an address lies in, of those in the order of addresses.
-fn region_of(regions: &mut [Region], address: u64) -> &mut Region {
-    let at = regions.partition_point(|region| region.range().end <= address);
-    &mut regions[at]
-}
-
-/// Note that a page was looked at in vain; whether it is promising nevertheless.
-fn note_looked(regions: &mut [Region], address: u64, sample: u16, now: Duration) -> Pages {
-    let note = region_of(regions, address).note(address);
-    note.looked(now, sample);
-    Pages(u64::from(note.is_promising()))
 }
 
 /// What cannot be done because another member has had the domain's lock for too long is left for a later merge.

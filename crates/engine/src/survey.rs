@@ -1,6 +1,6 @@
 //! Finding out what there is: the first step of a merge, from page tables alone; and healing, which follows from it.
 
-use crate::choose::Page;
+use crate::choose::{Page, huge_page};
 use crate::domain::Domain;
 use crate::layout::{self, Kind};
 use crate::memory::Incoming;
@@ -49,6 +49,13 @@ impl Candidates {
     /// Whether others of the same kind lie right behind.
     fn precedes(&self, other: &Self) -> bool {
         self.range.end == other.range.start && (self.huge, self.new) == (other.huge, other.new)
+    }
+
+    /// Whether what lies behind is worth something only together with these: right behind, or in the same huge page,
+    /// which is split once.
+    pub fn is_bound_to(&self, next: &Self, page: u64) -> bool {
+        let same = || huge_page(self.range.end - page, page) == huge_page(next.range.start, page);
+        self.range.end == next.range.start || self.huge && next.huge && same()
     }
 
     /// The first page of these.

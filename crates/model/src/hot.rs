@@ -33,7 +33,7 @@ pub struct Note {
     looks: u8,
     /// Whether it held something else at the last look than at the one before.
     changes: bool,
-    /// A sample of what it held then.
+    /// Some bits of what it held then: of its fingerprint, or of a sample of it.
     content: u16,
 }
 
@@ -91,10 +91,10 @@ impl Note {
         }
     }
 
-    /// Whether it held the same when it was looked at last, by a sample of it: what was written since is likely to be
+    /// Whether it held the same when it was looked at last, by some bits: what was written since is likely to be
     /// written again, as ksmd takes it, too (`calc_checksum` in mm/ksm.c, 6.18).
-    pub fn is_settled(self, sample: u16) -> bool {
-        self.state == State::Alone && self.content == sample
+    pub fn is_settled(self, content: u16) -> bool {
+        self.state == State::Alone && self.content == content
     }
 
     /// Whether it is to be looked at again at once: it was not often enough to tell, and does not change.
@@ -128,19 +128,19 @@ impl Note {
         }
     }
 
-    /// It was looked at, and nobody was known to hold what it does, of which this is a sample. After some looks it is
-    /// left alone until the next moment that is a multiple of 1, 2, 4 and so on seconds. If it has changed it is so at
+    /// It was looked at, and nobody was known to hold what it does, of which these are some bits. After some looks it
+    /// is left alone until the next moment that is a multiple of 1, 2, 4 and so on seconds. If it has changed it is so at
     /// once, and that goes two steps further each time: what the program computes with is likely to change again. If it
     /// no longer does, the next look comes at once.
-    pub fn looked(&mut self, now: Duration, sample: u16) {
-        let changed = self.state == State::Alone && !self.is_settled(sample);
+    pub fn looked(&mut self, now: Duration, content: u16) {
+        let changed = self.state == State::Alone && !self.is_settled(content);
         let looks = match (changed, self.changes) {
             (true, _) => self.looks.max(FREE - 1) + 2,
             (false, true) => FREE - 1,
             (false, false) => self.looks + 1,
         };
         (self.looks, self.changes) = (looks.min(FREE + MOST_ALONE), changed);
-        self.content = sample;
+        self.content = content;
         let step = 1_u64 << self.looks.saturating_sub(FREE);
         self.stamp = (now.as_secs() / step * step + step) as u16;
         self.state = State::Alone;

@@ -58,7 +58,8 @@ pub struct MappedRange {
     pub start: u64,
     /// First address after it.
     pub end: u64,
-    /// Whether they are pages of a file or of shared memory, not written since they were mapped privately.
+    /// Whether they are pages of a file or of shared memory, not written since they were mapped privately; not asked of
+    /// what is known to hold none.
     pub file: bool,
     /// Whether they map the kernel's zero page.
     pub zero: bool,
@@ -102,7 +103,8 @@ pub fn anonymous(pagemap: &File, range: Range<u64>, found: impl FnMut(MappedRang
     scan(pagemap, range, &wanted, found)
 }
 
-/// Hand all pages of `range` that are resident or swapped out to `found`, in address order.
+/// Hand all pages of `range`, of which it is known what it holds, that are resident or swapped out to `found`, in
+/// address order.
 ///
 /// Before 6.7 the entries of `pagemap` are read, which tell less: no page is told to be a part of a huge one, and a
 /// page that others map, too, as after a fork or a merge by KSM, cannot be told from the kernel's zero page, and is
