@@ -56,7 +56,7 @@ bench-daemon: setup ## Measure the daemon beside guests that come and go, look-a
 	target/release/pagefold-benchmarks daemon $(ARGS)
 
 .PHONY: bench-hera
-bench-hera: setup ## Measure the user engine: a stand-in for HERA in all modes of memory, and throughput (as root; an hour)
+bench-hera: setup ## Measure the user engine: a stand-in for HERA in all modes of memory, and throughput (as root; an hour and a half)
 	$(CARGO) build $(LOCKED) --release -p pagefold -p pagefold-engine -p pagefold-benchmarks
 	$(CARGO) build $(LOCKED) --release -p pagefold-engine --example member
 	$(MAKE) install-library DESTDIR=$(CURDIR)/target/installed PREFIX=
