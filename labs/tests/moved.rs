@@ -7,7 +7,7 @@ use pagefold_host::{Host, PageContent, PageView, Way};
 use pagefold_labs::look::{COMPACT, amid_compaction};
 use pagefold_linux::LiveHost;
 use pagefold_model::{AddressRange, Pid};
-use pagefold_sys::pagemap::Own;
+use pagefold_sys::pagemap::{Holds, Own};
 use std::fs;
 use std::sync::Mutex;
 use std::time::Duration;
@@ -92,7 +92,7 @@ fn what_another_has_is_resident_and_read() {
 fn what_is_mapped_here_is_not_swapped_out() {
     let swapped = |range: AddressRange| {
         let mut own = Own::open(Duration::from_secs(1)).unwrap();
-        let found = own.mapped(range.start..range.end).unwrap();
+        let found = own.mapped(range.start..range.end, Holds::Anonymous).unwrap();
         found.iter().filter(|found| found.swapped).count()
     };
     if let Some(missed) = missed(swapped) {
