@@ -16,7 +16,7 @@
 //!
 //! # What it may cost
 //! CPU time of ksmd and pagefold comes out of one [`budget`]. Nothing is begun that does not fit, and what takes longer
-//! than expected is halted. Each member has a [`price`]: who would be merged for more CPU time than [`Rules::price`]
+//! than expected is halted. Each member has a `price`: who would be merged for more CPU time than [`Rules::price`]
 //! allows is left out, the others are merged, and who took more of ksmd in the end waits for twice as long.
 //!
 //! # What is taken back
@@ -26,7 +26,7 @@
 //! and until then it is in no plan.
 //!
 //! # When nothing is done
-//! While programs wait longer for a CPU than they do without it ([`slowdown`]), unless memory is short. Above the goal,
+//! While programs wait longer for a CPU than they do without it (`slowdown`), unless memory is short. Above the goal,
 //! in quiet hours, while paused, while somebody else writes KSM's settings. Nothing is withdrawn while memory is short:
 //! unmerging takes memory.
 //!
