@@ -3,7 +3,7 @@
 
 mod member;
 
-use member::{Member, PAGE, Told, program, root};
+use member::{Member, PAGE, Told, program, root, settle};
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
@@ -18,19 +18,8 @@ fn merged(root: &TempDir, pages: u64) -> (Member, Member) {
         member.tell(&format!("fill 0 {pages} 5"));
         member.merge();
     }
-    // A page that the kernel is moving comes with the next one.
-    assert_eq!((0..2).map(|_| first.merge().of("merged")).sum::<u64>(), pages);
+    assert_eq!(first.merge().of("merged"), pages);
     (first, second)
-}
-
-/// Members merge until nothing moves any more, and all memory is as it was.
-fn settle(members: &mut [&mut Member]) {
-    for _ in 0..3 {
-        for member in members.iter_mut() {
-            member.merge();
-            member.check();
-        }
-    }
 }
 
 fn is_root() -> bool {
@@ -130,49 +119,6 @@ fn guarded_memory_is_left_alone() {
     settle(&mut [&mut first, &mut second]);
     first.tell("expose 0 1000");
     settle(&mut [&mut first, &mut second]);
-}
-
-#[test]
-fn huge_pages_are_kept_where_merging_would_not_pay() {
-    let root = root();
-    let huge = |member: &mut Member| {
-        member.tell("huge");
-        member.tell("fill 0 4096 3");
-        member.smaps("AnonHugePages:")
-    };
-    let mut first = Member::start(&root, 4096, &[]);
-    let before = huge(&mut first);
-    if before == 0 {
-        println!("skipped: there are no huge pages");
-        return;
-    }
-    first.tell("copy 2000 1 2500");
-    first.tell("fill 2100 1 0");
-    let merged = first.merge();
-    assert_eq!((merged.of("merged"), merged.of("zeros"), merged.of("not_worth")), (0, 0, 2), "{merged:?}");
-    assert_eq!(first.smaps("AnonHugePages:"), before);
-    let mut second = Member::start(&root, 4096, &[]);
-    huge(&mut second);
-    second.merge();
-    settle(&mut [&mut first, &mut second]);
-    assert!(first.smaps("AnonHugePages:") < before, "where all of them is equal it pays");
-}
-
-#[test]
-fn zeros_that_are_scattered_over_a_huge_page_pay_together() {
-    let root = root();
-    let mut member = Member::start(&root, 2048, &[]);
-    member.tell("huge");
-    member.tell("fill 0 2048 3");
-    if member.smaps("AnonHugePages:") == 0 {
-        println!("skipped: there are no huge pages");
-        return;
-    }
-    (512..1536).step_by(2).for_each(|page| drop(member.tell(&format!("fill {page} 1 0"))));
-    let merged = member.merge();
-    // At either end a few may lie in a huge page that is not worth splitting for them.
-    assert!((480..=512).contains(&merged.of("zeros")), "{merged:?}");
-    settle(&mut [&mut member]);
 }
 
 #[test]

@@ -156,3 +156,13 @@ impl Told {
         digits[..end].parse().expect("a number")
     }
 }
+
+/// Members merge until nothing moves any more, and all memory is as it was.
+pub fn settle(members: &mut [&mut Member]) {
+    for _ in 0..3 {
+        for member in members.iter_mut() {
+            member.merge();
+            member.check();
+        }
+    }
+}
