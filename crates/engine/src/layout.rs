@@ -103,6 +103,8 @@ mod tests {
         let protected = Some(Kind::Stored { slot: 5, plain: false });
         check("7f00-8000 r--p 00005000 00:01 77 /memfd:pagefold-store (deleted)", protected);
         check("7f00-8000 rw-p 00005000 fd:01 77 /a b", None);
+        // Some file systems number from 0.
+        check("7f00-8000 rw-p 00000000 fd:01 0 /a", None);
         assert_eq!(part("nonsense", (0, 0), 4096), None);
     }
 

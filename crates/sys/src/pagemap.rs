@@ -73,7 +73,7 @@ pub struct MappedRange {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Holds {
     /// Nothing of a file or of shared memory. Then the kernel need not look at the frame of each page, which is most of
-    /// what a scan takes (`pagemap_page_category` in fs/proc/task_mmu.c, 6.18): 13 ns for a page instead of 54.
+    /// what a scan takes (`pagemap_page_category` in fs/proc/task_mmu.c, 6.18).
     Anonymous,
     /// Anything.
     Anything,
@@ -103,8 +103,8 @@ pub fn anonymous(pagemap: &File, range: Range<u64>, found: impl FnMut(MappedRang
     scan(pagemap, range, &wanted, found)
 }
 
-/// Hand all pages of `range`, of which it is known what it holds, that are resident or swapped out to `found`, in
-/// address order.
+/// Hand all pages of `range` that are resident or swapped out to `found`, in address order. What the range holds is
+/// known.
 ///
 /// Before 6.7 the entries of `pagemap` are read, which tell less: no page is told to be a part of a huge one, and a
 /// page that others map, too, as after a fork or a merge by KSM, cannot be told from the kernel's zero page, and is
