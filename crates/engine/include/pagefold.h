@@ -47,7 +47,7 @@ typedef struct pagefold_merged {
 	                        and written too soon */
 	uint64_t stored;     /* pages whose contents went to the store */
 	uint64_t runs;       /* runs of pages, 2048 at most, that were mapped as one */
-	uint64_t not_worth;  /* pages with a partner whose run would not pay */
+	uint64_t not_worth;  /* pages of zeros or with a partner whose run would not pay */
 	uint64_t broken;     /* pages that were written since they were merged */
 	uint64_t short_lived; /* of those, the ones that were expected to last, and had not for long enough to pay */
 	uint64_t left_alone; /* pages that were written too soon before, or looked at in vain too often */

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | survey | page tables: what is ordinary memory and resident, what is merged, what was written since |
 //! | heal | what was written since becomes ordinary memory again, so that its slots can be freed |
-//! | look | candidates that are zeros, then fingerprints of the others, on all threads; those are noted in the index |
+//! | look | candidates that are zeros, then fingerprints of others that seem to stay, on all threads; those are noted |
 //! | decide | runs of pages with a partner that pay, by the prices and the code of guided planning |
 //! | store | contents that were seen twice and lie nowhere yet, in the order in which they lie in memory |
 //! | map | each run: refer, check, compare, exchange |
@@ -28,7 +28,7 @@ use pagefold_model::hot::Note;
 use pagefold_model::turn::{SafePoint, Turn};
 use pagefold_model::{AddressRange, Bytes, Pages};
 use pagefold_sys::fault;
-use pagefold_sys::fingerprint::is_zeros;
+use pagefold_sys::fingerprint::{Hasher, is_zeros};
 use pagefold_sys::userfault::{Held, UserFault};
 use std::collections::HashSet;
 use std::io;
@@ -37,7 +37,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Pages that a thread takes at a time: as many as a huge page has on x86-64, so that holding writers up splits none.
+/// Pages that a thread takes at a time, and that writers are held up from: at most as many as a huge page has on
+/// x86-64, and none of two, so that this splits none.
 const CHUNK: u64 = 512;
 
 /// Pages that are stored and mapped before the next ones are. The kernel has one process at a time write to a file
@@ -85,6 +86,23 @@ impl Stillness {
             Self::Enforced(power) => power.hold(range.start..range.end).map(Some),
         }
     }
+
+    /// The parts of a range that are taken one after another: those who are held up do not wait for all of it.
+    pub fn parts(&self, range: AddressRange, page: u64) -> impl Iterator<Item = AddressRange> + use<> {
+        range.cut_at_multiples(match self {
+            Self::Promised => u64::MAX,
+            Self::Enforced(_) => CHUNK * page,
+        })
+    }
+}
+
+/// How pages are looked at.
+#[derive(Clone, Copy, Debug)]
+struct Looks<'s> {
+    page: u64,
+    stillness: &'s Stillness,
+    /// Whether it matters what pages held at the last look, as far as samples tell.
+    sparing: bool,
 }
 
 /// Candidates that a thread has gone through, as many as it takes at a time.
@@ -98,6 +116,25 @@ struct Sifted {
     samples: Vec<u16>,
 }
 
+impl Sifted {
+    /// What cannot be held up is left for another time.
+    fn of(chunk: Candidates, hasher: &Hasher, Looks { page, stillness, sparing }: Looks<'_>) -> Self {
+        let mut sifted = Self { range: chunk.range, zeros: Vec::new(), others: Vec::new(), samples: Vec::new() };
+        let Ok(_still) = stillness.of(chunk.range) else { return sifted };
+        // SAFETY: the survey found it resident ordinary memory, and nobody writes to or unmaps it meanwhile.
+        let bytes = unsafe { memory::bytes(chunk.range) };
+        for (found, bytes) in chunk.pieces(page).zip(bytes.chunks_exact(page as usize)) {
+            if is_zeros(bytes) {
+                found.join(&mut sifted.zeros);
+            } else {
+                found.join(&mut sifted.others);
+                sifted.samples.extend(sparing.then(|| hasher.sample(bytes)));
+            }
+        }
+        sifted
+    }
+}
+
 /// Candidates that were looked at, as many as a thread takes at a time. Of each page no more is kept than its
 /// fingerprint and what is noted of its content: what a merge takes of its program's heap may stay with that.
 #[derive(Debug, Default)]
@@ -109,6 +146,29 @@ struct Looked {
 }
 
 impl Looked {
+    /// Look at what lies in a range, from all of which writers are held up: what lies between is no reason to split a
+    /// huge page.
+    fn at(
+        found: &[Candidates],
+        range: AddressRange,
+        hasher: &Hasher,
+        Looks { page, stillness, sparing }: Looks<'_>,
+    ) -> Self {
+        let mut looked = Self::default();
+        let Ok(_still) = stillness.of(range) else { return looked };
+        for &found in found {
+            // SAFETY: the survey found it resident ordinary memory, and nobody writes to or unmaps it meanwhile.
+            let bytes = unsafe { memory::bytes(found.range) };
+            for bytes in bytes.chunks_exact(page as usize) {
+                let fingerprint = hasher.fingerprint(bytes);
+                looked.contents.push(if sparing { hasher.sample(bytes) } else { fingerprint as u16 });
+                looked.fingerprints.push(fingerprint);
+            }
+            looked.found.push(found);
+        }
+        looked
+    }
+
     fn pages(&self, page: u64) -> impl Iterator<Item = (Candidates, u64)> + '_ {
         self.found.iter().flat_map(move |found| found.pieces(page)).zip(self.fingerprints.iter().copied())
     }
@@ -222,7 +282,7 @@ impl State {
         // The other half of what is left is for what is found.
         let deadline = room.map(|room| Instant::now() + room.saturating_sub(self.surveying) / 2);
         survey.enforce(stillness, merged, page);
-        let healed = survey.heal(stillness);
+        let healed = survey.heal(stillness, page);
         fault::point("after healing");
         let new = survey.new_pages(page);
         let (zeros, looked) = self.look(&survey.candidates, deadline, terms, merged);
@@ -235,15 +295,18 @@ impl State {
         for together in zeros.chunk_by(|found, next| found.is_bound_to(next, page)) {
             let zeros: Vec<Page> =
                 together.iter().flat_map(|found| found.pieces(page)).map(|one| one.first()).collect();
-            for run in choose(&zeros, |_| true, |_| page as i64, &split, page, usize::MAX) {
-                let run = &zeros[run];
-                let range = Run { pages: run, slot: 0 }.range(page);
+            let chosen = choose(&zeros, |_| true, |_| page as i64, &split, page, usize::MAX);
+            self.note_alone(&zeros, chosen.iter().flat_map(|run| &zeros[run.clone()]), now);
+            merged.not_worth += Pages((zeros.len() - chosen.iter().map(Range::len).sum::<usize>()) as u64);
+            let runs = chosen.into_iter().map(|run| Run { pages: &zeros[run], slot: 0 }.range(page));
+            for range in runs.flat_map(|run| stillness.parts(run, page)) {
+                let pages = Pages(range.bytes().0 / page);
                 if give_back(range, stillness).is_ok_and(|done| done) {
-                    merged.zeros += Pages(run.len() as u64);
-                    split.extend(run.iter().filter(|found| found.huge).map(|found| huge_page(found.address, page)));
+                    merged.zeros += pages;
+                    split.extend(huge_page(range.start, page)..=huge_page(range.end - page, page));
                     merged.retried += self.note_merged(range, now, |tally| &mut tally.zeros);
                 } else {
-                    merged.failed += Pages(run.len() as u64);
+                    merged.failed += pages;
                 }
             }
         }
@@ -255,8 +318,7 @@ impl State {
         let worth = |at: usize| if matches!(places[at], Place::Slot(_)) { page as i64 } else { page as i64 / 2 };
         let chosen = choose(&partners, follows, worth, &split, page, survey.room(healed.len()));
         self.note_alone(&pages, chosen.iter().flat_map(|range| &partners[range.clone()]), now);
-        let taken: usize = chosen.iter().map(Range::len).sum();
-        merged.not_worth += Pages((partners.len() - taken) as u64);
+        merged.not_worth += Pages((partners.len() - chosen.iter().map(Range::len).sum::<usize>()) as u64);
         let at_once = match stillness {
             Stillness::Promised => BATCH.div_ceil(threads),
             Stillness::Enforced(_) => CHUNK as usize,
@@ -318,68 +380,21 @@ impl State {
         merged: &mut Merged,
     ) -> (Vec<Candidates>, Vec<Looked>) {
         let (page, sparing) = (self.domain.page(), room.is_some());
-        let mut chunks: Vec<Candidates> = candidates.iter().flat_map(|found| found.pieces(CHUNK * page)).collect();
-        // What the last merge did not come to is first.
-        let reached = chunks.partition_point(|chunk| chunk.range.start < self.cursor);
-        chunks.rotate_left(reached);
-        chunks.sort_by_key(|chunk| !chunk.new);
-        let over = || deadline.is_some_and(|deadline| Instant::now() >= deadline);
-        let hasher = &self.hasher;
-
-        // However little time there is, the first one is done: each merge comes a bit further. What cannot be held up is
-        // left for another time.
-        let first = chunks.first().copied();
-        let sifted = parallel(threads, &chunks, |&chunk| {
-            if over() && Some(chunk) != first {
-                return None;
-            }
-            let range = chunk.range;
-            let mut sifted = Sifted { range, zeros: Vec::new(), others: Vec::new(), samples: Vec::new() };
-            let Ok(_still) = stillness.of(chunk.range) else { return Some(sifted) };
-            // SAFETY: the survey found it resident ordinary memory, and nobody writes to or unmaps it meanwhile.
-            let bytes = unsafe { memory::bytes(chunk.range) };
-            for (found, bytes) in chunk.pieces(page).zip(bytes.chunks_exact(page as usize)) {
-                if is_zeros(bytes) {
-                    found.join(&mut sifted.zeros);
-                } else {
-                    found.join(&mut sifted.others);
-                    sifted.samples.extend(sparing.then(|| hasher.sample(bytes)));
-                }
-            }
-            Some(sifted)
-        });
+        let chunks = in_turn(candidates, self.cursor, CHUNK * page);
+        let (looks, hasher) = (Looks { page, stillness, sparing }, &self.hasher);
+        let sifted = parallel_until(deadline, threads, &chunks, |&chunk| Sifted::of(chunk, hasher, looks));
         let unsifted = sifted.iter().position(Option::is_none).map(|at| chunks[at].range.start);
         let mut zeros: Vec<Candidates> = sifted.iter().flatten().flat_map(|sifted| &sifted.zeros).copied().collect();
         merged.looked_at += Pages(zeros.iter().map(|found| found.range.bytes().0 / page).sum());
-        let settled = |Sifted { range, others, samples, .. }: Sifted| {
-            let settled = if sparing { self.settled(others, &samples, now, merged) } else { others };
-            (range, settled)
-        };
-        let chunks = sifted.into_iter().flatten().map(settled);
-        let chunks: Vec<(AddressRange, Vec<Candidates>)> = chunks.filter(|(_, found)| !found.is_empty()).collect();
 
-        let hasher = &self.hasher;
-        let first = chunks.first().map(|chunk| chunk.0);
-        let looked = parallel(threads, &chunks, |(range, found)| {
-            if over() && Some(*range) != first {
-                return None;
-            }
-            let mut looked = Looked::default();
-            // All of the chunk: no huge page is split for what lies between.
-            let Ok(_still) = stillness.of(*range) else { return Some(looked) };
-            for &found in found {
-                // SAFETY: as above.
-                let bytes = unsafe { memory::bytes(found.range) };
-                for bytes in bytes.chunks_exact(page as usize) {
-                    let fingerprint = hasher.fingerprint(bytes);
-                    looked.contents.push(if sparing { hasher.sample(bytes) } else { fingerprint as u16 });
-                    looked.fingerprints.push(fingerprint);
-                }
-                looked.found.push(found);
-            }
-            Some(looked)
+        let others = sifted.into_iter().flatten().map(|Sifted { range, others, samples, .. }| {
+            (range, if sparing { self.settled(others, &samples, now, merged) } else { others })
         });
-        let unseen = looked.iter().position(Option::is_none).map(|at| chunks[at].1[0].range.start);
+        let others: Vec<(AddressRange, Vec<Candidates>)> = others.filter(|(_, found)| !found.is_empty()).collect();
+        let hasher = &self.hasher;
+        let looked =
+            parallel_until(deadline, threads, &others, |(range, found)| Looked::at(found, *range, hasher, looks));
+        let unseen = looked.iter().position(Option::is_none).map(|at| others[at].0.start);
         let unreached = unseen.or(unsifted);
         merged.cut_short += u64::from(unreached.is_some());
         self.cursor = unreached.unwrap_or(0);
@@ -576,6 +591,16 @@ impl State {
     }
 }
 
+/// Candidates in pieces of so many bytes, none of which lies across a multiple of that: the new ones first, and of either
+/// kind those first which lie behind the cursor, where the last merge was cut short.
+fn in_turn(candidates: &[Candidates], cursor: u64, bytes: u64) -> Vec<Candidates> {
+    let mut chunks: Vec<Candidates> = candidates.iter().flat_map(|found| found.pieces(bytes)).collect();
+    let reached = chunks.partition_point(|chunk| chunk.range.end <= cursor);
+    chunks.rotate_left(reached);
+    chunks.sort_by_key(|chunk| !chunk.new);
+    chunks
+}
+
 /// What was chosen, in batches.
 fn batches(chosen: &[Range<usize>]) -> Vec<Vec<Range<usize>>> {
     let parts = |range: &Range<usize>| {
@@ -610,12 +635,25 @@ fn unless_held_up<T>(done: io::Result<T>, merged: &mut Merged) -> io::Result<Opt
 fn give_back(range: AddressRange, stillness: &Stillness) -> io::Result<bool> {
     let still = stillness.of(range)?;
     // SAFETY: these pages were looked at, so they are resident, and nobody writes to or unmaps them meanwhile.
-    let zeros = still.is_none() || unsafe { memory::bytes(range) }.iter().all(|&byte| byte == 0);
+    let zeros = still.is_none() || is_zeros(unsafe { memory::bytes(range) });
     if zeros {
         // SAFETY: it is ordinary memory, holds zeros, and nobody writes to it meanwhile.
         unsafe { memory::give_back_zeros(range) }?;
     }
     Ok(zeros)
+}
+
+/// As [`parallel`], but once a deadline is over no item is begun other than the first: however little time there is,
+/// each merge comes a bit further.
+fn parallel_until<T: Sync, R: Send>(
+    deadline: Option<Instant>,
+    threads: usize,
+    items: &[T],
+    work: impl Fn(&T) -> R + Sync,
+) -> Vec<Option<R>> {
+    let over = || deadline.is_some_and(|deadline| Instant::now() >= deadline);
+    let is_first = |item: &T| items.first().is_some_and(|first| std::ptr::eq(first, item));
+    parallel(threads, items, |item| (is_first(item) || !over()).then(|| work(item)))
 }
 
 /// Do the same with each of some items, on so many threads. The results are in the order of the items.
@@ -662,5 +700,43 @@ mod tests {
         let flat: Vec<usize> = batches.concat().into_iter().flatten().collect();
         assert_eq!(flat, chosen.into_iter().flatten().collect::<Vec<_>>());
         assert!(super::batches(&[]).is_empty());
+    }
+
+    fn candidates(start: u64, end: u64, new: bool) -> Candidates {
+        Candidates { range: AddressRange { start, end }, huge: false, new }
+    }
+
+    #[test]
+    fn new_ones_are_first_and_none_lies_across_a_multiple() {
+        let found = [candidates(0x1000, 0x5000, false), candidates(0x5000, 0x9000, true)];
+        let ranges: Vec<(u64, u64)> =
+            in_turn(&found, 0, 0x4000).iter().map(|chunk| (chunk.range.start, chunk.range.end)).collect();
+        assert_eq!(ranges, [(0x5000, 0x8000), (0x8000, 0x9000), (0x1000, 0x4000), (0x4000, 0x5000)]);
+    }
+
+    #[test]
+    fn merges_that_are_cut_short_come_to_all_equally_often() {
+        for each in 1..4 {
+            let mut seen = [0; 6];
+            let mut cursor = 0;
+            for merge in 0..60 {
+                // What is known of pages changes from merge to merge, and with that where chunks begin.
+                let found: Vec<Candidates> =
+                    (0..6).map(|at| candidates(at * 0x4000 + merge % 2 * 0x1000, (at + 1) * 0x4000, false)).collect();
+                let chunks = in_turn(&found, cursor, 0x4000);
+                chunks[..each].iter().for_each(|chunk| seen[chunk.range.start as usize / 0x4000] += 1);
+                cursor = chunks[each].range.start;
+            }
+            assert_eq!(seen, [10 * each; 6]);
+        }
+    }
+
+    #[test]
+    fn the_first_is_done_when_there_is_no_time_at_all() {
+        let over = Some(Instant::now());
+        for threads in [1, 2] {
+            assert_eq!(parallel_until(over, threads, &[3, 4, 5], |&item| item), [Some(3), None, None]);
+            assert_eq!(parallel_until(None, threads, &[3, 4], |&item| item), [Some(3), Some(4)]);
+        }
     }
 }

@@ -63,11 +63,9 @@ impl Candidates {
         Page::new(self.range.start, self.huge)
     }
 
-    /// The same in pieces of so many bytes, the last of which may be shorter.
+    /// The same, cut at the multiples of so many bytes.
     pub fn pieces(self, bytes: u64) -> impl Iterator<Item = Self> {
-        let AddressRange { start, end } = self.range;
-        let piece = move |start| Self { range: AddressRange { start, end: end.min(start + bytes) }, ..self };
-        (start..end).step_by(bytes as usize).map(piece)
+        self.range.cut_at_multiples(bytes).map(move |range| Self { range, ..self })
     }
 
     /// Put them behind others, with which they may be one.
@@ -173,7 +171,7 @@ impl Survey {
 
     /// Make ordinary memory of what was written since it was merged: what was made so. What cannot be for want of
     /// mappings stays as it is.
-    pub fn heal(&self, stillness: &Stillness) -> Vec<AddressRange> {
+    pub fn heal(&self, stillness: &Stillness, page: u64) -> Vec<AddressRange> {
         let heal = |&range: &AddressRange| {
             let Ok(_still) = stillness.of(range) else { return false };
             // SAFETY: it was found mapped, to be read and written, and nobody writes to or unmaps it meanwhile.
@@ -181,7 +179,8 @@ impl Survey {
             // SAFETY: what takes its place is private memory with the same content.
             copy.and_then(|copy| unsafe { copy.take_place_at(range.start) }).is_ok()
         };
-        self.broken.iter().take(self.room(0)).copied().filter(heal).collect()
+        let broken = self.broken.iter().flat_map(|&range| stillness.parts(range, page));
+        broken.take(self.room(0)).filter(heal).collect()
     }
 
     /// For how many mappings in the midst of others there is room, once so many were.
@@ -232,4 +231,40 @@ pub fn slots_mapped(domain: &Domain, within: AddressRange) -> io::Result<impl It
 fn max_map_count() -> u64 {
     let read = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok();
     read.and_then(|text| text.trim().parse().ok()).unwrap_or(MAX_MAP_COUNT)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: u64 = 4096;
+
+    /// Pages of this number and up to that, of a huge page or not.
+    fn pages(start: u64, end: u64, huge: bool) -> Candidates {
+        Candidates { range: AddressRange { start: start * PAGE, end: end * PAGE }, huge, new: false }
+    }
+
+    #[test]
+    fn what_is_cut_and_joined_is_the_same_again() {
+        let all = [pages(3, 9, false), pages(9, 10, true), pages(11, 12, true)];
+        for bytes in [PAGE, 4 * PAGE, u64::MAX] {
+            let mut joined = Vec::new();
+            all.iter().flat_map(|found| found.pieces(bytes)).for_each(|piece| piece.join(&mut joined));
+            assert_eq!(joined, all, "those of another kind, or apart, stay so");
+        }
+        assert_eq!(
+            pages(3, 9, false).pieces(4 * PAGE).collect::<Vec<_>>(),
+            [pages(3, 4, false), pages(4, 8, false), pages(8, 9, false)]
+        );
+    }
+
+    #[test]
+    fn what_shares_a_huge_page_is_bound_together() {
+        let bound = |one: Candidates, next: Candidates| one.is_bound_to(&next, PAGE);
+        assert!(bound(pages(0, 4, false), pages(4, 5, true)), "right behind");
+        assert!(bound(pages(0, 4, true), pages(511, 512, true)));
+        assert!(!bound(pages(0, 4, true), pages(512, 513, true)), "of the next one");
+        assert!(bound(pages(0, 513, true), pages(600, 601, true)), "of the last of two");
+        assert!(!bound(pages(0, 4, false), pages(8, 9, false)), "of none");
+    }
 }

@@ -81,6 +81,30 @@ fn what_others_hold_is_merged_at_once_but_under_a_bound_once_it_was_the_same_twi
 }
 
 #[test]
+fn what_changes_where_no_sample_looks_is_merged_in_vain_and_then_left_alone() {
+    let root = root();
+    let engine = join(&root, 0.02, HOUR);
+    let mut pair = [(); 2].map(|()| engine.allocate(2000 * PAGE).unwrap());
+    pair.iter_mut().for_each(|region| fill(region, 7));
+    let mut all = Merged::default();
+    for step in 1..=10 {
+        // Of the second line.
+        let places = |region: &mut [u8]| region.chunks_exact_mut(PAGE).for_each(|page| page[100] = step);
+        pair.iter_mut().for_each(|region| places(region.as_mut_slice()));
+        all += merge(&engine);
+        for (number, page) in (1..).zip(pair.iter().flat_map(|region| region.as_slice().chunks_exact(PAGE))) {
+            let number: u64 = (number - 1) % 2000 + 1;
+            assert!(
+                page[100] == step
+                    && page[..100].as_chunks::<8>().0.iter().all(|&word| word == (7 * number).to_ne_bytes())
+            );
+        }
+    }
+    // Of ten merges within a second or two.
+    assert!((4000..=8000).contains(&all.merged.0) && all.broken.0 >= 4000, "{all:?}");
+}
+
+#[test]
 fn merges_that_do_not_pay_come_seldom_until_there_is_something_new() {
     let root = root();
     // Room for all the merges that follow.

@@ -1,11 +1,16 @@
-//! Memory in huge pages. A program of its own, which runs by itself: the kernel moves others' pages to make huge ones.
+//! Memory in huge pages. A program of its own, one test of which runs at a time: the kernel moves others' pages to make
+//! huge ones.
 
 mod member;
 
 use member::{Member, root, settle};
+use std::sync::Mutex;
+
+static ONE: Mutex<()> = Mutex::new(());
 
 #[test]
 fn huge_pages_are_kept_where_merging_would_not_pay() {
+    let _one = ONE.lock();
     let root = root();
     let huge = |member: &mut Member| {
         member.tell("huge");
@@ -21,7 +26,7 @@ fn huge_pages_are_kept_where_merging_would_not_pay() {
     first.tell("copy 2000 1 2500");
     first.tell("fill 2100 1 0");
     let merged = first.merge();
-    assert_eq!((merged.of("merged"), merged.of("zeros"), merged.of("not_worth")), (0, 0, 2), "{merged:?}");
+    assert_eq!((merged.of("merged"), merged.of("zeros"), merged.of("not_worth")), (0, 0, 3), "{merged:?}");
     assert_eq!(first.smaps("AnonHugePages:"), before);
     let mut second = Member::start(&root, 4096, &[]);
     huge(&mut second);
@@ -32,6 +37,7 @@ fn huge_pages_are_kept_where_merging_would_not_pay() {
 
 #[test]
 fn zeros_that_are_scattered_over_a_huge_page_pay_together() {
+    let _one = ONE.lock();
     let root = root();
     let mut member = Member::start(&root, 2048, &[]);
     member.tell("huge");
@@ -45,4 +51,20 @@ fn zeros_that_are_scattered_over_a_huge_page_pay_together() {
     // At either end a few may lie in a huge page that is not worth splitting for them.
     assert!((480..=512).contains(&merged.of("zeros")), "{merged:?}");
     settle(&mut [&mut member]);
+}
+
+#[test]
+fn zeros_that_do_not_pay_are_left_alone_in_time() {
+    let _one = ONE.lock();
+    let root = root();
+    let mut member = Member::start(&root, 2048, &[]);
+    member.tell("huge");
+    member.tell("fill 0 2048 3");
+    if member.smaps("AnonHugePages:") == 0 {
+        println!("skipped: there are no huge pages");
+        return;
+    }
+    member.tell("fill 1024 1 0");
+    let looks: Vec<u64> = (0..6).map(|_| member.merge().of("looked_at")).collect();
+    assert_eq!((looks[0], looks[5]), (2048, 0), "{looks:?}");
 }
