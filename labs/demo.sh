@@ -5,6 +5,8 @@
 # whose settings come back. Without root: a simulation on four ranks (`labs/hera`) that merges its own memory with the
 # user engine. Where there is no C++ compiler, or no QEMU for root: a census of four perl interpreters, each with the same
 # book of words in memory, and no merging.
+#
+# `labs/demo.sh simulate [OPTION]...` shows the simulation, with more options of hera, to whoever asks for it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -48,8 +50,8 @@ simulate() {
     export PAGEFOLD_RUNTIME
     trap 'rm -rf "$PAGEFOLD_RUNTIME"' EXIT
     for mode in plain blocks engine; do
-        say "hera --ranks 4 --memory $mode"
-        "$target/demo/hera" --ranks 4 --steps 40 --lifetime 2 --memory "$mode" | tee "$target/demo/$mode.txt"
+        say "hera --ranks 4 --memory $mode${*:+ $*}"
+        "$target/demo/hera" --ranks 4 --steps 40 --lifetime 2 --memory "$mode" "$@" | tee "$target/demo/$mode.txt"
     done
     plain=$(grep -o 'checksum=[^ ]*' "$target/demo/plain.txt")
     for mode in blocks engine; do
@@ -69,6 +71,11 @@ simulate() {
     say "All three computed the same to the last bit: $plain. One run each: for intervals see 'make bench-hera'."
 }
 
+if [ "${1-}" = simulate ]; then
+    shift
+    simulate "$@"
+    exit
+fi
 if [ "$(id -u)" -ne 0 ] && command -v g++ >/dev/null; then
     simulate
     exit

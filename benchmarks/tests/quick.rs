@@ -1,7 +1,11 @@
 //! The benchmark program works: a quick run of its sections says what it found and keeps it. How fast, nobody asks
 //! here.
 
+use pagefold_labs::ksm::Ksm;
+use std::collections::BTreeSet;
 use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
 use std::process::Command;
 
 #[test]
@@ -28,4 +32,58 @@ fn a_quick_run_is_told_and_kept() {
     assert_eq!(pages.len(), 12, "{samples}");
     let held = 2 * (32 << 20) / rustix::param::page_size();
     assert!(pages.iter().all(|&pages| (held..held + held / 8).contains(&pages)), "{samples}");
+}
+
+/// Whether a control group that tells its memory can be made, as each run of the simulation is given one.
+fn is_memory_told_of_groups() -> bool {
+    let first = Path::new("/sys/fs/cgroup/memory");
+    let root = if first.exists() { first } else { Path::new("/sys/fs/cgroup") };
+    let group = root.join(format!("pagefold-quick-{}", std::process::id()));
+    let told = fs::create_dir(&group).is_ok() && group.join("memory.stat").exists();
+    let _ = fs::remove_dir(group);
+    told
+}
+
+#[test]
+fn a_quick_run_of_a_simulation_is_of_all_modes() {
+    let program = Path::new(env!("CARGO_BIN_EXE_pagefold-benchmarks"));
+    let library = program.with_file_name("libpagefold_engine.so");
+    if !library.exists() || !program.with_file_name("pagefold").exists() {
+        return println!("skipped: `cargo build -p pagefold -p pagefold-engine` was not run");
+    }
+    if Command::new("g++").arg("--version").output().is_err() {
+        return println!("skipped: no C++ compiler");
+    }
+    // The benchmark takes KSM for each run.
+    if let Err(why) = Ksm::take() {
+        return println!("skipped: {why}");
+    }
+    if !is_memory_told_of_groups() {
+        return println!("skipped: no memory cgroup can be made");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["libpagefold.so", "libpagefold.so.0"] {
+        symlink(&library, folder.path().join(name)).unwrap();
+    }
+    // Ranks are plain processes.
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("labs").join("hera/build.sh");
+    let built = Command::new(script).args([folder.path(), folder.path()]).env("MPICXX", "true").status().unwrap();
+    assert!(built.success());
+    let output = Command::new(program)
+        .args(["merge", "hera", "--quick", "--cases", "ranks4", "--hera"])
+        .arg(folder.path().join("hera"))
+        .arg("--out")
+        .arg(folder.path())
+        .output()
+        .unwrap();
+    let (told, complaints) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{told}\n{complaints}");
+    let kept = folder.path().join("merge-hera");
+    let summary = fs::read_to_string(kept.join("summary.md")).unwrap();
+    assert!(summary.contains("## ranks4") && told.contains("computed the same to the last bit"), "{summary}\n{told}");
+    let samples = fs::read_to_string(kept.join("samples.csv")).unwrap();
+    let modes: BTreeSet<&str> = samples.lines().skip(1).filter_map(|line| line.split(',').nth(2)).collect();
+    let all = ["blocks", "engine", "ksm guided", "ksm whole 2000/20", "ksm whole 20000/20", "plain"];
+    assert!(modes.into_iter().eq(all), "{samples}");
+    assert!(fs::read_to_string(kept.join("ranks4.svg")).unwrap().contains("memory of the job, MiB"));
 }
