@@ -1,8 +1,8 @@
 #!/bin/sh
 # Prepares what `pagefold-lab fleet` boots: QEMU, and in .cache/fleet a kernel (Debian's cloud kernel, unpacked and never
-# installed) and an initramfs (busybox and guest/init); and what tests start: compilers of C and C++, OpenMPI, the shell of
-# SQLite and PostgreSQL, of which no server is set up. Does only what is still to be done, so it may run each time.
-# Needs Debian on amd64 after `apt-get update`, and root only where packages are missing.
+# installed) and an initramfs (busybox and guest/init); and what tests start: compilers of C and C++, OpenMPI,
+# pkg-config, groff, the shell of SQLite and PostgreSQL, of which no server is set up. Does only what is still to be done,
+# so it may run each time. Needs Debian on amd64 after `apt-get update`, and root only where packages are missing.
 set -eu
 
 labs=$(cd "$(dirname "$0")" && pwd)
@@ -18,6 +18,8 @@ command -v gcc > /dev/null || missing="$missing gcc libc6-dev"
 command -v g++ > /dev/null || missing="$missing g++"
 command -v mpirun > /dev/null || missing="$missing openmpi-bin"
 command -v mpicc > /dev/null || missing="$missing libopenmpi-dev"
+command -v pkg-config > /dev/null || missing="$missing pkg-config"
+command -v groff > /dev/null || missing="$missing groff-base"
 command -v sqlite3 > /dev/null || missing="$missing sqlite3"
 set -- /usr/lib/postgresql/*/bin/pg_amcheck
 [ -e "$1" ] || missing="$missing postgresql"

@@ -5,6 +5,7 @@ use crate::blocks::BLOCKS;
 use crate::merge::{self, MERGER};
 use crate::next::{next, this_thread};
 use crate::{mappings, mpi, settings};
+use pagefold_model::Bytes;
 use rustix::fs::{CWD, Dir, Mode, OFlags, readlinkat};
 use std::ffi::{CStr, c_int, c_long, c_void};
 use std::io::Write;
@@ -243,6 +244,9 @@ fn domain(socket: RawFd) -> Option<c_int> {
 /// What the process has open that may write to its memory behind the kernel's page tables: devices, direct I/O and
 /// io_uring, or that watches its page faults.
 pub fn reason_against() -> Option<String> {
+    if pagefold_engine::pinned().is_ok_and(|pinned| pinned != Bytes::ZERO) {
+        return Some("some of its memory is pinned, and a device may write to that".to_owned());
+    }
     let Ok(descriptors) = numbers_in(c"/proc/self/fd") else {
         return Some("what it has open cannot be read".to_owned());
     };

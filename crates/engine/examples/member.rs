@@ -2,7 +2,7 @@
 //! sequence of lines is allowed: pages that a line is not for, as they are unmapped or protected, are passed over.
 //!
 //! ```text
-//! member DOMAIN PAGES [--threads N] [--max-slowdown PERCENT] [--per-node]
+//! member DOMAIN PAGES [--threads N] [--max-slowdown PERCENT] [--lifetime SECONDS] [--per-node]
 //!
 //! fill START COUNT SEED   pages from START on; SEED 0 is zeros, and equal seeds and places are equal contents
 //! copy START COUNT FROM   pages from START on become what those from FROM on hold
@@ -11,19 +11,26 @@
 //! forsake START COUNT     `adopt` forsakes all, and adopts what is mapped
 //! merge                   tells what was done
 //! running                 merges by `merge_while_running`, or tells why it cannot
+//! background              a thread merges from now on, until a line comes beside which it may not; or tells why not
+//! foreground              ends it once it has merged; tells how often it has
 //! race ROUNDS             merges so often while a thread writes to pages without pause
 //! shuffle ROUNDS          merges so often while a thread moves forsaken memory without pause
 //! check                   every page against what was written
 //! standing                tells how it stands
 //!
 //! unmap START COUNT       forsakes and unmaps; `map` maps what is unmapped, and adopts it
+//! munmap START COUNT      unmaps, and does not tell the engine
+//! replace START COUNT     maps new memory in the place, likewise
+//! mapfile START COUNT     maps a file in the place, likewise, privately and to be written
+//! files                   tells whether the files that were mapped hold what they did
 //! move START COUNT        by mremap, with memory of no access in the place; `back` moves it back
 //! grow START              one page, to two, by mremap, likewise
 //! dontneed START COUNT    by MADV_DONTNEED; tells how many pages read as zeros, and as what they were merged with;
 //!                         but for pages that came by `grow`, which would read as nothing in particular
 //! guard START COUNT       by MADV_GUARD_INSTALL, likewise
 //! protect START COUNT HOW 0 not to be accessed, 1 to be read; `expose` to be written, guarded pages too
-//! huge                    asks for huge pages
+//! huge                    asks for huge pages; `small` for none
+//! mappings LEFT           takes mappings of this process until so many are left of those that a merge may make
 //!
 //! base                    tells where its memory is
 //! core DIRECTORY          dies of a signal that dumps core there
@@ -34,14 +41,17 @@
 //! forks ROUNDS            children that do so one after another, while a thread merges without pause
 //! ```
 
-use pagefold_engine::{Advice, Engine, Error, Options, Region};
+use pagefold_engine::{Advice, Background, Engine, Error, Options, Region};
 use pagefold_model::AddressRange;
 use std::ffi::{CString, c_int, c_void};
-use std::io::{BufRead, Read, Write, stdin};
-use std::os::fd::OwnedFd;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Seek, Write, stdin};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr;
 use std::slice;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const PAGE: usize = 4096;
 
@@ -53,6 +63,25 @@ const GUARD_REMOVE: c_int = 103;
 type Content = (u64, u64);
 
 const ZEROS: Content = (0, 0);
+
+/// The seed of what files hold. Places are those in the file.
+const OF_FILE: u64 = 10;
+
+/// Lines that may be done while a thread merges.
+const BESIDE: [&str; 12] = [
+    "fill",
+    "copy",
+    "clear",
+    "advise",
+    "forsake",
+    "adopt",
+    "merge",
+    "running",
+    "background",
+    "foreground",
+    "check",
+    "standing",
+];
 
 fn fill(page: &mut [u8], (seed, place): Content) {
     let mut state = seed << 32 ^ place << 12;
@@ -154,6 +183,33 @@ impl Page {
         mapped
     }
 
+    fn unmap(&mut self) {
+        if self.access != Access::Unmapped {
+            // SAFETY: no borrow of it lives.
+            unsafe { libc::munmap(self.pointer().cast(), PAGE) };
+            self.access = Access::Unmapped;
+        }
+    }
+
+    /// Map something else in its place: a page of a file, or new memory.
+    fn replace(&mut self, file: Option<(&File, u64)>) {
+        let (kind, descriptor, number) = match file {
+            Some((file, number)) => (0, file.as_raw_fd(), number),
+            None => (libc::MAP_ANONYMOUS, -1, 0),
+        };
+        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_FIXED | kind);
+        let offset = (number * PAGE as u64) as libc::off_t;
+        // SAFETY: what is replaced is mapped for this page, and no borrow of it lives.
+        let mapped = unsafe { libc::mmap(self.pointer().cast(), PAGE, access, flags, descriptor, offset) };
+        assert_eq!(mapped.expose_provenance(), self.at, "mmap: {}", std::io::Error::last_os_error());
+        *self = Self::new(self.at);
+        if file.is_some() {
+            self.holds = (OF_FILE, number);
+            // What is written there and dropped reads as the file again.
+            self.past.push(self.holds);
+        }
+    }
+
     /// It was moved away: keep others from the address.
     fn hold_the_place(&mut self) {
         assert_eq!(space(1, self.at), self.at, "it was free");
@@ -192,6 +248,33 @@ fn remap(from: usize, bytes: usize, to: usize, more: usize) {
     assert_eq!(moved.addr(), to, "mremap: {}", std::io::Error::last_os_error());
 }
 
+/// What a file of so many pages holds.
+fn of_file(pages: u64) -> Vec<u8> {
+    (0..pages).map(|page| filled((OF_FILE, page))).collect::<Vec<_>>().concat()
+}
+
+/// Whether a file of so many pages holds what it did.
+fn is_untouched(mut file: &File, pages: u64) -> bool {
+    let mut held = Vec::new();
+    file.rewind().expect("a file");
+    file.read_to_end(&mut held).expect("a file");
+    held == of_file(pages)
+}
+
+/// Take mappings until so many, or one more, are left of those up to which a merge makes them.
+fn take_mappings(left: usize) -> usize {
+    let limit = std::fs::read_to_string("/proc/sys/vm/max_map_count").expect("a limit");
+    let most = limit.trim().parse::<usize>().expect("a number") / 8 * 6;
+    let taken = BufReader::new(File::open("/proc/self/maps").expect("its own")).lines().count();
+    let wanted = most.saturating_sub(taken + left);
+    let start = space(wanted + 1, 0);
+    // Each page that may be read is a mapping, and so is what lies behind it.
+    for page in (1..wanted.saturating_sub(1)).step_by(2) {
+        Page::new(start + page * PAGE).protect(Access::Read);
+    }
+    wanted
+}
+
 /// All that a member has.
 struct Memory<'e> {
     engine: &'e Engine,
@@ -216,15 +299,20 @@ impl Memory<'_> {
         all.enumerate().find(|(_, page)| !page.is_right()).map_or(Ok(()), |(at, _)| Err(at))
     }
 
-    fn merge(&mut self, running: bool) -> String {
-        let merge = if running { Engine::merge_while_running } else { Engine::merge };
-        // SAFETY: this program has one thread, and no borrow of the memory lives.
-        let merged = unsafe { merge(self.engine) };
+    /// Pages may be merged with what they hold now.
+    fn note_past(&mut self) {
         for page in self.pages.iter_mut().chain(self.elsewhere.iter_mut().flat_map(|(_, pages)| pages)) {
             if !page.past.contains(&page.holds) {
                 page.past.push(page.holds);
             }
         }
+    }
+
+    fn merge(&mut self, running: bool) -> String {
+        let merge = if running { Engine::merge_while_running } else { Engine::merge };
+        // SAFETY: no other thread of this program writes, and no borrow of the memory lives.
+        let merged = unsafe { merge(self.engine) };
+        self.note_past();
         merged.map_or_else(|error| error.to_string(), |merged| format!("{merged:?}"))
     }
 
@@ -265,19 +353,25 @@ impl Memory<'_> {
     }
 }
 
-/// Merge while another thread writes, which looks whether what it has written is there.
-fn race(engine: &Engine, memory: &mut [u8], rounds: u64) -> String {
-    let words: Vec<&AtomicU64> = memory
-        .chunks_exact_mut(PAGE)
+/// Merge while another thread writes to what may be written, which looks whether what it has written is there.
+fn race(engine: &Engine, pages: &mut [Page], rounds: u64) -> String {
+    let words: Vec<&AtomicU64> = pages
+        .iter_mut()
+        .filter(|page| page.access == Access::Write)
         // SAFETY: each is the first word of a page, aligned and writable, and used by atomic operations only until the
         // end.
-        .map(|page| unsafe { AtomicU64::from_ptr(page.as_mut_ptr().cast()) })
+        .map(|page| unsafe { AtomicU64::from_ptr(page.pointer().cast()) })
         .collect();
+    if words.is_empty() {
+        return " lost: 0 .".to_owned();
+    }
+    // Other numbers each time: what two members have written alike could be merged, and in no page's past is any of it.
+    let begin = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_nanos() as u64;
     let end = AtomicBool::new(false);
     let (told, lost) = std::thread::scope(|scope| {
         let writer = scope.spawn(|| {
             let before: Vec<u64> = words.iter().map(|word| word.load(Ordering::Relaxed)).collect();
-            let (mut last, mut lost, mut state) = (before.clone(), 0, 1u64);
+            let (mut last, mut lost, mut state) = (before.clone(), 0, begin);
             while !end.load(Ordering::Relaxed) {
                 state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 let at = (state >> 33) as usize % words.len();
@@ -464,15 +558,17 @@ fn main() {
     };
     let options = Options {
         max_slowdown: option("--max-slowdown").map(|percent| percent / 100.0),
+        lifetime: option("--lifetime").map_or(Duration::ZERO, Duration::from_secs_f64),
         threads: option("--threads").map_or(1, |threads| threads as usize),
         per_node: arguments.iter().any(|argument| argument == "--per-node"),
         ..Options::default()
     };
     let pages: usize = arguments[2].parse().expect("a number of pages");
     let engine = match Engine::join(&arguments[1], &options) {
-        Ok(engine) => engine,
+        Ok(engine) => Arc::new(engine),
         Err(error) => {
-            println!("{error}");
+            let why = std::error::Error::source(&error).map_or_else(String::new, |source| format!(": {source}"));
+            println!("{error}{why}");
             return;
         }
     };
@@ -483,12 +579,18 @@ fn main() {
     let mut children: Vec<Child> = Vec::new();
     // The program's own files, which are none of the engine's business.
     let mut others = Vec::new();
+    // Those that are mapped, with the pages of each.
+    let mut files: Vec<(File, u64)> = Vec::new();
+    let mut background: Option<Background> = None;
     println!("ready");
     for line in stdin().lock().lines().map_while(Result::ok) {
         let mut words = line.split_ascii_whitespace();
         let command = words.next().unwrap_or_default();
         let text = words.clone().next().unwrap_or_default();
         let numbers: Vec<u64> = words.map_while(|word| word.parse().ok()).collect();
+        if !BESIDE.contains(&command) {
+            background = None;
+        }
         match (command, &numbers[..]) {
             ("fill", &[start, count, seed]) => {
                 for (page, place) in memory.some(start, count).iter_mut().zip(start..) {
@@ -538,20 +640,60 @@ fn main() {
             }
             ("merge", []) => println!("{}", memory.merge(false)),
             ("running", []) => println!("{}", memory.merge(true)),
-            ("race", &[rounds]) => println!("{}", race(&engine, memory.region.as_mut_slice(), rounds)),
+            ("background", []) => {
+                // Whatever it merges before the next line is done was there when this one was.
+                memory.note_past();
+                // SAFETY: it is dropped before any line that is not one of `BESIDE`, and those leave what is adopted
+                // mapped where it is, but for what the engine does.
+                match unsafe { engine.merge_in_background(0.5) } {
+                    Ok(begun) => {
+                        background = Some(begun);
+                        println!("begun");
+                    }
+                    Err(error) => println!("{error}"),
+                }
+            }
+            ("foreground", []) => {
+                let minute = Duration::from_secs(60);
+                let merges = background.take().map_or(Ok(0), |background| background.wait(1, minute));
+                println!("{}", merges.map_or_else(|error| error.to_string(), |merges| format!(" merges: {merges} .")));
+            }
+            ("race", &[rounds]) => {
+                memory.note_past();
+                println!("{}", race(&engine, &mut memory.pages, rounds));
+            }
             ("shuffle", &[rounds]) => println!("{}", shuffle(&engine, rounds)),
             ("check", []) => match memory.is_right() {
                 Ok(()) => println!("same"),
                 Err(page) => println!("page {page} differs"),
             },
-            ("unmap", &[start, count]) => {
-                engine.forsake(memory.range(start, count)).expect("a domain that works");
-                for page in memory.some(start, count).iter_mut().filter(|page| page.access != Access::Unmapped) {
-                    // SAFETY: no borrow of it lives.
-                    unsafe { libc::munmap(page.pointer().cast(), PAGE) };
-                    page.access = Access::Unmapped;
+            ("unmap" | "munmap", &[start, count]) => {
+                if command == "unmap" {
+                    engine.forsake(memory.range(start, count)).expect("a domain that works");
                 }
+                memory.some(start, count).iter_mut().for_each(Page::unmap);
                 println!("unmapped");
+            }
+            ("replace", &[start, count]) => {
+                let mapped = memory.some(start, count).iter_mut().filter(|page| page.access != Access::Unmapped);
+                mapped.for_each(|page| page.replace(None));
+                println!("replaced");
+            }
+            ("mapfile", &[start, count]) => {
+                let mut file = tempfile::tempfile().expect("a file");
+                // One more than there are pages, should the last of them grow.
+                file.write_all(&of_file(count + 1)).expect("a file");
+                for (page, number) in memory.some(start, count).iter_mut().zip(0..) {
+                    if page.access != Access::Unmapped {
+                        page.replace(Some((&file, number)));
+                    }
+                }
+                files.push((file, count + 1));
+                println!("mapped");
+            }
+            ("files", []) => {
+                let untouched = files.iter().all(|(file, pages)| is_untouched(file, *pages));
+                println!("{}", if untouched { "untouched" } else { "touched" });
             }
             ("map", &[start, count]) => {
                 for number in start..start + count {
@@ -613,14 +755,15 @@ fn main() {
                 }
                 println!("exposed");
             }
-            ("huge", []) => {
+            ("huge" | "small", []) => {
                 let range = memory.region.range();
                 let (start, bytes) = (range.start as usize, range.bytes().0 as usize);
+                let advice = if command == "huge" { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
                 // SAFETY: the advice changes no content.
-                let done =
-                    unsafe { libc::madvise(ptr::with_exposed_provenance_mut(start), bytes, libc::MADV_HUGEPAGE) };
+                let done = unsafe { libc::madvise(ptr::with_exposed_provenance_mut(start), bytes, advice) };
                 println!("advised: {done}");
             }
+            ("mappings", &[left]) => println!(" taken: {} .", take_mappings(left as usize)),
             ("base", []) => println!(" base: {} .", memory.region.range().start),
             ("core", _) => dump_core(text),
             ("exec", []) => exec(&arguments),
@@ -662,6 +805,9 @@ fn main() {
             }
             ("forks", &[rounds]) => println!("{}", forks(&mut memory, rounds)),
             _ => println!("unknown: {line}"),
+        }
+        if background.is_some() {
+            memory.note_past();
         }
         std::io::stdout().flush().expect("somebody reads");
     }

@@ -50,6 +50,7 @@ typedef struct pagefold_merged {
 	uint64_t not_worth;  /* pages of zeros or with a partner whose run would not pay */
 	uint64_t broken;     /* pages that were written since they were merged */
 	uint64_t short_lived; /* of those, the ones that were expected to last, and had not for long enough to pay */
+	uint64_t read;       /* zeros that were given back and were found read since, each once */
 	uint64_t left_alone; /* pages that were written too soon before, or looked at in vain too often */
 	uint64_t failed;     /* pages that could not be merged */
 	uint64_t cut_short;  /* merges that did not look at everything: there was no time for it, it was not expected to
@@ -65,6 +66,7 @@ typedef struct pagefold_standing {
 	uint64_t zeros;    /* of them, zeros that were given back and not written since */
 	uint64_t hot;      /* of them, those that are left alone now because they were written too soon */
 	uint64_t store;    /* bytes that the domain's store takes, of all members together */
+	uint64_t pinned;   /* bytes of this process that are pinned for long, as for a device: they must not be adopted */
 	uint64_t mappings; /* that this process has */
 	uint64_t notes;    /* bytes in which the pages of this member are remembered */
 	uint64_t merges;   /* so far, those that did nothing among them */
@@ -103,7 +105,10 @@ enum pagefold_advice {
 	PAGEFOLD_HOT,         /* it is written again and again: left alone for 68 minutes, merged pages once written */
 };
 
-/* Become a member of a domain, or found it. options may be NULL. NULL on failure. */
+/*
+ * Become a member of a domain, or found it. domain may be NULL in a rank of an MPI job: then it is that of the job, as
+ * for `pagefold run --engine user`. options may be NULL. NULL on failure.
+ */
 pagefold_engine *pagefold_join(const char *domain, const pagefold_options *options);
 
 /* Leave. What is merged stays merged; memory of pagefold_allocate stays. engine may be NULL. */
@@ -137,10 +142,10 @@ int pagefold_clear(pagefold_engine *engine, void *memory, size_t bytes);
 int pagefold_merge(pagefold_engine *engine, pagefold_merged *merged);
 
 /*
- * Merge what is identical while the program runs: who writes to pages that are in hand waits for some hundred
- * microseconds. Fails where writers cannot be made to wait: it takes Linux 6.4, and CAP_SYS_PTRACE,
- * vm.unprivileged_userfaultfd=1 or access to /dev/userfaultfd. Nobody may unmap, move or replace memory of the engine
- * but by its own functions until it returns. merged may be NULL.
+ * Merge what is identical while the program runs: who writes to pages that are in hand waits for as long as it takes to
+ * compare, copy or map those, 512 at most, which are 2 MiB with pages of 4 KiB. Fails where writers cannot be made to
+ * wait: it takes Linux 6.4, and CAP_SYS_PTRACE, vm.unprivileged_userfaultfd=1 or access to /dev/userfaultfd. Nobody may
+ * unmap, move or replace memory of the engine but by its own functions until it returns. merged may be NULL.
  */
 int pagefold_merge_while_running(pagefold_engine *engine, pagefold_merged *merged);
 

@@ -1,7 +1,7 @@
 //! The C interface, `include/pagefold.h`: each function checks its pointers, calls the engine, and keeps the reason of
 //! a failure for `pagefold_error`. No panic crosses into C.
 
-use crate::{Advice, Background, Engine, Merged, Options, RegionStanding, Standing};
+use crate::{Advice, Background, Engine, JOBS, Merged, Options, RegionStanding, Standing, of_job};
 use pagefold_model::AddressRange;
 use pagefold_model::engine::Domain;
 use std::cell::RefCell;
@@ -35,6 +35,7 @@ pub struct pagefold_merged {
     not_worth: u64,
     broken: u64,
     short_lived: u64,
+    read: u64,
     left_alone: u64,
     failed: u64,
     cut_short: u64,
@@ -50,6 +51,7 @@ pub struct pagefold_standing {
     zeros: u64,
     hot: u64,
     store: u64,
+    pinned: u64,
     mappings: u64,
     notes: u64,
     merges: u64,
@@ -95,6 +97,7 @@ impl From<Merged> for pagefold_merged {
             not_worth: merged.not_worth.0,
             broken: merged.broken.0,
             short_lived: merged.short_lived.0,
+            read: merged.read.0,
             left_alone: merged.left_alone.0,
             failed: merged.failed.0,
             cut_short: merged.cut_short,
@@ -112,6 +115,7 @@ impl From<Standing> for pagefold_standing {
             zeros: standing.zeros.0,
             hot: standing.hot.0,
             store: standing.store.0,
+            pinned: standing.pinned.0,
             mappings: standing.mappings,
             notes: standing.notes.0,
             merges: standing.merges,
@@ -201,15 +205,18 @@ fn range(memory: *mut c_void, bytes: usize) -> AddressRange {
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// `domain` is a string; `options` is null or of the size it says, and its root null or a string.
+/// `domain` is null or a string; `options` is null or of the size it says, and its root null or a string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_join(domain: *const c_char, options: *const pagefold_options) -> *mut Engine {
     let joined = told(|| {
-        if domain.is_null() {
-            return Err("domain is NULL".to_owned());
-        }
-        // SAFETY: not null, so a string by the caller's promise.
-        let name = unsafe { CStr::from_ptr(domain) }.to_str().map_err(|_| "domain is no UTF-8".to_owned())?;
+        let name = if domain.is_null() {
+            let nameless = || format!("domain is NULL, and this is no rank of an MPI job ({})", JOBS.join(", "));
+            of_job().ok_or_else(nameless)?
+        } else {
+            // SAFETY: not null, so a string by the caller's promise.
+            let name = unsafe { CStr::from_ptr(domain) }.to_str();
+            name.map_err(|_| "domain is no UTF-8".to_owned())?.to_owned()
+        };
         let given = options;
         let mut options = Options::default();
         if !given.is_null() {
@@ -230,7 +237,7 @@ pub unsafe extern "C" fn pagefold_join(domain: *const c_char, options: *const pa
                 options.root = Some(OsStr::from_bytes(root.to_bytes()).into());
             }
         }
-        Engine::join(name, &options).map_err(chain)
+        Engine::join(&name, &options).map_err(chain)
     });
     joined.map_or(ptr::null_mut(), |engine| Arc::into_raw(Arc::new(engine)).cast_mut())
 }

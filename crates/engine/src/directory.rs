@@ -38,8 +38,28 @@ pub fn root() -> PathBuf {
 
 /// Whether a name is one for a domain.
 pub fn is_name(name: &str) -> bool {
-    let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-    (1..=64).contains(&name.len()) && !name.starts_with('.') && name.bytes().all(letter)
+    (1..=64).contains(&name.len()) && !name.starts_with('.') && name.chars().all(is_letter)
+}
+
+/// Whether a name of a domain may have it.
+fn is_letter(letter: char) -> bool {
+    letter.is_ascii_alphanumeric() || "._-".contains(letter)
+}
+
+/// What says which MPI job a process is a rank of: PMIx's name of it, Slurm's number, Hydra's.
+pub const JOBS: [&str; 3] = ["PMIX_NAMESPACE", "SLURM_JOB_ID", "PMI_JOBID"];
+
+/// The domain of the MPI job that this process is a rank of: of a launcher's name for it (Open MPI and PMIx, Slurm,
+/// MPICH and its kin). `None` if there is none.
+pub fn of_job() -> Option<String> {
+    let job = JOBS.iter().find_map(|name| std::env::var(name).ok().filter(|job| !job.is_empty()));
+    job.map(|job| of_job_called(&job))
+}
+
+/// With room for the name of a node.
+fn of_job_called(job: &str) -> String {
+    let letter = |letter: char| if is_letter(letter) { letter } else { '-' };
+    "mpi-".chars().chain(job.chars().map(letter)).take(54).collect()
 }
 
 /// The directory of a domain under a root, made if it is not there.
@@ -125,6 +145,13 @@ mod tests {
         for name in ["", ".", "..", "a/b", "/tmp", ".hidden", "ä", "a b", "a\0b", &long] {
             assert!(matches!(of_domain(root.path(), name), Err(Error::Name(_))), "{name:?}");
         }
+    }
+
+    #[test]
+    fn jobs_have_names_whatever_launchers_call_them() {
+        assert_eq!(of_job_called("prterun-host-1234@1"), "mpi-prterun-host-1234-1");
+        let long = of_job_called(&"x/".repeat(99));
+        assert!(is_name(&long) && is_name(&format!("{long}.node1023")));
     }
 
     #[test]

@@ -45,13 +45,13 @@ use pagefold_sys::fingerprint::Hasher;
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// "pagefold", and the version of the layout in the lowest byte.
-pub const MAGIC: u64 = u64::from_be_bytes(*b"pagefol\x01");
+pub const MAGIC: u64 = u64::from_be_bytes(*b"pagefol\x02");
 
 /// `TMPFS_MAGIC` (include/uapi/linux/magic.h).
 const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
@@ -89,6 +89,8 @@ pub enum Header {
     /// The moment that was named last for all to merge ([`pagefold_model::turn`]), in nanoseconds of the clock that
     /// members share.
     Moment,
+    /// The PID namespace of its members, by its inode: they know each other by numbers in it.
+    Namespace,
 }
 
 /// The domain, as this process has it.
@@ -151,6 +153,14 @@ impl Domain {
         set(Header::Members, number(Header::Members).saturating_sub(everybody.gone() as u64));
         everybody.bury();
         record::sweep(path);
+        let namespace = std::fs::metadata("/proc/self/ns/pid")?.ino();
+        // None is told where the file was removed under its members.
+        if everybody.count() > 0 && ![0, namespace].contains(&number(Header::Namespace)) {
+            let why =
+                "its members are in another PID namespace: share that, or set PAGEFOLD_RUNTIME to another directory";
+            return Err(io::Error::new(io::ErrorKind::Unsupported, why));
+        }
+        set(Header::Namespace, namespace);
         let identity = (number(Header::StoreDevice), number(Header::StoreInode));
         let slots = Slots::map(&directory::open(&path.join("slots"), true)?, count)?;
         let mut found = None;

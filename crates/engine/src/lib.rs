@@ -39,8 +39,9 @@
 //!   needs it for a later one, and says so ([`Merged::held_up`]).
 //! - With [`Options::max_slowdown`] the time that the engine takes from its program stays about that share, once what it
 //!   was told of [`Options::lifetime`] is over. Only looking stops when there is no time left: what was found is still
-//!   stored and mapped. A write to what was merged is counted when the next merge finds it, at what such a fault costs
-//!   by itself ([`Standing::spending`]). What was spent beyond the share is made up for before anything else is done.
+//!   stored and mapped. A write to what was merged, and a read of zeros that were given back, is counted when a later
+//!   merge finds it, at what such a fault costs by itself ([`Standing::spending`]). What was spent beyond the share is
+//!   made up for before anything else is done.
 //!
 //! # What a program does to its regions
 //! - **write**: the kernel copies the page. At the next merge it becomes ordinary memory again, and is left alone for
@@ -66,7 +67,7 @@
 //! - **devices and direct I/O**: memory that is pinned for a device (RDMA) must not be adopted, and nothing that reads
 //!   into adopted memory behind the program's back (`O_DIRECT`, io_uring, process_vm_writev) may be under way during a
 //!   merge: it would go on writing to the old frames. A process can learn how much of its memory is pinned for long
-//!   (`VmPin` in `/proc/self/status`), but not which.
+//!   ([`Standing::pinned`]), but not which.
 //! - **advice and locks on memory**: what merging maps has none: `MADV_WIPEONFORK`, `MADV_DONTFORK`, `MADV_DONTDUMP`,
 //!   mlock, mbind and protection keys are lost on merged pages. Memory that has them is not for adoption, nor are
 //!   stacks.
@@ -100,7 +101,8 @@ mod survey;
 mod words;
 
 pub use background::Background;
-pub use directory::VARIABLE;
+pub use directory::{JOBS, VARIABLE, of_job};
+pub use memory::pinned;
 pub use statistics::{Merged, RegionStanding, Standing};
 
 use crate::domain::Domain;
@@ -248,8 +250,7 @@ struct State {
     adopted: Bytes,
     /// Pages that the last merge found and did not come to, or is to look at again at once.
     promising: Pages,
-    /// What it costs the program to write to a page that was merged.
-    fault_time: Duration,
+    faults: memory::Faults,
     started: Instant,
     so_far: Merged,
     /// How many merges there were, and when the last one ended, since the host was booted.
@@ -276,10 +277,10 @@ pub struct Region<'e> {
 }
 
 impl Engine {
-    /// Become a member of the domain of a name, or found it.
+    /// Become a member of the domain of a name, or found it. In a rank of an MPI job [`of_job`] is a good name.
     ///
     /// # Errors
-    /// If there is no directory for it, or files cannot be had.
+    /// If there is no directory for it, if its members are in another PID namespace, or if files cannot be had.
     pub fn join(name: &str, options: &Options) -> Result<Self, Error> {
         let root = options.root.clone().unwrap_or_else(directory::root);
         let failed = |source| Error::Domain { name: name.to_owned(), source };
@@ -464,7 +465,8 @@ impl Engine {
     }
 
     /// Merge what is identical, while the program runs: writers wait for as long as the pages that they write to are in
-    /// hand, some hundred microseconds.
+    /// hand. A thread has 512 of them in hand at most, 2 MiB with pages of 4 KiB, for as long as it takes to compare,
+    /// copy or map those.
     ///
     /// # Errors
     /// [`Error::NotPermitted`] where writers cannot be made to wait, [`Error::Domain`].
@@ -616,7 +618,7 @@ impl State {
             rest: Rest::default(),
             adopted: Bytes::ZERO,
             promising: Pages::ZERO,
-            fault_time: memory::fault_time()?,
+            faults: memory::faults()?,
             started: Instant::now(),
             so_far: Merged::default(),
             merges: 0,
@@ -677,6 +679,7 @@ impl State {
             zeros,
             hot,
             store: Bytes(self.domain.store.bytes()?),
+            pinned: pinned()?,
             mappings,
             notes: self.notes(),
             merges: self.merges,

@@ -7,8 +7,8 @@
 //! process must end.
 
 use crate::store::Store;
-use pagefold_model::AddressRange;
 use pagefold_model::lasting::BREAK;
+use pagefold_model::{AddressRange, Bytes};
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mremap_fixed, munmap};
 use std::ffi::c_void;
 use std::io;
@@ -146,12 +146,21 @@ pub unsafe fn give_back_zeros(range: AddressRange) -> io::Result<()> {
     Ok(unsafe { madvise(pointer(range.start), range.bytes().0 as usize, Advice::LinuxDontNeed) }?)
 }
 
-/// What a write costs here that finds a page of zeros in the place of one of the program's own: the fault, a frame, and
-/// filling it. The median of a few tries, and no less than is known of such faults ([`BREAK`]).
+/// What faults cost here that a program takes because its memory was merged.
+#[derive(Clone, Copy, Debug)]
+pub struct Faults {
+    /// A write that finds a page of zeros in the place of one of the program's own: the fault, a frame, and filling it.
+    /// No less than is known of such faults ([`BREAK`]).
+    pub write: Duration,
+    /// A read where nothing is, as where zeros were given back.
+    pub read: Duration,
+}
+
+/// The median of a few tries.
 ///
 /// # Errors
 /// Those of mmap(2).
-pub fn fault_time() -> io::Result<Duration> {
+pub fn faults() -> io::Result<Faults> {
     const TRIES: usize = 5;
     const PAGES: usize = 16;
     let page = rustix::param::page_size();
@@ -160,23 +169,37 @@ pub fn fault_time() -> io::Result<Duration> {
     let _ = unsafe { madvise(pointer(range.start), range.bytes().0 as usize, Advice::LinuxNoHugepage) };
     let each = (range.start..range.end).step_by(page).map(|address| pointer(address).cast::<u8>());
     let each: Vec<*mut u8> = each.collect();
-    for &page in &each {
+    let each_takes = |touch: fn(*mut u8)| {
+        let one = |pages: &[*mut u8]| {
+            let began = Instant::now();
+            pages.iter().copied().for_each(touch);
+            began.elapsed() / PAGES as u32
+        };
+        let mut tries: Vec<Duration> = each.chunks(PAGES).map(one).collect();
+        tries.sort_unstable();
+        tries[TRIES / 2]
+    };
+    let read = each_takes(|page| {
         // SAFETY: it is mapped readable, and nobody else knows of it.
         let _ = unsafe { page.read_volatile() };
-    }
-    let try_one = |pages: &[*mut u8]| {
-        let began = Instant::now();
-        for &page in pages {
-            // SAFETY: it is mapped writable, and nobody else knows of it.
-            unsafe { page.write_volatile(1) };
-        }
-        began.elapsed() / PAGES as u32
-    };
-    let mut tries: Vec<Duration> = each.chunks(PAGES).map(try_one).collect();
-    tries.sort_unstable();
+    });
+    // SAFETY: it is mapped writable, and nobody else knows of it.
+    let write = each_takes(|page| unsafe { page.write_volatile(1) });
     // SAFETY: it is this function's own, and no borrow of it is left.
     unsafe { release(range) }?;
-    Ok(tries[TRIES / 2].max(Duration::from_secs_f64(BREAK)))
+    Ok(Faults { read, write: write.max(Duration::from_secs_f64(BREAK)) })
+}
+
+/// How much memory of this process is pinned for long, as for a device, or for io_uring's registered buffers
+/// (`pinned_vm`; Documentation/core-api/pin_user_pages.rst, 6.18).
+///
+/// # Errors
+/// Those of reading `/proc/self/status`, `InvalidData` where it does not say.
+pub fn pinned() -> io::Result<Bytes> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let words = status.lines().find_map(|line| line.strip_prefix("VmPin:"));
+    let kibibytes: Option<u64> = words.and_then(|words| words.trim().strip_suffix(" kB")?.parse().ok());
+    kibibytes.map(|count| Bytes(count << 10)).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
 /// Ordinary memory without content, somewhere.

@@ -377,7 +377,7 @@ mod tests {
     fn the_lock_of_the_domain_stays_with_who_has_it() {
         let (_directory, root) = root();
         let path = make(&root, "x");
-        let header = [MAGIC, 1, 0, 0, 0, 0, 0, 0, 0].map(u64::to_ne_bytes).concat();
+        let header = [MAGIC, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0].map(u64::to_ne_bytes).concat();
         std::fs::write(path.join("domain"), header).unwrap();
         std::fs::write(path.join("slots"), "").unwrap();
         let _held = Lock::wait(&path.join("lock"), std::time::Instant::now() + Duration::from_secs(300)).unwrap();

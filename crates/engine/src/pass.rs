@@ -222,7 +222,9 @@ impl State {
         self.adopted = Bytes::ZERO;
         let done = self.merge_within(Terms { room, threads: options.threads.max(1), now, stillness }, &mut merged);
         merged.time = began.elapsed();
-        let cost = merged.time + self.fault_time.mul_f64(merged.broken.0 as f64);
+        let faults = |pages: Pages, each: Duration| each.mul_f64(pages.0 as f64);
+        let faults = faults(merged.broken, self.faults.write) + faults(merged.read, self.faults.read);
+        let cost = merged.time + faults;
         self.allowance.spend(cost);
         let page = self.domain.page();
         let round = merged.round(page);
@@ -323,11 +325,13 @@ impl State {
             Stillness::Promised => BATCH.div_ceil(threads),
             Stillness::Enforced(_) => CHUNK as usize,
         };
-        let mut room = survey.room(healed.len());
         // Members that merge together have the same to store: each begins elsewhere.
         let mut batches = batches(&chosen);
         let elsewhere = self.random % batches.len().max(1) as u64;
         batches.rotate_left(elsewhere as usize);
+        // What a batch ends in the midst of becomes one mapping again.
+        let cuts = batches.iter().map(Vec::len).sum::<usize>() - chosen.len();
+        let mut room = survey.room(healed.len()) + cuts;
         let contents = self.reserve(&partners, &places, &batches, wanted, merged)?;
         let mut stored = vec![None; wanted as usize];
         for (batch, contents) in batches.iter().zip(&contents) {

@@ -28,6 +28,8 @@ pub struct Merged {
     pub broken: Pages,
     /// Of those, the ones that were expected to last, and had not for long enough to pay.
     pub short_lived: Pages,
+    /// Pages of zeros that were given back and were found read since, each once: that costs a fault, too.
+    pub read: Pages,
     /// Pages that were left alone because they were written too soon before, or looked at in vain too often.
     pub left_alone: Pages,
     /// Pages that could not be merged: the store was full, the kernel refused, or a content had gone.
@@ -69,6 +71,7 @@ impl AddAssign for Merged {
         self.not_worth += other.not_worth;
         self.broken += other.broken;
         self.short_lived += other.short_lived;
+        self.read += other.read;
         self.left_alone += other.left_alone;
         self.failed += other.failed;
         self.time += other.time;
@@ -90,6 +93,8 @@ pub struct Standing {
     pub hot: Pages,
     /// Memory that the domain's store takes, of all members together.
     pub store: Bytes,
+    /// Memory of this process that is pinned for long, as for a device: that must not be adopted.
+    pub pinned: Bytes,
     /// The mappings that this process has.
     pub mappings: u64,
     /// The memory in which this process remembers the pages of its regions.

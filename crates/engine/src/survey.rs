@@ -125,7 +125,11 @@ impl Survey {
                                 survey.broken.push(range);
                             }
                         }
-                        Kind::Ordinary if mapped.file || mapped.zero || mapped.swapped => {}
+                        Kind::Ordinary if mapped.file || mapped.swapped => {}
+                        Kind::Ordinary if mapped.zero => {
+                            let read = addresses.filter(|&address| region.note(address).read());
+                            merged.read += Pages(read.count() as u64);
+                        }
                         Kind::Ordinary => {
                             for address in addresses {
                                 let note = region.note(address);

@@ -44,6 +44,78 @@ fn unmapped_memory_stays_unmapped_and_leaves_the_store() {
     assert!(second.standing().of("store") > 700 * PAGE, "it is adopted as any");
 }
 
+/// Two members have so many pages merged, and as many once the last 600 hold something else, which nothing else is
+/// stored beside.
+fn go_on(first: &mut Member, second: &mut Member, pages: u64) {
+    for member in [&mut *first, &mut *second] {
+        assert_eq!(member.standing().of("merged"), pages);
+        member.tell("clear 400 600");
+        member.tell("fill 400 600 6");
+    }
+    assert_eq!(first.standing().of("store"), pages * PAGE);
+    settle(&mut [&mut *first, &mut *second]);
+    for member in [first, second] {
+        let standing = member.standing();
+        assert_eq!((standing.of("merged"), standing.of("store")), (pages, pages * PAGE));
+    }
+}
+
+#[test]
+fn memory_that_is_unmapped_without_a_word_leaves_the_store() {
+    let root = root();
+    let (mut first, mut second) = merged(&root, 1000);
+    for member in [&mut first, &mut second] {
+        member.tell("munmap 100 300");
+    }
+    settle(&mut [&mut first, &mut second]);
+    go_on(&mut first, &mut second, 700);
+}
+
+#[test]
+fn new_memory_in_the_place_of_adopted_memory_is_taken_for_written() {
+    let root = root();
+    let (mut first, mut second) = merged(&root, 1000);
+    for member in [&mut first, &mut second] {
+        member.tell("replace 100 300");
+        member.tell("fill 100 300 6");
+        let merged = member.merge();
+        assert_eq!((merged.of("broken"), merged.of("left_alone")), (300, 300));
+    }
+    settle(&mut [&mut first, &mut second]);
+    assert_eq!(second.standing().of("store"), 700 * PAGE);
+    // Longer than what was written once is left alone.
+    std::thread::sleep(std::time::Duration::from_millis(2100));
+    settle(&mut [&mut first, &mut second]);
+    go_on(&mut first, &mut second, 1000);
+}
+
+#[test]
+fn a_file_in_the_place_of_adopted_memory_is_left_alone() {
+    let root = root();
+    let (mut first, mut second) = merged(&root, 1000);
+    for member in [&mut first, &mut second] {
+        member.tell("mapfile 100 300");
+    }
+    settle(&mut [&mut first, &mut second]);
+    // Of what lies there a part is as the file has it, and a part written since; both are the same in both members.
+    for member in [&mut first, &mut second] {
+        member.tell("fill 100 100 6");
+    }
+    go_on(&mut first, &mut second, 700);
+    for member in [&mut first, &mut second] {
+        assert_eq!(member.tell("files"), "untouched");
+        // By the engine's own way it is ordinary memory again.
+        member.tell("clear 100 300");
+        member.tell("fill 100 300 7");
+    }
+    settle(&mut [&mut first, &mut second]);
+    for member in [&mut first, &mut second] {
+        let standing = member.standing();
+        assert_eq!((standing.of("merged"), standing.of("store")), (1000, 1000 * PAGE));
+        assert_eq!(member.tell("files"), "untouched");
+    }
+}
+
 #[test]
 fn moved_memory_keeps_what_it_holds() {
     let root = root();
@@ -346,6 +418,20 @@ fn members_need_no_privilege_and_stay_with_their_user() {
         member.merge();
     }
     assert_eq!(first.merge().of("merged"), 900);
+    // While they run they may merge only where everybody may, if the kernel can do it at all.
+    let able = Member::start(&own, 10, &[]).tell("running").contains("looked_at");
+    let set = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").is_ok_and(|set| set.trim() == "1");
+    let mut open = Command::new("sh");
+    open.args(["-c", ": <> /dev/userfaultfd"]).stderr(Stdio::null());
+    let opened = open.uid(65534).gid(65534).status().expect("a shell").success();
+    let told = first.tell("running");
+    if able && (set || opened) {
+        assert!(told.contains("looked_at"), "{told}");
+    } else {
+        let remedy = "merging while the program runs needs Linux 6.4 and userfaultfd: CAP_SYS_PTRACE, \
+                      vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd; merging at safe points does not";
+        assert_eq!(told, remedy);
+    }
     settle(&mut [&mut first, &mut second]);
     // Neither joins the other's domain.
     let root_member = Member::start(&own, 10, &[]);

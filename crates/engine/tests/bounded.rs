@@ -105,6 +105,25 @@ fn what_changes_where_no_sample_looks_is_merged_in_vain_and_then_left_alone() {
 }
 
 #[test]
+fn reading_zeros_that_were_given_back_is_counted_once() {
+    let root = root();
+    let engine = join(&root, None, Duration::ZERO);
+    let mut region = engine.allocate(1000 * PAGE).unwrap();
+    fill(&mut region, 0);
+    assert_eq!((merge(&engine).zeros, merge(&engine).read), (Pages(1000), Pages::ZERO));
+    assert!(region.as_slice()[..600 * PAGE].iter().all(|&byte| byte == 0));
+    let before = engine.standing().unwrap().spending.spent;
+    let merged = merge(&engine);
+    assert_eq!((merged.read, merged.broken), (Pages(600), Pages::ZERO));
+    assert!(engine.standing().unwrap().spending.spent > before + merged.time, "beside the merge's own time");
+    assert_eq!(merge(&engine).read, Pages::ZERO);
+    // Half of what was read is written, and less of what was not.
+    region.as_mut_slice()[300 * PAGE..700 * PAGE].fill(1);
+    let merged = merge(&engine);
+    assert_eq!((merged.read, merged.broken), (Pages::ZERO, Pages(400)));
+}
+
+#[test]
 fn merges_that_do_not_pay_come_seldom_until_there_is_something_new() {
     let root = root();
     // Room for all the merges that follow.

@@ -1,36 +1,51 @@
-//! The C interface, by its example: compiled by the system's compiler against the header and the shared library.
+//! The C interface, by its example: compiled by the system's compiler against the header and the shared library, those
+//! of this tree and those that are installed. And its manual page.
 
 mod library;
 
-use library::root;
-use std::path::Path;
+use library::{built, root};
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use tempfile::TempDir;
 
-/// A C program, ready to run.
-fn compiled(root: &TempDir, source: &Path) -> Option<Command> {
-    if Command::new("cc").arg("--version").output().is_err() {
-        println!("skipped: no C compiler");
+/// Whether a program is there; says what is skipped without it.
+fn is_there(program: &str, what: &str) -> bool {
+    let there = Command::new(program).arg("--version").output().is_ok();
+    if !there {
+        println!("skipped: no {what}");
+    }
+    there
+}
+
+fn of_this_crate(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+/// A C program that was compiled with some flags, ready to run with the library in a folder. `None` without a compiler.
+fn compiled_with(flags: &[String], library: &Path, root: &TempDir, source: &Path) -> Option<Command> {
+    if !is_there("cc", "C compiler") {
         return None;
     }
     let program = root.path().join("program");
     let mut compile = Command::new("cc");
-    compile.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]).arg(source);
-    compile.arg("-I").arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("include"));
-    compile.arg("-L").arg(root.path()).args(["-lpagefold", "-o"]).arg(&program);
+    compile.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-pthread"]).arg(source);
+    compile.args(flags).arg("-o").arg(&program);
     assert!(compile.status().expect("the compiler runs").success());
     let mut run = Command::new(program);
-    run.env("LD_LIBRARY_PATH", root.path()).env("PAGEFOLD_RUNTIME", root.path());
+    run.env("LD_LIBRARY_PATH", library).env("PAGEFOLD_RUNTIME", root.path());
     Some(run)
 }
 
-#[test]
-fn ranks_in_c_merge_what_they_share() {
-    let root = root();
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/c/ranks.c");
-    let Some(mut run) = compiled(&root, &source) else { return };
-    run.args(["3", "16"]);
-    let output = run.output().expect("it runs");
+/// The same with the header of this tree and the library of this build.
+fn compiled(root: &TempDir, source: &Path) -> Option<Command> {
+    let header = format!("-I{}", of_this_crate("include").display());
+    let library = format!("-L{}", root.path().display());
+    compiled_with(&[header, library, "-lpagefold".to_owned()], root.path(), root, source)
+}
+
+/// Run `examples/c/ranks`, and see that three ranks merge all that they share.
+fn merge_what_ranks_share(mut run: Command) {
+    let output = run.args(["3", "16"]).output().expect("it runs");
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && text.ends_with("all memory as it was written\n"), "{output:?}");
     let told = |rank: &str, unit: &str| -> Vec<u64> {
@@ -44,6 +59,89 @@ fn ranks_in_c_merge_what_they_share() {
         // 16 MiB are 4096 pages: all of the table, and all of the work array but for one.
         assert_eq!(told(rank, "pages"), [4096], "{rank}");
         assert_eq!(told(rank, "of"), [4095], "{rank}");
+        // Seen by the thread beside: all that is saved, less a table that is stored once, or by each rank at the same
+        // time.
+        assert_eq!(told(rank, "merges"), [2], "{rank}");
+        let [_, saved] = told(rank, "MiB")[..] else { panic!("{rank}") };
+        assert!((47..80).contains(&saved), "{rank}");
+    }
+}
+
+#[test]
+fn ranks_in_c_merge_what_they_share() {
+    let root = root();
+    let Some(run) = compiled(&root, &of_this_crate("examples/c/ranks.c")) else { return };
+    merge_what_ranks_share(run);
+}
+
+#[test]
+fn what_is_installed_is_found_by_pkg_config() {
+    if !is_there("make", "make") || !is_there("pkg-config", "pkg-config") {
+        return;
+    }
+    let (root, folder) = (root(), tempfile::tempdir().expect("a directory"));
+    // What there is to build was built with this test, whose library one of other features would take the place of.
+    let cargo = folder.path().join("cargo");
+    let pass_on = format!("[ \"$1\" = build ] || exec '{}' \"$@\"\n", env!("CARGO"));
+    std::fs::write(&cargo, pass_on).expect("a file");
+    let mut make = Command::new("make");
+    make.args(["--no-print-directory", "install-library", "PREFIX=/opt/here", "LIBDIR=/opt/here/lib/there"]);
+    make.arg(format!("CARGO=sh {}", cargo.display())).arg(format!("BUILT={}", built().display()));
+    make.arg(format!("DESTDIR={}", folder.path().display())).current_dir(of_this_crate("../.."));
+    // An outer make has told its own.
+    let output = make.env_remove("MAKEFLAGS").output().expect("it is there");
+    assert!(output.status.success(), "{output:?}");
+
+    let prefix = folder.path().join("opt/here");
+    let library = prefix.join("lib/there");
+    let told = |what: &[&str]| -> Vec<String> {
+        let mut ask = Command::new("pkg-config");
+        ask.args(what).arg("pagefold").env_remove("PKG_CONFIG_PATH").env("PKG_CONFIG_SYSROOT_DIR", folder.path());
+        let output = ask.env("PKG_CONFIG_LIBDIR", library.join("pkgconfig")).output().expect("it is there");
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8_lossy(&output.stdout).split_ascii_whitespace().map(str::to_owned).collect()
+    };
+    assert_eq!(told(&["--modversion"]), [env!("CARGO_PKG_VERSION")]);
+    let flags = told(&["--cflags", "--libs"]);
+    let paths = [format!("-I{}", prefix.join("include").display()), format!("-L{}", library.display())];
+    assert_eq!(flags.split_last().map(|(last, paths)| (last.as_str(), paths)), Some(("-lpagefold", &paths[..])));
+    let Some(run) = compiled_with(&flags, &library, &root, &of_this_crate("examples/c/ranks.c")) else { return };
+    merge_what_ranks_share(run);
+    assert!(prefix.join("share/man/man3/pagefold.3").exists());
+}
+
+#[test]
+fn the_manual_page_is_well_formed() {
+    if !is_there("groff", "groff") {
+        return;
+    }
+    // All warnings but those of lines that cannot be broken, which depend on the width.
+    let mut groff = Command::new("groff");
+    groff.args(["-man", "-Tutf8", "-z", "-ww", "-Wbreak"]).arg(of_this_crate("man/pagefold.3"));
+    let output = groff.output().expect("it is there");
+    assert!(output.status.success() && output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn the_manual_page_has_what_the_header_has() {
+    let read = |path: &str| std::fs::read_to_string(of_this_crate(path)).expect("it is there");
+    let (header, page) = (read("include/pagefold.h"), read("man/pagefold.3"));
+    // Declarations begin in the first column.
+    let declared = header.lines().filter(|line| line.starts_with(|first: char| first.is_ascii_alphabetic()));
+    let functions: Vec<&str> = declared.filter_map(|line| line.split_once('(')?.0.rsplit([' ', '*']).next()).collect();
+    assert!(functions.len() >= 16 && functions.contains(&"pagefold_join"), "{functions:?}");
+    for function in functions {
+        assert!(page.contains(&format!("{function}(")), "{function} is not in the synopsis");
+    }
+    for of in ["pagefold_options", "pagefold_merged"] {
+        let (_, fields) = header.split_once(&format!("typedef struct {of} {{\n")).expect("it is declared");
+        let (fields, _) = fields.split_once('}').expect("it ends");
+        let fields: Vec<&str> =
+            fields.lines().filter_map(|line| line.split_once(';')?.0.rsplit([' ', '*']).next()).collect();
+        assert!(fields.len() > 5, "{fields:?}");
+        for field in fields.into_iter().filter(|&field| field != "size") {
+            assert!(page.contains(&format!(".TP\n.I {field}\n")), "{field} of {of} is not described");
+        }
     }
 }
 
@@ -64,6 +162,14 @@ fn what_is_wrong_is_told_in_c() {
 #[test]
 fn what_is_merged_is_told_in_c() {
     assert_eq!(answer("told.c", TOLD).unwrap_or(0), 0);
+}
+
+#[test]
+fn what_is_pinned_is_told_in_c() {
+    match answer("pinned.c", PINNED) {
+        Some(77) => println!("skipped: the kernel lets nobody have io_uring"),
+        other => assert_eq!(other.unwrap_or(0), 0),
+    }
 }
 
 #[test]
@@ -121,6 +227,33 @@ int main(void)
 }
 "#;
 
+const PINNED: &str = r#"#include <linux/io_uring.h>
+#include <pagefold.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+#define PAGE ((size_t)4096)
+int main(void)
+{
+	pagefold_engine *engine = pagefold_join("pinned", NULL);
+	struct iovec buffer = { aligned_alloc(PAGE, 16 * PAGE), 16 * PAGE };
+	struct io_uring_params parameters = { 0 };
+	int ring = (int)syscall(__NR_io_uring_setup, 4, &parameters);
+	if (ring < 0)
+		return 77;
+	pagefold_standing standing;
+	if (pagefold_standing_of(engine, &standing) || standing.pinned != 0)
+		return 1;
+	if (syscall(__NR_io_uring_register, ring, IORING_REGISTER_BUFFERS, &buffer, 1))
+		return 77;
+	if (pagefold_standing_of(engine, &standing) || standing.pinned != 16 * PAGE)
+		return 2;
+	pagefold_leave(engine);
+	return 0;
+}
+"#;
+
 const TOLD: &str = r#"#include <pagefold.h>
 #include <string.h>
 #define PAGE ((size_t)4096)
@@ -172,6 +305,7 @@ int main(void)
 
 const WRONG: &str = r#"#include <pagefold.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 int main(void)
 {
@@ -188,6 +322,11 @@ int main(void)
 		return 6;
 	if (pagefold_join("../x", NULL) || !strstr(pagefold_error(), "no name for a domain"))
 		return 2;
+	const char *jobs[] = { "PMIX_NAMESPACE", "SLURM_JOB_ID", "PMI_JOBID" };
+	for (int job = 0; job < 3; job++)
+		unsetenv(jobs[job]);
+	if (pagefold_join(NULL, NULL) || !strstr(pagefold_error(), "no rank of an MPI job"))
+		return 7;
 	if (pagefold_merge(NULL, NULL) != -1 || strcmp(pagefold_error(), "engine is NULL"))
 		return 3;
 	pagefold_engine *engine = pagefold_join("x", NULL);

@@ -327,6 +327,54 @@ fn a_bound_on_the_slow_down_bounds_it() {
     assert_eq!((merged.of("cut_short"), merged.of("looked_at")), (1, 0));
 }
 
+/// A run in the midst of a region takes two mappings. Where there are few left, they are for what gives back most.
+#[test]
+fn the_longest_runs_are_merged_where_mappings_are_short() {
+    const PAGES: u64 = 7100;
+    // At either end so many pages, of which every second one is a run by itself.
+    const SINGLES: u64 = 400;
+    // Between them: two that are stored and mapped in more than one batch, and six that are not.
+    const LONG: u64 = 2 * 2500 + 6 * 64;
+    // For half as many runs.
+    const LEFT: u64 = 40;
+    let limit = std::fs::read_to_string("/proc/sys/vm/max_map_count").expect("a limit");
+    let limit: u64 = limit.trim().parse().expect("a number");
+    if limit > 300_000 {
+        println!("skipped: a vm.max_map_count of {limit} takes too long to come near");
+        return;
+    }
+    let most = limit / 8 * 6;
+    // Each has drawn a number, by which it begins somewhere in what it has found.
+    for _ in 0..4 {
+        let root = root();
+        let mut member = Member::start(&root, PAGES, &[]);
+        member.tell("small");
+        member.tell(&format!("fill 0 {PAGES} 7"));
+        let mut copy = |to: u64, count: u64, from: u64| drop(member.tell(&format!("copy {to} {count} {from}")));
+        (0..SINGLES).step_by(4).for_each(|page| copy(page + 2, 1, page));
+        (PAGES - SINGLES..PAGES).step_by(4).for_each(|page| copy(page + 2, 1, page));
+        copy(3100, 2500, 500);
+        [5700, 6000, 6300].into_iter().for_each(|page| copy(page + 100, 64, page));
+        member.tell(&format!("mappings {LEFT}"));
+        let before = member.standing().of("mappings");
+        assert!(before.abs_diff(most - LEFT) <= 3, "{before} mappings of {most} that there may be");
+
+        let merged = member.merge();
+        assert_eq!((merged.of("looked_at"), merged.of("failed")), (PAGES, 0), "{merged:?}");
+        assert_eq!(merged.of("merged") + merged.of("not_worth"), LONG + SINGLES, "{merged:?}");
+        // There are fewer single pages among them than any of the long runs has.
+        assert!(merged.of("merged") >= LONG, "{merged:?}");
+        let after = member.standing().of("mappings");
+        assert!(after > before && after <= most, "{before} mappings before and {after} after, of {most}");
+        member.check();
+        // What was left out is tried again, and what is there stays.
+        member.merge();
+        let standing = member.standing();
+        assert!(standing.of("merged") >= merged.of("merged") && standing.of("mappings") <= most, "{standing:?}");
+        member.check();
+    }
+}
+
 /// How long the random members go on: `PAGEFOLD_FUZZ` is seconds, and `PAGEFOLD_SOAK` some minutes.
 enum Length {
     Rounds(u64),
@@ -351,10 +399,23 @@ impl Length {
     }
 }
 
+/// With what random members are started. The first ones have no bound. Of the others the last one has no more time for
+/// merges than it has earned, so that some are cut short; the rest have room for them from the beginning on.
+const STARTS: [&[&str]; 5] = [
+    &[],
+    &["--threads", "2"],
+    &["--max-slowdown", "2", "--lifetime", "3600"],
+    &["--max-slowdown", "100", "--lifetime", "3600", "--threads", "2"],
+    &["--max-slowdown", "100"],
+];
+
+/// How many of these have no bound.
+const UNBOUNDED: u64 = 2;
+
 /// Two to four members that call whatever there is, do to their memory whatever a program may, fork, exec and die, all
-/// at random, beside a copy of what each page has to hold. `PAGEFOLD_SEED` says which calls; it is printed.
-#[test]
-fn random_members_keep_their_memory() {
+/// at random, beside a copy of what each page has to hold. `PAGEFOLD_SEED` says which calls; it is printed. If writers
+/// may be held up, threads merge while their program writes, too.
+fn merge_at_random(while_written: bool) {
     let root = root();
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_nanos() as u64;
     let seed = std::env::var("PAGEFOLD_SEED").map_or_else(|_| now(), |seed| seed.parse().expect("a number"));
@@ -365,19 +426,35 @@ fn random_members_keep_their_memory() {
         (state >> 33) % below
     };
     const PAGES: u64 = 600;
-    let threads = [&[][..], &["--threads", "2"]];
-    let start = |which: u64| Member::start(&root, PAGES, threads[which as usize]);
+    // One without a bound is always there, and one with.
+    let start = |at: usize, which: u64| {
+        let which = match at {
+            0 => which % UNBOUNDED,
+            1 => UNBOUNDED + which % (STARTS.len() as u64 - UNBOUNDED),
+            _ => which,
+        };
+        (Member::start(&root, PAGES, STARTS[which as usize]), which >= UNBOUNDED)
+    };
     let count = 2 + random(3);
-    let mut members: Vec<Member> = (0..count).map(|_| start(random(2))).collect();
-    let (length, mut round, mut merged) = (Length::wanted(), 0, 0);
+    let (mut members, mut bounded): (Vec<Member>, Vec<bool>) =
+        (0..count as usize).map(|at| start(at, random(STARTS.len() as u64))).unzip();
+    // Merges that looked at anything, and pages that they merged, without a bound and with one.
+    let (mut merges, mut merged) = ([0_u64; 2], [0_u64; 2]);
+    let mut note = |bounded: bool, told: &Told| {
+        merges[usize::from(bounded)] += u64::from(told.of("looked_at") > 0);
+        merged[usize::from(bounded)] += told.of("merged");
+    };
+    let (length, mut round) = (Length::wanted(), 0);
     while !length.is_over(round) {
         round += 1;
         let at = random(count) as usize;
         let (from, most, to) = (random(PAGES), 1 + random(PAGES / 2), random(PAGES));
         let (seed, which, other) = (random(4), random(2), random(count) as usize);
+        let next = random(STARTS.len() as u64);
         let count = most.min(PAGES - from.max(to));
+        let few = count.min(50);
         let member = &mut members[at];
-        match random(60) {
+        match random(if while_written { 70 } else { 64 }) {
             0..14 => drop(member.tell(&format!("fill {from} {count} {seed}"))),
             14..18 => drop(member.tell(&format!("copy {to} {count} {from}"))),
             18..20 => drop(member.tell(&format!("clear {from} {count}"))),
@@ -386,7 +463,7 @@ fn random_members_keep_their_memory() {
                     // Nothing is known any more of pages that did not stay merged.
                     member.tell("adopt 0 600");
                 }
-                merged += member.merge().of("merged");
+                note(bounded[at], &member.merge());
             }
             30..35 => {
                 // At the same time, with all of their memory.
@@ -396,7 +473,7 @@ fn random_members_keep_their_memory() {
                 let both = if at == other { vec![at] } else { vec![at, other] };
                 both.iter().for_each(|&member| members[member].say("merge"));
                 for member in both {
-                    merged += Told(members[member].answer().expect("it lives")).of("merged");
+                    note(bounded[member], &Told(members[member].answer().expect("it lives")));
                 }
             }
             35 => drop(member.tell("running")),
@@ -407,13 +484,13 @@ fn random_members_keep_their_memory() {
             }
             41 => drop(member.tell(&format!("forsake {from} {count}"))),
             42..44 => drop(member.tell("adopt 0 600")),
-            44 => drop(member.tell(&format!("unmap {from} {}", count.min(50)))),
+            44 => drop(member.tell(&format!("unmap {from} {few}"))),
             45..47 => drop(member.tell("map 0 600")),
-            47 => drop(member.tell(&format!("move {from} {}", count.min(50)))),
+            47 => drop(member.tell(&format!("move {from} {few}"))),
             48 => drop(member.tell("back")),
             49 => drop(member.tell(&format!("grow {from}"))),
             50 => drop(member.tell(&format!("dontneed {from} {count}"))),
-            51 => drop(member.tell(&format!("guard {from} {}", count.min(50)))),
+            51 => drop(member.tell(&format!("guard {from} {few}"))),
             52 => drop(member.tell(&format!("protect {from} {count} {which}"))),
             53..55 => drop(member.tell("expose 0 600")),
             55 => drop(member.standing()),
@@ -427,10 +504,12 @@ fn random_members_keep_their_memory() {
             57 => assert_eq!(member.tell("exec"), "ready"),
             58 => {
                 assert_eq!(member.tell("leave"), "left");
-                members[at] = start(which);
+                (members[at], bounded[at]) = start(at, next);
             }
-            _ => {
-                let mut member = std::mem::replace(&mut members[at], start(which));
+            59 => {
+                let next = start(at, next);
+                let mut member = std::mem::replace(&mut members[at], next.0);
+                bounded[at] = next.1;
                 if which == 0 {
                     // At work, unless that is done by then.
                     member.tell("adopt 0 600");
@@ -439,11 +518,57 @@ fn random_members_keep_their_memory() {
                 }
                 member.kill();
             }
+            60 => {
+                member.tell(&format!("munmap {from} {few}"));
+                note(bounded[at], &member.merge());
+                // Before anything else of the program's lies there, which would be taken for adopted.
+                member.tell(&format!("forsake {from} {few}"));
+            }
+            61 => drop(member.tell(&format!("replace {from} {few}"))),
+            62 => drop(member.tell(&format!("mapfile {from} {few}"))),
+            63 => {
+                // With a bound it is to have its turn, and to find what it has found before.
+                let merges = if bounded[at] { 8 } else { 1 };
+                for _ in 0..merges {
+                    note(bounded[at], &member.merge());
+                    std::thread::sleep(Duration::from_millis(15));
+                }
+            }
+            64..68 => drop(member.tell("background")),
+            68 => {
+                let told = member.tell("foreground");
+                assert!(told.contains(" merges: "), "{told}");
+            }
+            _ => {
+                let told = Told(member.tell("race 3"));
+                assert_eq!(told.of("lost"), 0, "{told:?}");
+            }
         }
     }
-    members.iter_mut().for_each(Member::check);
-    println!("{round} rounds of {count} members, {merged} pages merged");
-    assert!(merged > round, "there was something to merge");
+    for member in &mut members {
+        member.check();
+        assert_eq!(member.tell("files"), "untouched");
+    }
+    let [without, with] = [0, 1].map(|bounded| format!("{} pages by {} merges", merged[bounded], merges[bounded]));
+    println!("{round} rounds of {count} members merged {without} without a bound, and {with} with one");
+    assert!(merged[0] > merges[0], "there was something to merge");
+    assert!(merges[1] > 0, "none with a bound has had its turn");
+}
+
+#[test]
+fn random_members_keep_their_memory() {
+    merge_at_random(false);
+}
+
+/// ThreadSanitizer, which knows nothing of memory protection, leaves it out by its name.
+#[test]
+fn members_that_merge_at_random_while_they_write_keep_their_memory() {
+    let root = root();
+    if Member::start(&root, 10, &[]).tell("running").contains("needs Linux 6.4 and userfaultfd") {
+        println!("skipped: userfaultfd is not permitted");
+        return;
+    }
+    merge_at_random(true);
 }
 
 /// A member that dies at any step leaves a domain in which the others go on, and nothing that is not freed.

@@ -46,6 +46,8 @@ enum State {
     Alone,
     /// It is merged, or given back as a page of zeros, as far as was seen.
     Merged,
+    /// It was given back as a page of zeros, and read since.
+    Read,
     /// It was merged and written.
     Broken,
 }
@@ -64,7 +66,7 @@ fn since(stamp: u16, now: u16) -> u16 {
 impl Note {
     /// Whether it is merged, as far as was seen.
     pub fn is_merged(self) -> bool {
-        self.state == State::Merged
+        matches!(self.state, State::Merged | State::Read)
     }
 
     /// Whether it is not expected to last when it is merged: more often than not it did not.
@@ -85,7 +87,7 @@ impl Note {
     /// Whether it may be merged at a time.
     pub fn may_merge(self, now: Duration) -> bool {
         match self.state {
-            State::New | State::Merged => true,
+            State::New | State::Merged | State::Read => true,
             State::Alone if self.is_promising() => true,
             State::Alone | State::Broken => stamp(now).wrapping_sub(self.stamp) <= u16::MAX / 2,
         }
@@ -144,6 +146,15 @@ impl Note {
         let step = 1_u64 << self.looks.saturating_sub(FREE);
         self.stamp = (now.as_secs() / step * step + step) as u16;
         self.state = State::Alone;
+    }
+
+    /// It was found to be read, as a page of zeros is that was given back. Whether that was not known.
+    pub fn read(&mut self) -> bool {
+        let new = self.state == State::Merged;
+        if new {
+            self.state = State::Read;
+        }
+        new
     }
 
     /// It was found written, and was not when somebody looked before. It lasted if it was merged for `must_last` at
@@ -208,6 +219,17 @@ mod tests {
         assert!(!note.may_merge(at(31)) && note.may_merge(at(32)), "two seconds, not eight");
         assert!(!seldom.broken(at(30), at(5), MUST_LAST));
         assert!(!seldom.may_merge(at(33)) && seldom.may_merge(at(34)), "nobody has looked meanwhile");
+    }
+
+    #[test]
+    fn a_page_that_was_given_back_is_read_once() {
+        let mut note = Note::default();
+        assert!(!note.read() && note.is_new(), "it was not given back");
+        for now in [0, 20] {
+            note.merged(at(now));
+            assert!(note.read() && !note.read() && note.is_merged() && note.may_merge(at(now)));
+            assert!(!note.broken(at(now + 15), at(now + 14), MUST_LAST) && !note.read());
+        }
     }
 
     #[test]

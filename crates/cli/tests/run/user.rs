@@ -136,6 +136,67 @@ fn a_program_that_has_a_device_open_is_left_alone_and_says_why() {
     assert_eq!(lines.len(), count, "{said}");
 }
 
+/// Does what may have others write to its memory, and has some to merge for a while.
+const WRITTEN_BY_OTHERS: &str = r#"#define _GNU_SOURCE
+#include <fcntl.h>
+#include <linux/io_uring.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+int main(int count, char **words)
+{
+	int kind = count > 1 ? words[1][0] : 0, opened = 0;
+	char *block = malloc(8 << 20);
+	memset(block, 3, 8 << 20);
+	struct io_uring_params ring = { 0 };
+	struct iovec some = { block, 1 << 16 };
+	pthread_mutexattr_t mutex;
+	switch (kind) {
+	case 'd': opened = open("/bin/sh", O_RDONLY | O_DIRECT); break;
+	case 'r': opened = syscall(__NR_io_uring_setup, 4, &ring); break;
+	case 'p':
+		opened = syscall(__NR_io_uring_setup, 4, &ring);
+		if (opened >= 0)
+			opened = syscall(__NR_io_uring_register, opened, IORING_REGISTER_BUFFERS, &some, 1);
+		break;
+	case 'x': opened = socket(AF_XDP, SOCK_RAW, 0); break;
+	case 'm': pthread_mutexattr_init(&mutex); pthread_mutexattr_setrobust(&mutex, PTHREAD_MUTEX_ROBUST); break;
+	}
+	return opened < 0 ? 77 : sleep(1) || block[77] != 3;
+}
+"#;
+
+#[test]
+fn a_program_whose_memory_others_may_write_to_is_left_alone_and_says_why() {
+    let home = Home::own();
+    if !present("gcc") || !holds(&home) {
+        return;
+    }
+    let path = home.path().join("written.c");
+    fs::write(&path, WRITTEN_BY_OTHERS).unwrap();
+    let program = home.compile("gcc", path.to_str().unwrap(), &["-pthread"]);
+    for (does, why) in [
+        ("direct I/O", " is open for direct I/O, which writes"),
+        ("ring", "not merged: anon_inode:[io_uring] is open"),
+        ("pinned", "not merged: some of its memory is pinned"),
+        ("xdp", "not merged: an AF_XDP socket is open"),
+        ("mutex", "not merged: it has mutexes"),
+        ("nothing", ""),
+    ] {
+        let output = home.run().arg("--").arg(&program).arg(does).output().unwrap();
+        let said = text(&output.stderr);
+        match output.status.code() {
+            Some(77) => println!("skipped: the kernel lets nobody have {does}"),
+            code => assert!(code == Some(0) && said.contains(why), "{does}: {said}"),
+        }
+        assert!(does != "nothing" || !said.contains("not merged"), "{said}");
+    }
+}
+
 #[test]
 fn a_process_ends_as_its_threads_do_and_its_mutexes_are_the_kernels() {
     let home = Home::own();

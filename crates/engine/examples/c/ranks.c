@@ -1,14 +1,15 @@
 /*
  * Processes that hold the same table, and each a work array that is mostly zeros: like the ranks of an MPI program.
- * They merge when all of them have come to a barrier, and tell what it saved.
+ * They merge when all of them have come to a barrier, and tell what it saved. A thread of each watches that.
  *
- *     cc -O2 ranks.c $(pkg-config --cflags --libs pagefold) -o ranks && ./ranks 4 64
+ *     cc -O2 -pthread ranks.c $(pkg-config --cflags --libs pagefold) -o ranks && ./ranks 4 64
  *
  * SPDX-License-Identifier: MIT OR Apache-2.0
  */
 #define _GNU_SOURCE
 #include <pagefold.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -44,10 +45,35 @@ static long pss(void)
 	return kib;
 }
 
+/* How things stand, by a thread beside the one that merges. */
+struct monitor {
+	pagefold_engine *engine;
+	atomic_bool ends;
+	/* Of the last look, to be read once the thread has ended. */
+	pagefold_standing standing;
+	pagefold_domain domain;
+};
+
+static void *watch(void *argument)
+{
+	struct monitor *monitor = argument;
+	/* It looks once more when it is told to end: after all that was merged before. */
+	for (int last = 0; !last;) {
+		last = atomic_load(&monitor->ends);
+		/* The first of these waits while this process merges. */
+		if (pagefold_standing_of(monitor->engine, &monitor->standing) ||
+		    pagefold_domain_of(monitor->engine, &monitor->domain))
+			fail("watch");
+		usleep(10000);
+	}
+	return NULL;
+}
+
 static int rank_of_many(int rank, size_t bytes, const char *domain, pthread_barrier_t *barrier)
 {
 	pagefold_options options = PAGEFOLD_OPTIONS_INIT;
 	options.max_slowdown = -1; /* it does nothing else */
+	options.threads = 2;
 	pagefold_engine *engine = pagefold_join(domain, &options);
 	if (!engine)
 		fail("join");
@@ -59,6 +85,12 @@ static int rank_of_many(int rank, size_t bytes, const char *domain, pthread_barr
 		table[i] = word(i);
 	memset(work, 0, bytes);
 	work[words / 2] = word(rank);
+	struct monitor monitor = { .engine = engine };
+	pthread_t watching;
+	if (pthread_create(&watching, NULL, watch, &monitor)) {
+		fprintf(stderr, "no thread to watch\n");
+		exit(1);
+	}
 	pthread_barrier_wait(barrier);
 	long before = pss();
 
@@ -73,8 +105,12 @@ static int rank_of_many(int rank, size_t bytes, const char *domain, pthread_barr
 		sum.nanoseconds += merged.nanoseconds;
 	}
 	pthread_barrier_wait(barrier);
-	printf("rank %d: %lu pages merged, %lu of zeros given back in %.1f ms; %ld MiB before, %ld after\n", rank,
-	       (unsigned long)sum.merged, (unsigned long)sum.zeros, sum.nanoseconds / 1e6, before / 1024, pss() / 1024);
+	atomic_store(&monitor.ends, 1);
+	pthread_join(watching, NULL);
+	printf("rank %d: %lu pages merged, %lu of zeros given back in %.1f ms; %ld MiB before, %ld after; "
+	       "%lu merges seen, and %ld MiB saved by all\n",
+	       rank, (unsigned long)sum.merged, (unsigned long)sum.zeros, sum.nanoseconds / 1e6, before / 1024,
+	       pss() / 1024, (unsigned long)monitor.standing.merges, (long)(monitor.domain.saved >> 20));
 
 	pthread_barrier_wait(barrier);
 	table[0] = word(rank); /* its own copy, from here on */

@@ -13,9 +13,6 @@ const ADOPTS: Library = Library { file: "libpagefold_adopt.so", variable: "PAGEF
 /// What says that a program is a rank of an MPI job (Open MPI, PMIx, MPICH and its kin).
 const RANKS: [&str; 4] = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID"];
 
-/// What says which job that is: PMIx's name of it, Slurm's number, Hydra's.
-const JOBS: [&str; 3] = ["PMIX_NAMESPACE", "SLURM_JOB_ID", "PMI_JOBID"];
-
 /// What starts ranks, for which permission to hold writers up is not needed.
 const LAUNCHERS: [&str; 5] = ["mpirun", "mpiexec", "orterun", "prterun", "srun"];
 
@@ -33,16 +30,14 @@ pub fn prepare(options: &Options, name: &OsStr) -> anyhow::Result<Vec<(CString, 
              vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd); MPI programs do without, under mpirun",
         )?;
     }
-    let job = || JOBS.iter().find_map(|name| std::env::var(name).ok()).map(|job| format!("mpi-{job}"));
-    let domain = options.domain.clone().or_else(job).unwrap_or_else(|| format!("run-{}", std::process::id()));
-    let letter = |letter: char| if letter.is_ascii_alphanumeric() || "._-".contains(letter) { letter } else { '-' };
-    let domain: String = match &options.domain {
-        Some(named) if named.starts_with('.') || named.is_empty() || named.chars().any(|c| letter(c) != c) => {
-            bail!("--domain {named}: letters, digits, '.', '_' and '-' make a name, and '.' is not first")
-        }
-        // As long as names may be, with room for that of a node.
-        _ => domain.chars().map(letter).take(if options.per_node { 54 } else { 64 }).collect(),
-    };
+    let domain = options.domain.clone().or_else(pagefold_engine::of_job);
+    let domain = domain.unwrap_or_else(|| format!("run-{}", std::process::id()));
+    let letter = |letter: char| letter.is_ascii_alphanumeric() || "._-".contains(letter);
+    if domain.starts_with('.') || domain.is_empty() || !domain.chars().all(letter) {
+        bail!("--domain {domain}: letters, digits, '.', '_' and '-' make a name, and '.' is not first");
+    }
+    // As long as names may be, with room for that of a node.
+    let domain: String = domain.chars().take(if options.per_node { 54 } else { 64 }).collect();
     let mut variables = vec![("LD_PRELOAD", preload), ("PAGEFOLD_DOMAIN", CString::new(domain)?)];
     let mut say = |name, value: Option<String>| -> anyhow::Result<()> {
         variables.extend(value.map(CString::new).transpose()?.map(|value| (name, value)));

@@ -1,0 +1,31 @@
+//! Members in different PID namespaces: the numbers by which they know each other mean nothing there.
+
+mod member;
+
+use member::{Member, program, root};
+use std::process::{Command, Stdio};
+
+#[test]
+fn members_of_another_pid_namespace_are_told_why_they_cannot_join() {
+    let root = root();
+    let mut first = Member::start(&root, 16, &[]);
+    first.tell("fill 0 16 3");
+    let beside = || {
+        let mut command = Command::new("unshare");
+        command.args(["--pid", "--fork", "--mount-proc"]).arg(program()).args(["test", "16"]);
+        command.env("PAGEFOLD_RUNTIME", root.path()).stdin(Stdio::null()).output()
+    };
+    let may = Command::new("unshare").args(["--pid", "--fork", "--mount-proc", "true"]).output();
+    if !may.is_ok_and(|output| output.status.success()) {
+        println!("skipped: unshare makes no PID namespace here");
+        return;
+    }
+    let output = beside().expect("it is there");
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(told.contains("its members are in another PID namespace: share that, or set PAGEFOLD_RUNTIME"), "{told}");
+    // They have harmed nobody, and may have the domain once it is theirs alone.
+    assert_eq!(first.merge().of("failed"), 0);
+    drop(first);
+    let output = beside().expect("it is there");
+    assert!(!String::from_utf8_lossy(&output.stdout).contains("namespace"), "{output:?}");
+}
