@@ -245,9 +245,9 @@ fn domain(socket: RawFd) -> Option<c_int> {
 /// io_uring, or that watches its page faults.
 pub fn reason_against() -> Option<String> {
     if pagefold_engine::pinned().is_ok_and(|pinned| pinned != Bytes::ZERO) {
-        return Some("some of its memory is pinned, and a device may write to that".to_owned());
+        return Some("some of its memory is pinned, as for a device that may write to it".to_owned());
     }
-    let Ok(descriptors) = numbers_in(c"/proc/self/fd") else {
+    let Ok(descriptors) = numbers_in(c"/proc/thread-self/fd") else {
         return Some("what it has open cannot be read".to_owned());
     };
     descriptors.into_iter().find_map(|descriptor| {
@@ -260,7 +260,7 @@ pub fn reason_against() -> Option<String> {
         // SAFETY: the call succeeded, so it was written.
         let status = unsafe { status.assume_init() };
         let name = || {
-            let link = readlinkat(CWD, format!("/proc/self/fd/{descriptor}"), Vec::new());
+            let link = readlinkat(CWD, format!("/proc/thread-self/fd/{descriptor}"), Vec::new());
             link.map_or_else(|_| "a file".to_owned(), |path| path.to_string_lossy().into_owned())
         };
         match status.st_mode & libc::S_IFMT {

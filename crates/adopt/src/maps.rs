@@ -1,4 +1,5 @@
-//! What is mapped in a range of this process, read from `/proc/self/maps`.
+//! What is mapped in a range of this process, read from `/proc/thread-self/maps`: `/proc/self` has none once the
+//! main thread has ended.
 
 use pagefold_model::AddressRange;
 use std::ffi::c_int;
@@ -18,7 +19,7 @@ pub struct Part {
 
 /// Ascending; nothing where that cannot be read.
 pub fn parts(range: AddressRange) -> Vec<Part> {
-    let Ok(file) = File::open("/proc/self/maps") else { return Vec::new() };
+    let Ok(file) = File::open("/proc/thread-self/maps") else { return Vec::new() };
     let lines = BufReader::new(file).split(b'\n').map_while(Result::ok);
     let parts = lines.filter_map(|line| part(&String::from_utf8_lossy(&line)));
     let within = parts.skip_while(|part| part.range.end <= range.start).take_while(|part| part.range.start < range.end);

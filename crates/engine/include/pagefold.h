@@ -106,8 +106,8 @@ enum pagefold_advice {
 };
 
 /*
- * Become a member of a domain, or found it. domain may be NULL in a rank of an MPI job: then it is that of the job, as
- * for `pagefold run --engine user`. options may be NULL. NULL on failure.
+ * Become a member of a domain, or found it. domain may be NULL in a rank of an MPI job whose launcher gives the job a
+ * name (PMIX_NAMESPACE, SLURM_JOB_ID, PMI_JOBID): then it is that of the job. options may be NULL. NULL on failure.
  */
 pagefold_engine *pagefold_join(const char *domain, const pagefold_options *options);
 

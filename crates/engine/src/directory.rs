@@ -46,20 +46,20 @@ fn is_letter(letter: char) -> bool {
     letter.is_ascii_alphanumeric() || "._-".contains(letter)
 }
 
-/// What says which MPI job a process is a rank of: PMIx's name of it, Slurm's number, Hydra's.
+/// What says which MPI job a process is a rank of: PMIx's name of it, Slurm's number, that of launchers that speak PMI-2.
 pub const JOBS: [&str; 3] = ["PMIX_NAMESPACE", "SLURM_JOB_ID", "PMI_JOBID"];
 
-/// The domain of the MPI job that this process is a rank of: of a launcher's name for it (Open MPI and PMIx, Slurm,
-/// MPICH and its kin). `None` if there is none.
+/// The domain of the MPI job that this process is a rank of, by what its launcher calls the job ([`JOBS`]). `None` if it
+/// calls it nothing, as MPICH's own does.
 pub fn of_job() -> Option<String> {
     let job = JOBS.iter().find_map(|name| std::env::var(name).ok().filter(|job| !job.is_empty()));
     job.map(|job| of_job_called(&job))
 }
 
-/// With room for the name of a node.
+/// With room for the name of a node. Of a long one the end is kept, where the number is that tells jobs apart.
 fn of_job_called(job: &str) -> String {
-    let letter = |letter: char| if is_letter(letter) { letter } else { '-' };
-    "mpi-".chars().chain(job.chars().map(letter)).take(54).collect()
+    let letters: Vec<char> = job.chars().map(|letter| if is_letter(letter) { letter } else { '-' }).collect();
+    "mpi-".chars().chain(letters[letters.len().saturating_sub(50)..].iter().copied()).collect()
 }
 
 /// The directory of a domain under a root, made if it is not there.
@@ -152,6 +152,7 @@ mod tests {
         assert_eq!(of_job_called("prterun-host-1234@1"), "mpi-prterun-host-1234-1");
         let long = of_job_called(&"x/".repeat(99));
         assert!(is_name(&long) && is_name(&format!("{long}.node1023")));
+        assert!(of_job_called(&format!("{}-77@1", "node".repeat(20))).ends_with("nodenode-77-1"));
     }
 
     #[test]

@@ -153,7 +153,7 @@ impl Domain {
         set(Header::Members, number(Header::Members).saturating_sub(everybody.gone() as u64));
         everybody.bury();
         record::sweep(path);
-        let namespace = std::fs::metadata("/proc/self/ns/pid")?.ino();
+        let namespace = std::fs::metadata("/proc/thread-self/ns/pid")?.ino();
         // None is told where the file was removed under its members.
         if everybody.count() > 0 && ![0, namespace].contains(&number(Header::Namespace)) {
             let why =

@@ -1,4 +1,4 @@
-//! What this process has mapped, read from `/proc/self/maps`: which parts of its regions are ordinary memory, which map
+//! What this process has mapped, read from `/proc/thread-self/maps`: which parts of its regions are ordinary memory, which map
 //! the store, and which have become something else.
 
 use crate::store::Identity;
@@ -42,11 +42,12 @@ pub struct Part {
 /// All parts of this process of either kind, ascending, and how many mappings it has in all.
 ///
 /// # Errors
-/// Those of reading `/proc/self/maps`; `InvalidData` for a line of another form.
+/// Those of reading `/proc/thread-self/maps`, since `/proc/self` has none once the main thread has ended; `InvalidData`
+/// for a line of another form, and where there is none.
 pub fn own(store: Identity, page: u64) -> io::Result<(Vec<Part>, u64)> {
     let mut parts = Vec::new();
     let mut mappings = 0;
-    let mut reader = BufReader::with_capacity(1 << 16, std::fs::File::open("/proc/self/maps")?);
+    let mut reader = BufReader::with_capacity(1 << 16, std::fs::File::open("/proc/thread-self/maps")?);
     let mut line = Vec::new();
     while reader.read_until(b'\n', &mut line)? > 0 {
         mappings += 1;
@@ -54,6 +55,10 @@ pub fn own(store: Identity, page: u64) -> io::Result<(Vec<Part>, u64)> {
         let part = part(&text, store, page).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, &*text))?;
         parts.extend(part);
         line.clear();
+    }
+    // This very code is mapped.
+    if mappings == 0 {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "/proc/thread-self/maps is empty"));
     }
     Ok((parts, mappings))
 }

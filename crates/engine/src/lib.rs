@@ -47,7 +47,8 @@
 //! - **write**: the kernel copies the page. At the next merge it becomes ordinary memory again, and is left alone for
 //!   longer and longer if it does not last ([`pagefold_model::hot`]).
 //! - **fork**: the child has the same memory. It may use the engine, too, and is a member of its own then; unless
-//!   another thread was using the engine while it was forked, which is told ([`Error::Forked`]).
+//!   another thread was using the engine while it was forked, which is told ([`Error::Forked`]), or it is in another PID
+//!   namespace than members that there are.
 //! - **exec**: the program has left its domain, and what it had is free for others.
 //! - **munmap**: what it mapped leaves the store. Whatever private anonymous memory is there next is taken for adopted,
 //!   and that may be anybody's: [`Engine::forsake`] what is unmapped first.

@@ -190,13 +190,13 @@ pub fn faults() -> io::Result<Faults> {
     Ok(Faults { read, write: write.max(Duration::from_secs_f64(BREAK)) })
 }
 
-/// How much memory of this process is pinned for long, as for a device, or for io_uring's registered buffers
+/// How much memory of this process is pinned for long, as for a device, io_uring's registered buffers, or perf's big ones
 /// (`pinned_vm`; Documentation/core-api/pin_user_pages.rst, 6.18).
 ///
 /// # Errors
-/// Those of reading `/proc/self/status`, `InvalidData` where it does not say.
+/// Those of reading `/proc/thread-self/status`, `InvalidData` where it does not say.
 pub fn pinned() -> io::Result<Bytes> {
-    let status = std::fs::read_to_string("/proc/self/status")?;
+    let status = std::fs::read_to_string("/proc/thread-self/status")?;
     let words = status.lines().find_map(|line| line.strip_prefix("VmPin:"));
     let kibibytes: Option<u64> = words.and_then(|words| words.trim().strip_suffix(" kB")?.parse().ok());
     kibibytes.map(|count| Bytes(count << 10)).ok_or_else(|| io::ErrorKind::InvalidData.into())

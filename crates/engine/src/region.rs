@@ -155,10 +155,10 @@ impl Region {
 /// Find out how regions stand, and count all mappings of this process.
 ///
 /// # Errors
-/// Those of reading `/proc/self/maps` and `pagemap`.
+/// Those of reading `/proc/thread-self/maps` and `pagemap`.
 pub fn tally_now(domain: &Domain, regions: &mut [Region], now: Duration) -> io::Result<u64> {
     let (parts, mappings) = layout::own(domain.store.identity(), domain.page())?;
-    let pagemap = File::open("/proc/self/pagemap")?;
+    let pagemap = File::open("/proc/thread-self/pagemap")?;
     for region in regions {
         region.tally_anew();
         let first = parts.partition_point(|part| part.range.end <= region.range.start);

@@ -87,7 +87,7 @@ impl Survey {
     /// waited for, so long in all.
     ///
     /// # Errors
-    /// Those of reading `/proc/self/maps` and `pagemap`.
+    /// Those of reading `/proc/thread-self/maps` and `pagemap`.
     pub fn of(
         regions: &mut [Region],
         domain: &Domain,
@@ -127,8 +127,12 @@ impl Survey {
                         }
                         Kind::Ordinary if mapped.file || mapped.swapped => {}
                         Kind::Ordinary if mapped.zero => {
-                            let read = addresses.filter(|&address| region.note(address).read());
-                            merged.read += Pages(read.count() as u64);
+                            // One fault for each huge page of zeros.
+                            let fault = |address| if mapped.huge { huge_page(address, page) } else { address };
+                            let read = addresses.filter(|&address| region.note(address).read()).map(fault);
+                            let mut read: Vec<u64> = read.collect();
+                            read.dedup();
+                            merged.read += Pages(read.len() as u64);
                         }
                         Kind::Ordinary => {
                             for address in addresses {
@@ -218,7 +222,7 @@ pub const EVERYWHERE: AddressRange = AddressRange { start: 0, end: u64::MAX };
 /// All slots that this process maps within a range, whoever mapped them. What is moved meanwhile may be missed.
 ///
 /// # Errors
-/// Those of reading `/proc/self/maps`.
+/// Those of reading `/proc/thread-self/maps`.
 pub fn slots_mapped(domain: &Domain, within: AddressRange) -> io::Result<impl Iterator<Item = u32> + use<>> {
     let page = domain.page();
     let (parts, _) = layout::own(domain.store.identity(), page)?;

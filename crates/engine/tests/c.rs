@@ -173,6 +173,11 @@ fn what_is_pinned_is_told_in_c() {
 }
 
 #[test]
+fn what_stays_merged_is_kept_when_the_main_thread_has_ended() {
+    assert_eq!(answer("ended.c", MAIN_ENDS).unwrap_or(0), 0);
+}
+
+#[test]
 fn a_program_in_c_is_merged_while_it_runs() {
     match answer("running.c", RUNNING) {
         Some(77) => println!("skipped: userfaultfd is not permitted"),
@@ -251,6 +256,49 @@ int main(void)
 		return 2;
 	pagefold_leave(engine);
 	return 0;
+}
+"#;
+
+const MAIN_ENDS: &str = r#"#include <pagefold.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#define PAGE ((size_t)4096)
+static void *works(void *none)
+{
+	(void)none;
+	pagefold_options options = PAGEFOLD_OPTIONS_INIT;
+	options.max_slowdown = -1;
+	usleep(200000);
+	pagefold_engine *leaves = pagefold_join("ended", &options), *stays = pagefold_join("ended", &options);
+	char *memory = pagefold_allocate(leaves, 40 * PAGE), *other = pagefold_allocate(stays, 40 * PAGE);
+	if (!memory || !other)
+		exit(1);
+	for (size_t page = 0; page < 40; page++)
+		memset(memory + page * PAGE, 1 + page % 2, PAGE);
+	pagefold_merged merged;
+	if (pagefold_merge(leaves, &merged) || merged.merged != 40)
+		exit(2);
+	pagefold_leave(leaves);
+	for (int merge = 0; merge < 5; merge++) {
+		/* What takes the place of contents that were freed. */
+		for (size_t page = 0; page < 40; page++)
+			memset(other + page * PAGE, 3 + merge * 3 + page % 2, PAGE);
+		if (pagefold_merge(stays, NULL))
+			exit(3);
+	}
+	for (size_t byte = 0; byte < 40 * PAGE; byte++)
+		if (memory[byte] != (char)(1 + byte / PAGE % 2))
+			exit(4);
+	exit(0);
+}
+int main(void)
+{
+	pthread_t thread;
+	if (pthread_create(&thread, NULL, works, NULL))
+		return 5;
+	pthread_exit(NULL);
 }
 "#;
 

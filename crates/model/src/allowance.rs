@@ -1,7 +1,7 @@
 //! By how much an engine may slow down the program that it works in.
 //!
-//! What it spends of the program's time (its own work at safe points, and the faults that writes to merged pages cost)
-//! is held against a share of the time that has passed. Work that does not fit now waits until time has passed, and work
+//! What it spends of the program's time (its own work at safe points, and the faults that merging costs the program) is
+//! held against a share of the time that has passed. Work that does not fit now waits until time has passed, and work
 //! that does not pay is done less and less often.
 
 use crate::savings::CPU_SECOND_BYTES;

@@ -123,7 +123,7 @@ pub fn mapped(pagemap: &File, range: Range<u64>, holds: Holds, mut found: impl F
 /// The calling process's own pages, of which those that the kernel is moving to other frames are waited for.
 ///
 /// Compaction moves anybody's memory, up to 512 pages at once, in a millisecond or two if it has a CPU. Meanwhile they
-/// look swapped out. That nothing is told by `VmSwap` of `/proc/self/status`, and that they are not guard regions by
+/// look swapped out. That nothing is told by `VmSwap` of `/proc/thread-self/status`, and that they are not guard regions by
 /// mincore(2), which takes what is being moved to be in memory (mm/mincore.c, `mincore_pte_range`).
 pub struct Own {
     pagemap: File,
@@ -137,9 +137,9 @@ pub struct Own {
 const WAIT: Duration = Duration::from_micros(200);
 
 impl Own {
-    /// With how long may be waited in all. Errors are those of opening `/proc/self/pagemap`.
+    /// With how long may be waited in all. Errors are those of opening `/proc/thread-self/pagemap`.
     pub fn open(patience: Duration) -> io::Result<Self> {
-        Ok(Self { pagemap: File::open("/proc/self/pagemap")?, patience, swapped: None })
+        Ok(Self { pagemap: File::open("/proc/thread-self/pagemap")?, patience, swapped: None })
     }
 
     /// As [`mapped`].
@@ -161,7 +161,7 @@ impl Own {
 
     fn has_swapped(&mut self) -> bool {
         *self.swapped.get_or_insert_with(|| {
-            let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+            let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
             status.lines().find_map(|line| line.strip_prefix("VmSwap:")).map(str::trim) != Some("0 kB")
         })
     }
