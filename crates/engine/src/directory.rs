@@ -46,7 +46,8 @@ fn is_letter(letter: char) -> bool {
     letter.is_ascii_alphanumeric() || "._-".contains(letter)
 }
 
-/// What says which MPI job a process is a rank of: PMIx's name of it, Slurm's number, that of launchers that speak PMI-2.
+/// What says which MPI job a process is a rank of: PMIx's name of it, Slurm's number, that of launchers that speak
+/// PMI-2.
 pub const JOBS: [&str; 3] = ["PMIX_NAMESPACE", "SLURM_JOB_ID", "PMI_JOBID"];
 
 /// The domain of the MPI job that this process is a rank of, by what its launcher calls the job ([`JOBS`]). `None` if it

@@ -102,7 +102,7 @@ mod survey;
 mod words;
 
 pub use background::Background;
-pub use directory::{JOBS, VARIABLE, of_job};
+pub use directory::{JOBS, VARIABLE, is_name, of_job};
 pub use memory::pinned;
 pub use statistics::{Merged, RegionStanding, Standing};
 

@@ -28,8 +28,8 @@ pub struct Merged {
     pub broken: Pages,
     /// Of those, the ones that were expected to last, and had not for long enough to pay.
     pub short_lived: Pages,
-    /// Pages of zeros that were given back and were found read since, each once, and huge ones as one: that costs a fault,
-    /// too.
+    /// Pages of zeros that were given back and were found read since, each once, and huge ones as one: that costs a
+    /// fault, too.
     pub read: Pages,
     /// Pages that were left alone because they were written too soon before, or looked at in vain too often.
     pub left_alone: Pages,

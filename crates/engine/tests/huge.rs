@@ -5,8 +5,21 @@ mod member;
 
 use member::{Member, root, settle};
 use std::sync::Mutex;
+use tempfile::TempDir;
 
 static ONE: Mutex<()> = Mutex::new(());
+
+/// A member with 2048 pages in huge ones, filled from a seed. `None` where there are no huge pages.
+fn of_huge_pages(root: &TempDir, seed: u64) -> Option<Member> {
+    let mut member = Member::start(root, 2048, &[]);
+    member.tell("huge");
+    member.tell(&format!("fill 0 2048 {seed}"));
+    if member.smaps("AnonHugePages:") == 0 {
+        println!("skipped: there are no huge pages");
+        return None;
+    }
+    Some(member)
+}
 
 #[test]
 fn huge_pages_are_kept_where_merging_would_not_pay() {
@@ -39,13 +52,7 @@ fn huge_pages_are_kept_where_merging_would_not_pay() {
 fn zeros_that_are_scattered_over_a_huge_page_pay_together() {
     let _one = ONE.lock();
     let root = root();
-    let mut member = Member::start(&root, 2048, &[]);
-    member.tell("huge");
-    member.tell("fill 0 2048 3");
-    if member.smaps("AnonHugePages:") == 0 {
-        println!("skipped: there are no huge pages");
-        return;
-    }
+    let Some(mut member) = of_huge_pages(&root, 3) else { return };
     (512..1536).step_by(2).for_each(|page| drop(member.tell(&format!("fill {page} 1 0"))));
     let merged = member.merge();
     // At either end a few may lie in a huge page that is not worth splitting for them.
@@ -57,14 +64,26 @@ fn zeros_that_are_scattered_over_a_huge_page_pay_together() {
 fn zeros_that_do_not_pay_are_left_alone_in_time() {
     let _one = ONE.lock();
     let root = root();
-    let mut member = Member::start(&root, 2048, &[]);
-    member.tell("huge");
-    member.tell("fill 0 2048 3");
-    if member.smaps("AnonHugePages:") == 0 {
-        println!("skipped: there are no huge pages");
-        return;
-    }
+    let Some(mut member) = of_huge_pages(&root, 3) else { return };
     member.tell("fill 1024 1 0");
     let looks: Vec<u64> = (0..6).map(|_| member.merge().of("looked_at")).collect();
     assert_eq!((looks[0], looks[5]), (2048, 0), "{looks:?}");
+}
+
+#[test]
+fn a_huge_page_of_zeros_is_read_by_one_fault() {
+    let _one = ONE.lock();
+    let root = root();
+    let zero_pages = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/use_zero_page");
+    if !zero_pages.is_ok_and(|used| used.trim() == "1") {
+        println!("skipped: there is no huge page of zeros");
+        return;
+    }
+    let Some(mut member) = of_huge_pages(&root, 0) else { return };
+    assert_eq!(member.merge().of("zeros"), 2048);
+    member.check();
+    // At least three of them are whole, and the rest is read page by page.
+    let merged = member.merge();
+    assert!((3..=2048 - 3 * 512 + 3).contains(&merged.of("read")), "{merged:?}");
+    assert_eq!((merged.of("broken"), member.merge().of("read")), (0, 0));
 }

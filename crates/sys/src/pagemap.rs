@@ -123,8 +123,8 @@ pub fn mapped(pagemap: &File, range: Range<u64>, holds: Holds, mut found: impl F
 /// The calling process's own pages, of which those that the kernel is moving to other frames are waited for.
 ///
 /// Compaction moves anybody's memory, up to 512 pages at once, in a millisecond or two if it has a CPU. Meanwhile they
-/// look swapped out. That nothing is told by `VmSwap` of `/proc/thread-self/status`, and that they are not guard regions by
-/// mincore(2), which takes what is being moved to be in memory (mm/mincore.c, `mincore_pte_range`).
+/// look swapped out. That nothing is told by `VmSwap` of `/proc/thread-self/status`, and that they are not guard regions
+/// by mincore(2), which takes what is being moved to be in memory (mm/mincore.c, `mincore_pte_range`).
 pub struct Own {
     pagemap: File,
     /// How long may still be waited.

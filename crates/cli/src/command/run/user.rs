@@ -32,12 +32,11 @@ pub fn prepare(options: &Options, name: &OsStr) -> anyhow::Result<Vec<(CString, 
     }
     let domain = options.domain.clone().or_else(pagefold_engine::of_job);
     let domain = domain.unwrap_or_else(|| format!("run-{}", std::process::id()));
-    let letter = |letter: char| letter.is_ascii_alphanumeric() || "._-".contains(letter);
-    if domain.starts_with('.') || domain.is_empty() || !domain.chars().all(letter) {
-        bail!("--domain {domain}: letters, digits, '.', '_' and '-' make a name, and '.' is not first");
+    // With room for the name of a node.
+    let most = if options.per_node { 54 } else { 64 };
+    if !pagefold_engine::is_name(&domain) || domain.len() > most {
+        bail!("--domain {domain}: at most {most} letters, digits, '.', '_' and '-' make a name, and '.' is not first");
     }
-    // As long as names may be, with room for that of a node.
-    let domain: String = domain.chars().take(if options.per_node { 54 } else { 64 }).collect();
     let mut variables = vec![("LD_PRELOAD", preload), ("PAGEFOLD_DOMAIN", CString::new(domain)?)];
     let mut say = |name, value: Option<String>| -> anyhow::Result<()> {
         variables.extend(value.map(CString::new).transpose()?.map(|value| (name, value)));

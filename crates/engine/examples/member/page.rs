@@ -1,0 +1,195 @@
+//! Pages, what each of them is to hold, and what a program may do to them.
+
+use std::ffi::{c_int, c_void};
+use std::fs::File;
+use std::io::{Read, Seek};
+use std::os::fd::AsRawFd;
+use std::{ptr, slice};
+
+pub const PAGE: usize = 4096;
+
+/// What a page is to hold: a seed and a place, from which all its bytes follow.
+pub type Content = (u64, u64);
+
+pub const ZEROS: Content = (0, 0);
+
+/// The seed of what files hold. Places are those in the file.
+pub const OF_FILE: u64 = 10;
+
+pub fn fill(page: &mut [u8], (seed, place): Content) {
+    let mut state = seed << 32 ^ place << 12;
+    for word in page.as_chunks_mut::<8>().0 {
+        // splitmix64 (G. Steele et al., OOPSLA 2014).
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut value = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        value = (value ^ value >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        *word = if seed == 0 { [0; 8] } else { (value ^ value >> 31).to_ne_bytes() };
+    }
+}
+
+pub fn filled(content: Content) -> Vec<u8> {
+    let mut page = vec![0; PAGE];
+    fill(&mut page, content);
+    page
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Access {
+    Write,
+    Read,
+    Hidden,
+    Guarded,
+    Unmapped,
+}
+
+/// A page of the program's, wherever it is.
+#[derive(Clone, Debug)]
+pub struct Page {
+    pub at: usize,
+    pub access: Access,
+    pub holds: Content,
+    /// What it may have been merged with.
+    pub past: Vec<Content>,
+    /// It came with another one that grew, and has whatever the store has next to that one below what was written.
+    pub came_with_another: bool,
+}
+
+impl Page {
+    pub fn new(at: usize) -> Self {
+        Self { at, access: Access::Write, holds: ZEROS, past: Vec::new(), came_with_another: false }
+    }
+
+    /// Whether it is known what it may read as once its content is dropped.
+    pub fn may_be_dropped(&self) -> bool {
+        self.is_readable() && !self.came_with_another
+    }
+
+    pub fn pointer(&self) -> *mut u8 {
+        ptr::with_exposed_provenance_mut(self.at)
+    }
+
+    pub fn is_readable(&self) -> bool {
+        matches!(self.access, Access::Write | Access::Read)
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        assert!(self.is_readable());
+        // SAFETY: it is mapped readable, and this program writes to it through `&mut self` only.
+        unsafe { slice::from_raw_parts(self.pointer(), PAGE) }
+    }
+
+    pub fn fill(&mut self, content: Content) {
+        if self.access == Access::Write {
+            // SAFETY: it is mapped writable, and `&mut self` makes this the only borrow.
+            fill(unsafe { slice::from_raw_parts_mut(self.pointer(), PAGE) }, content);
+            self.holds = content;
+        }
+    }
+
+    pub fn is_right(&self) -> bool {
+        !self.is_readable() || self.bytes() == filled(self.holds)
+    }
+
+    pub fn advise(&self, advice: c_int) -> bool {
+        // SAFETY: what the program holds there is no longer borrowed, and the content is found out afterwards.
+        unsafe { libc::madvise(self.pointer().cast(), PAGE, advice) == 0 }
+    }
+
+    /// What it holds was dropped: it reads as zeros, or as what it was merged with.
+    pub fn find_out(&mut self) -> bool {
+        let held = [ZEROS].into_iter().chain(self.past.iter().copied()).find(|&past| self.bytes() == filled(past));
+        self.holds = held.unwrap_or_else(|| panic!("page at {:#x} reads as what it never was", self.at));
+        held != Some(ZEROS)
+    }
+
+    /// Map it, unless somebody else has taken the address; whether that was done.
+    pub fn map(&mut self) -> bool {
+        let at = space(1, self.at);
+        let mapped = at == self.at;
+        if mapped {
+            *self = Self::new(self.at);
+            self.protect(Access::Write);
+        } else {
+            // SAFETY: it was mapped right above.
+            unsafe { libc::munmap(ptr::with_exposed_provenance_mut(at), PAGE) };
+        }
+        mapped
+    }
+
+    pub fn unmap(&mut self) {
+        if self.access != Access::Unmapped {
+            // SAFETY: no borrow of it lives.
+            unsafe { libc::munmap(self.pointer().cast(), PAGE) };
+            self.access = Access::Unmapped;
+        }
+    }
+
+    /// Map something else in its place: a page of a file, or new memory.
+    pub fn replace(&mut self, file: Option<(&File, u64)>) {
+        let (kind, descriptor, number) = match file {
+            Some((file, number)) => (0, file.as_raw_fd(), number),
+            None => (libc::MAP_ANONYMOUS, -1, 0),
+        };
+        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_FIXED | kind);
+        let offset = (number * PAGE as u64) as libc::off_t;
+        // SAFETY: what is replaced is mapped for this page, and no borrow of it lives.
+        let mapped = unsafe { libc::mmap(self.pointer().cast(), PAGE, access, flags, descriptor, offset) };
+        assert_eq!(mapped.expose_provenance(), self.at, "mmap: {}", std::io::Error::last_os_error());
+        *self = Self::new(self.at);
+        if file.is_some() {
+            self.holds = (OF_FILE, number);
+            // What is written there and dropped reads as the file again.
+            self.past.push(self.holds);
+        }
+    }
+
+    /// It was moved away: keep others from the address.
+    pub fn hold_the_place(&mut self) {
+        assert_eq!(space(1, self.at), self.at, "it was free");
+        *self = Self { access: Access::Hidden, ..Self::new(self.at) };
+    }
+
+    pub fn protect(&mut self, access: Access) {
+        let protection = match access {
+            Access::Write => libc::PROT_READ | libc::PROT_WRITE,
+            Access::Read => libc::PROT_READ,
+            _ => libc::PROT_NONE,
+        };
+        // SAFETY: it is mapped, and no borrow of it lives.
+        let done = unsafe { libc::mprotect(self.pointer().cast(), PAGE, protection) };
+        assert_eq!(done, 0, "mprotect: {}", std::io::Error::last_os_error());
+        self.access = access;
+    }
+}
+
+/// Address space for so many pages, mapped without access: at some address if it is free, or somewhere.
+pub fn space(pages: usize, at: usize) -> usize {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
+    let start =
+        unsafe { libc::mmap(ptr::with_exposed_provenance_mut(at), pages * PAGE, libc::PROT_NONE, flags, -1, 0) };
+    assert_ne!(start, libc::MAP_FAILED, "address space");
+    start.expose_provenance()
+}
+
+/// Move mapped memory to space that it may have; where it is then.
+pub fn remap(from: usize, bytes: usize, to: usize, more: usize) {
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+    let pointer = |at: usize| ptr::with_exposed_provenance_mut::<c_void>(at);
+    // SAFETY: what is moved is not borrowed, and what is replaced is empty space.
+    let moved = unsafe { libc::mremap(pointer(from), bytes, bytes + more, flags, pointer(to)) };
+    assert_eq!(moved.addr(), to, "mremap: {}", std::io::Error::last_os_error());
+}
+
+/// What a file of so many pages holds.
+pub fn of_file(pages: u64) -> Vec<u8> {
+    (0..pages).map(|page| filled((OF_FILE, page))).collect::<Vec<_>>().concat()
+}
+
+/// Whether a file of so many pages holds what it did.
+pub fn is_untouched(mut file: &File, pages: u64) -> bool {
+    let mut held = Vec::new();
+    file.rewind().expect("a file");
+    file.read_to_end(&mut held).expect("a file");
+    held == of_file(pages)
+}
