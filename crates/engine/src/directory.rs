@@ -94,8 +94,19 @@ pub fn of_domain(root: &Path, name: &str) -> Result<PathBuf, Error> {
 /// # Errors
 /// Those of open(2).
 pub fn open(path: &Path, make: bool) -> io::Result<File> {
-    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let flags = if make { flags | OFlags::CREATE } else { flags };
+    open_with(path, if make { OFlags::CREATE } else { OFlags::empty() })
+}
+
+/// Make a file that is not there yet, as [`open`] does.
+///
+/// # Errors
+/// Those of open(2): `AlreadyExists` if it is there.
+pub fn create(path: &Path) -> io::Result<File> {
+    open_with(path, OFlags::CREATE | OFlags::EXCL)
+}
+
+fn open_with(path: &Path, more: OFlags) -> io::Result<File> {
+    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC | more;
     Ok(rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?.into())
 }
 
@@ -125,7 +136,10 @@ pub fn remove(path: &Path) -> io::Result<()> {
     let mut names = names(path)?;
     names.sort_by_key(|name| name == "lock");
     for name in names {
-        std::fs::remove_file(path.join(name))?;
+        match std::fs::remove_file(path.join(name)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
     }
     std::fs::remove_dir(path)
 }

@@ -10,6 +10,8 @@
 //! | `member-*` | slots that a member refers to ([`crate::references`]) | by its member |
 //! | `status-*` | what a member tells of itself ([`crate::record`]) | by its member |
 //!
+//! Any of them may be removed at any time; what belongs together is known by inodes: see [`incarnation`].
+//!
 //! # Why no content goes away under anybody
 //! A member that wants to map a slot first adds it to its references, then checks that the index is still the one that
 //! it looked into, then that the entry still says that slot and is not condemned. Who frees slots ([`Domain::collect`])
@@ -20,13 +22,14 @@
 //! # Memory model
 //! - **generation**: written with the lock; sequentially consistent. A reader may see that of an index which was the
 //!   present one. If it still is after a slot was referred to, whoever condemns in a later one sees the reference.
+//! - **`StoreInode`**: written by the founder, and set to 0 by any member that abandons the incarnation, without the
+//!   lock; sequentially consistent. A member that frees loads it after it has found whose references there are.
 //! - **other numbers of the header**, but for `Passes` and `Moment`: written with the lock; sequentially consistent.
-//!   Who has the lock sees the last ones; who has not may see a store that others have left since, which is noticed
-//!   under the lock.
+//!   Who has the lock sees the last ones.
 //! - **`Passes`**: counted by every member; relaxed. It says when to collect, and not what.
 //! - **`Moment`**: set by every member, by compare and exchange; relaxed. It says when to merge, and not what.
 //! - **bits of `slots`**: read and written with the lock; relaxed, since the lock orders them.
-//! - **the key**: written with the lock, before `Magic` says that it is there.
+//! - **the key**: written by the founder, before `Magic` says that it is there.
 //! - **bytes of a slot**: written by who has reserved it, before the index says that it holds a content. Who refers to
 //!   it and then finds that said sees these bytes, until nobody refers to it any more.
 //!
@@ -34,30 +37,27 @@
 //! before. Between threads of a process the number that says which process has it is acquired and released.
 
 use crate::directory;
+use crate::incarnation::{self, DOMAIN, FIRST_ENTRIES, Incarnation, LOCK, SLOTS, index_path, new_index};
 use crate::index::Index;
 use crate::lock::Lock;
 use crate::record::{self, Record};
 use crate::references::{Everybody, References};
-use crate::store::{Slots, Store};
+use crate::store::{Identity, Slots, Store};
 use crate::words::Words;
 use pagefold_sys::fault;
 use pagefold_sys::fingerprint::Hasher;
-use rustix::rand::{GetRandomFlags, getrandom};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// "pagefold", and the version of the layout in the lowest byte.
-pub const MAGIC: u64 = u64::from_be_bytes(*b"pagefol\x02");
+pub const MAGIC: u64 = u64::from_be_bytes(*b"pagefol\x03");
 
 /// `TMPFS_MAGIC` (include/uapi/linux/magic.h).
 const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
-
-/// Entries of the first index: 64 KiB, for two thousand contents.
-const FIRST_ENTRIES: usize = 4096;
 
 /// How long a merge, or who leaves, waits for the domain's lock: a hundred times as long as anybody at work has it.
 pub const PATIENCE: Duration = Duration::from_secs(1);
@@ -72,7 +72,8 @@ pub enum Header {
     Magic,
     /// Which index is the present one.
     Generation,
-    /// Files of members that there are, those that are no more counted until they are removed; never more than that.
+    /// Files of members that there are for this store, those that are no more counted until they are removed; never
+    /// too low, so that files which others have removed are noticed.
     Members,
     /// Of sightings: the lowest byte, counted on by collections, once a second at most; above it, the second of that.
     Epoch,
@@ -84,13 +85,17 @@ pub enum Header {
     Slots,
     /// The device and inode of the store.
     StoreDevice,
-    /// See `StoreDevice`.
+    /// See `StoreDevice`. 0 once the incarnation is abandoned.
     StoreInode,
     /// The moment that was named last for all to merge ([`pagefold_model::turn`]), in nanoseconds of the clock that
     /// members share.
     Moment,
     /// The PID namespace of its members, by its inode: they know each other by numbers in it.
     Namespace,
+    /// The inode of the file that members lock.
+    Lock,
+    /// The inode of the file `slots`.
+    SlotsFile,
 }
 
 /// The domain, as this process has it.
@@ -99,6 +104,8 @@ pub struct Domain {
     path: PathBuf,
     page: u64,
     header: Words,
+    /// Of the file that the header is.
+    identity: Identity,
     /// Contents of members.
     pub store: Store,
     slots: Slots,
@@ -120,91 +127,35 @@ impl Domain {
     /// # Errors
     /// Those of files and of the lock, `InvalidData` where the directory holds something else.
     pub fn join(path: &Path, page: u64, node: Option<u32>, until: Instant) -> io::Result<(Self, Hasher)> {
-        let _lock = Lock::wait(&path.join("lock"), until)?;
+        let lock = Lock::wait(&path.join(LOCK), until)?;
         // A file system that answers for others, as over a network, cannot be relied on to tell who is there.
         if rustix::fs::statfs(path)?.f_type != TMPFS_MAGIC {
             return Err(io::Error::new(io::ErrorKind::Unsupported, format!("{} is not on a tmpfs", path.display())));
         }
-        let file = directory::open(&path.join("domain"), true)?;
-        let words = (page / crate::words::WORD) as usize;
-        Words::allocate(&file, 0..2 * words as u64)?;
-        let header = Words::map(&file, 2 * words)?;
+        let namespace = std::fs::metadata("/proc/thread-self/ns/pid")?.ino();
+        let mut everybody = Everybody::find(path)?;
+        record::sweep(path);
+        let Incarnation { header, identity, slots, store, key } =
+            match Incarnation::find(path, page, namespace, &lock, &everybody)? {
+                Some(found) => found,
+                None => Incarnation::found(path, page, node, namespace, &lock)?,
+            };
         let number = |of: Header| header[of as usize].load(Ordering::SeqCst);
         let set = |of: Header, value| header[of as usize].store(value, Ordering::SeqCst);
-        let mut key = vec![0; page as usize];
-        match number(Header::Magic) {
-            MAGIC => file.read_exact_at(&mut key, page)?,
-            0 => {
-                let mut filled = 0;
-                while filled < key.len() {
-                    filled += getrandom(&mut key[filled..], GetRandomFlags::empty())?;
-                }
-                file.write_all_at(&key, page)?;
-                let memory = rustix::system::sysinfo();
-                let pages = memory.totalram as u64 * u64::from(memory.mem_unit) / page;
-                set(Header::Slots, pages.min(u64::from(u32::MAX - 1)));
-                fault::point("before a domain is founded");
-                set(Header::Magic, MAGIC);
-            }
-            _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "made by another version of pagefold")),
-        }
-        let count = number(Header::Slots) as u32;
-        let mut everybody = Everybody::find(path)?;
-        set(Header::Members, number(Header::Members).saturating_sub(everybody.gone() as u64));
-        everybody.bury();
-        record::sweep(path);
-        let namespace = std::fs::metadata("/proc/thread-self/ns/pid")?.ino();
-        // None is told where the file was removed under its members.
-        if everybody.count() > 0 && ![0, namespace].contains(&number(Header::Namespace)) {
-            let why =
-                "its members are in another PID namespace: share that, or set PAGEFOLD_RUNTIME to another directory";
-            return Err(io::Error::new(io::ErrorKind::Unsupported, why));
-        }
-        set(Header::Namespace, namespace);
-        let identity = (number(Header::StoreDevice), number(Header::StoreInode));
-        let slots = Slots::map(&directory::open(&path.join("slots"), true)?, count)?;
-        let mut found = None;
-        for &(pid, descriptor) in &everybody.sources {
-            match Store::of_member(pid, descriptor, identity, page) {
-                Ok(store) => found = Some(store),
-                // It has ended, and a child of it has its references; or it has closed the store.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) if error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => {}
-                // A member that may have the store, of which nothing is known.
-                Err(error) => return Err(error),
-            }
-        }
-        let store = match found {
-            Some(store) => store,
-            None => {
-                // Whoever still maps something of a former store keeps that, and joins anew.
-                let store = Store::new(count, page)?;
-                if let Some(node) = node {
-                    // A preference: where it cannot be told, as in containers that forbid it, or there is no such
-                    // memory, memory is where its writers run.
-                    let _ = store.stay_on(count, node);
-                }
-                set(Header::StoreInode, 0);
-                slots.set(0..number(Header::Bound) as u32, false);
-                set(Header::Bound, 0);
-                set(Header::Members, everybody.count() as u64);
-                fault::point("before a store is announced");
-                set(Header::Generation, new_index(path, number(Header::Generation))?);
-                set(Header::StoreDevice, store.identity().0);
-                set(Header::StoreInode, store.identity().1);
-                store
-            }
-        };
+        // In this order, so that the number is never too low.
+        let buried = everybody.bury(store.identity().1) as u64;
+        set(Header::Members, number(Header::Members).saturating_sub(buried));
         if !index_path(path, number(Header::Generation)).exists() {
             set(Header::Generation, new_index(path, number(Header::Generation))?);
         }
         let generation = number(Header::Generation);
         let index = present(path, generation)?;
-        let references = References::new(path, count, store.identity().1, store.descriptor())?;
-        set(Header::Members, number(Header::Members) + 1);
+        let references = enlist(&header, path, &store)?;
         let record = Record::new(path)?;
         let path = path.to_owned();
-        let domain = Self { path, page, header, store, slots, index, generation, references, record, patience: until };
+        let patience = until;
+        let domain =
+            Self { path, page, header, identity, store, slots, index, generation, references, record, patience };
         Ok((domain, Hasher::with_key(&key)))
     }
 
@@ -222,7 +173,7 @@ impl Domain {
     }
 
     fn lock(&self) -> io::Result<Lock> {
-        Lock::wait(&self.path.join("lock"), self.patience)
+        Lock::wait(&self.path.join(LOCK), self.patience)
     }
 
     /// Of sightings, now.
@@ -252,9 +203,18 @@ impl Domain {
         let _ = word.compare_exchange(nanoseconds(named), nanoseconds(moment), Ordering::Relaxed, Ordering::Relaxed);
     }
 
-    /// Whether this member has the domain's store, and its files are where others find them.
+    /// Whether this member has the domain's store, and all files of its incarnation are where others find them.
     pub fn is_whole(&self) -> bool {
-        self.has_store() && self.references.is_listed()
+        self.has_store()
+            && self.references.is_listed()
+            && incarnation::is_named(&self.path, &self.header, self.identity, None)
+            && index_path(&self.path, self.number(Header::Generation)).exists()
+    }
+
+    /// What this member has of the domain is no longer the domain's: no member frees slots of its store any more. To
+    /// be called before it gives up references to what it may still map.
+    pub fn abandon(&self) {
+        incarnation::abandon(&self.header);
     }
 
     fn has_store(&self) -> bool {
@@ -275,7 +235,7 @@ impl Domain {
             if used + contents <= self.index.capacity() / 8 * FULL {
                 return Ok(());
             }
-            let lock = self.lock()?;
+            let lock = self.lock_whole()?;
             // Else a member has made a larger one meanwhile, which may have what is missing here: members that merge
             // together hold the same, and whoever is at work with an index that is replaced has worked in vain.
             if self.is_present() {
@@ -288,9 +248,7 @@ impl Domain {
         let capacity = ((used + contents) * 8 / FULL + 1).next_power_of_two().max(FIRST_ENTRIES);
         let generation = self.generation + 1;
         let path = index_path(&self.path, generation);
-        // One that a member was making when it died.
-        let _ = std::fs::remove_file(&path);
-        let larger = Index::map(&directory::open(&path, true)?, capacity)?;
+        let larger = Index::map(&incarnation::replace(&path)?, capacity)?;
         larger.take_over(&self.index, epoch);
         fault::point("before an index is announced");
         self.set(Header::Generation, generation);
@@ -332,7 +290,7 @@ impl Domain {
         let count = self.number(Header::Slots) as u32;
         let bound = self.number(Header::Bound) as u32;
         let upto = bound.saturating_add(wanted).min(count);
-        Words::allocate(&directory::open(&self.path.join("slots"), false)?, 0..u64::from(upto.div_ceil(64)))?;
+        Words::allocate(&incarnation::slots_file(&self.path, &self.header)?, 0..u64::from(upto.div_ceil(64)))?;
         let found = self.slots.find(wanted, upto);
         let end = found.iter().map(|slots| slots.end).max().unwrap_or(0);
         self.set(Header::Bound, u64::from(end.max(bound)));
@@ -366,16 +324,21 @@ impl Domain {
         if epoch >> 8 != second {
             self.set(Header::Epoch, second << 8 | u64::from((epoch as u8).wrapping_add(1)));
         }
+        fault::point("before references are found");
         let mut everybody = Everybody::find(&self.path)?;
         let store = self.store.identity().1;
-        if (everybody.listed() as u64) < self.number(Header::Members) {
-            // Somebody has removed files of members, and what those refer to is not known. With another store all begin
-            // anew, and keep what they have of this one.
-            self.set(Header::StoreInode, 0);
+        let listed = everybody.listed(store) as u64;
+        if listed < self.number(Header::Members) {
+            // Files of members were removed, and what those refer to is not known: nothing is ever freed again.
+            self.abandon();
+        }
+        // A member that went to another incarnation has said so before it gave up its references: if those were not
+        // found any more, this is seen.
+        if !self.has_store() {
             return Ok(());
         }
-        self.set(Header::Members, everybody.count() as u64);
-        everybody.bury();
+        let buried = everybody.bury(store) as u64;
+        self.set(Header::Members, listed - buried);
         record::sweep(&self.path);
         let before = everybody.all(store)?;
         let mut condemned = Vec::new();
@@ -426,25 +389,18 @@ impl Domain {
     /// Those of files: then everything stays as it is.
     pub fn refer_only(&mut self, slots: impl IntoIterator<Item = u32>) -> io::Result<()> {
         let _lock = self.lock_whole()?;
-        let count = self.number(Header::Slots) as u32;
-        let references = References::new(&self.path, count, self.store.identity().1, self.store.descriptor())?;
-        self.set(Header::Members, self.number(Header::Members) + 1);
+        let references = enlist(&self.header, &self.path, &self.store)?;
         references.add(slots)?;
         self.references = references;
         Ok(())
     }
 
-    /// The lock, of a domain that is what this member knows: with its store, and its files where others find them.
+    /// The lock of the incarnation that this member knows, whose files are where others find them. A lock that has
+    /// taken the name of a removed one is not it.
     fn lock_whole(&self) -> io::Result<Lock> {
         let lock = self.lock()?;
-        let moved = |what: &str| io::Error::new(io::ErrorKind::NotFound, format!("the domain has another {what} now"));
-        if !self.references.is_listed() {
-            return Err(moved("directory"));
-        }
-        if !self.has_store() {
-            return Err(moved("store"));
-        }
-        Ok(lock)
+        let named = incarnation::is_named(&self.path, &self.header, self.identity, Some(lock.inode()?));
+        if named && self.references.is_listed() && self.has_store() { Ok(lock) } else { Err(incarnation::lost()) }
     }
 
     /// Be no member any more: nothing of the store is mapped. The last one takes the directory with it.
@@ -478,8 +434,8 @@ impl Domain {
 pub fn sweep(root: &Path) {
     for name in directory::names(root).unwrap_or_default() {
         let path = root.join(name);
-        if path.join("domain").exists()
-            && let Ok(_lock) = Lock::wait(&path.join("lock"), Instant::now())
+        if [DOMAIN, SLOTS].iter().any(|name| path.join(name).exists())
+            && let Ok(_lock) = Lock::wait(&path.join(LOCK), Instant::now())
             && Everybody::find(&path).is_ok_and(|everybody| everybody.count() == 0)
         {
             // What cannot be removed now is found again.
@@ -488,14 +444,15 @@ pub fn sweep(root: &Path) {
     }
 }
 
-/// Make an empty index, and remove the one of a generation: the next.
-fn new_index(directory: &Path, generation: u64) -> io::Result<u64> {
-    let next = generation + 1;
-    // One that a member was making when it died.
-    let _ = std::fs::remove_file(index_path(directory, next));
-    Index::map(&directory::open(&index_path(directory, next), true)?, FIRST_ENTRIES)?;
-    let _ = std::fs::remove_file(index_path(directory, generation));
-    Ok(next)
+/// New references to a store, counted before others can find them.
+fn enlist(header: &Words, path: &Path, store: &Store) -> io::Result<References> {
+    let members = &header[Header::Members as usize];
+    let count = header[Header::Slots as usize].load(Ordering::SeqCst) as u32;
+    members.fetch_add(1, Ordering::SeqCst);
+    References::new(path, count, store.identity().1, store.descriptor()).inspect_err(|_| {
+        // It has left no file.
+        members.fetch_sub(1, Ordering::SeqCst);
+    })
 }
 
 /// The index of a generation.
@@ -503,10 +460,6 @@ fn present(directory: &Path, generation: u64) -> io::Result<Index> {
     let file = directory::open(&index_path(directory, generation), false)?;
     let entries = Index::entries_in(file.metadata()?.len());
     Index::map(&file, entries)
-}
-
-fn index_path(directory: &Path, generation: u64) -> PathBuf {
-    directory.join(format!("index-{generation}"))
 }
 
 #[cfg(test)]

@@ -85,6 +85,7 @@ mod capi;
 mod choose;
 mod directory;
 mod domain;
+mod incarnation;
 mod index;
 mod layout;
 mod lock;
@@ -288,11 +289,12 @@ impl Engine {
         let node = options.per_node.then(node::current).transpose().map_err(failed)?;
         let name = &node.map_or_else(|| name.to_owned(), |node| format!("{name}.node{node}"));
         domain::sweep(&root);
+        let until = Instant::now() + options.patience;
         let (directory, state) = loop {
             let directory = directory::of_domain(&root, name)?;
             match State::join(&directory, options, node) {
-                // The last member took it away.
-                Err(error) if error.kind() == io::ErrorKind::Interrupted || !directory.exists() => {}
+                // The last member took it away, or files were removed meanwhile.
+                Err(error) if incarnation::is_lost(&error) && Instant::now() < until => {}
                 joined => break (directory, joined.map_err(failed)?),
             }
         };
@@ -639,18 +641,24 @@ impl State {
     /// that could hand it on. The references that there were stay with the mapping that a parent and its children
     /// share. Waits for the domain's lock until some time.
     fn rejoin(&mut self, directory: &std::path::Path, until: Instant) -> io::Result<()> {
-        // The directory may have been removed.
-        if let Some((root, name)) = directory.parent().zip(directory.file_name().and_then(|name| name.to_str())) {
-            directory::of_domain(root, name).map_err(io::Error::other)?;
-        }
-        let (domain, hasher) = Domain::join(directory, self.domain.page(), self.node, until)?;
-        // What this process maps already is referred to anew before the former references go. A former store is
-        // nobody's to free: whoever still has it joins anew, too.
+        let (domain, hasher) = incarnation::retry_lost(until, || {
+            // The directory may have been removed.
+            if let Some((root, name)) = directory.parent().zip(directory.file_name().and_then(|name| name.to_str())) {
+                directory::of_domain(root, name).map_err(io::Error::other)?;
+            }
+            let (domain, hasher) = Domain::join(directory, self.domain.page(), self.node, until)?;
+            // What this process maps already is referred to anew before the former references go.
+            domain.references.add(survey::slots_mapped(&domain, survey::EVERYWHERE)?)?;
+            if domain.store.identity() == self.domain.store.identity() {
+                domain.references.add(self.strays.iter())?;
+            }
+            Ok((domain, hasher))
+        })?;
         if domain.store.identity() != self.domain.store.identity() {
+            // This process may still map the former store: no member frees any of it, and all join anew.
+            self.domain.abandon();
             self.strays = Bits::default();
         }
-        domain.references.add(survey::slots_mapped(&domain, survey::EVERYWHERE)?)?;
-        domain.references.add(self.strays.iter())?;
         self.domain = domain;
         (self.hasher, self.process, self.random) = (hasher, std::process::id(), random()?);
         Ok(())

@@ -60,6 +60,16 @@ impl Lock {
     }
 }
 
+impl Lock {
+    /// What tells the file that is locked apart from one that has taken its name.
+    ///
+    /// # Errors
+    /// Those of fstat(2).
+    pub fn inode(&self) -> io::Result<u64> {
+        self.file.metadata().map(|file| file.ino())
+    }
+}
+
 /// Ask once at least, and again until there is an answer or the time is over.
 fn asked_for(until: Instant, mut ask: impl FnMut() -> io::Result<Option<()>>) -> io::Result<()> {
     let mut pause = PAUSE;

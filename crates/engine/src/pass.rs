@@ -16,6 +16,7 @@
 
 use crate::choose::{Page, Place, Run, choose, huge_page, map, places, runs, within};
 use crate::domain::PATIENCE;
+use crate::incarnation::is_lost;
 use crate::index::{Index, Tag};
 use crate::memory;
 use crate::references::Bits;
@@ -624,10 +625,11 @@ fn batches(chosen: &[Range<usize>]) -> Vec<Vec<Range<usize>>> {
     batches
 }
 
-/// What cannot be done because another member has had the domain's lock for too long is left for a later merge.
+/// What cannot be done because another member has had the domain's lock for too long, or because files of the domain
+/// were removed meanwhile, is left for a later merge.
 fn unless_held_up<T>(done: io::Result<T>, merged: &mut Merged) -> io::Result<Option<T>> {
     match done {
-        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+        Err(error) if error.kind() == io::ErrorKind::TimedOut || is_lost(&error) => {
             merged.held_up = 1;
             Ok(None)
         }

@@ -9,9 +9,10 @@
 //!
 //! Covered: referring and looking, reserving and publishing, giving back what was stored in vain, condemning and
 //! freeing, references that are made anew, an index that takes the place of another, the lock's end with its process,
-//! children that hold their parent's references. Not covered: founding and leaving a domain, files that others remove,
-//! the numbers by which that is noticed, more than one store, and what [`slots_mapped`](crate::survey::slots_mapped)
-//! finds: a member knows what it maps.
+//! children that hold their parent's references, members that abandon the incarnation and give up references to what
+//! they map. Not covered: founding a domain, files of members that others remove and the number by which that is
+//! noticed, and what [`slots_mapped`](crate::survey::slots_mapped) finds: a member knows what it maps. Two incarnations
+//! share nothing, and no name leads from one to the other ([`incarnation`](crate::incarnation)), so that one is enough.
 //!
 //! What the check is worth is shown by protocols that are wrong in one place: each must be found out.
 
@@ -46,6 +47,12 @@ enum Defect {
     NoPardon,
     /// A slot is given back by who has stored, whether another was first or not.
     GiveBackThoughFirst,
+    /// A member gives up references to what it maps without abandoning the incarnation.
+    GiveUpWithoutAbandoning,
+    /// References are given up first.
+    AbandonLast,
+    /// A member that frees looks whether the incarnation is abandoned before it looks for references.
+    FindLast,
 }
 
 /// Where a member is in what it does. `slots`, `contents` and `before` are sets, a bit each; `next` counts through.
@@ -114,18 +121,31 @@ enum At {
         next: u8,
     },
     Announce,
-    /// `Domain::collect`.
+    /// `State::rejoin`, where the domain was founded anew.
+    Abandon,
+    Depart,
+    /// `Domain::collect`. `files` are those that were found, and are open.
     Collect,
+    IsWhole {
+        found: Option<u8>,
+    },
+    Find {
+        next: u8,
+        files: u8,
+    },
     Before {
+        files: u8,
         next: u8,
         slots: u8,
     },
     Condemn {
+        files: u8,
         next: u8,
         before: u8,
         contents: u8,
     },
     After {
+        files: u8,
         next: u8,
         contents: u8,
         slots: u8,
@@ -169,6 +189,8 @@ struct File {
     slots: u8,
     /// Members that have it mapped.
     held: u8,
+    /// Members that have it open to read it.
+    read: u8,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -185,6 +207,7 @@ struct World {
     tables: [[State; CONTENTS]; 2],
     present: u8,
     lock: Option<u8>,
+    abandoned: bool,
 }
 
 const fn bit(number: u8) -> u8 {
@@ -207,6 +230,7 @@ impl World {
             tables: [[State::default(); CONTENTS]; 2],
             present: 0,
             lock: None,
+            abandoned: false,
         };
         for (at, _) in left.iter().enumerate().filter(|(_, left)| **left > 0) {
             world.files[at].held = bit(at as u8);
@@ -239,9 +263,23 @@ impl World {
     }
 
     fn new_file(&mut self, by: usize) -> u8 {
-        let free = self.files.iter().position(|file| file.held == 0).expect("there are enough");
-        self.files[free] = File { slots: 0, held: bit(by as u8) };
+        let free = self.files.iter().position(|file| file.held | file.read == 0).expect("there are enough");
+        self.files[free] = File { held: bit(by as u8), ..File::default() };
         free as u8
+    }
+
+    fn close(&mut self, by: usize) {
+        for file in &mut self.files {
+            file.read &= !bit(by as u8);
+        }
+        self.forget_files();
+    }
+
+    /// What no member has is not there.
+    fn forget_files(&mut self) {
+        for file in self.files.iter_mut().filter(|file| file.held | file.read == 0) {
+            *file = File::default();
+        }
     }
 
     /// What a member maps, as slots.
@@ -252,10 +290,8 @@ impl World {
     fn die(&mut self, who: usize) {
         for file in &mut self.files {
             file.held &= !bit(who as u8);
-            if file.held == 0 {
-                *file = File::default();
-            }
         }
+        self.close(who);
         if self.lock == Some(who as u8) {
             self.lock = None;
         }
@@ -300,6 +336,9 @@ impl World {
             };
             if member.left > 0 {
                 begin(At::Renew);
+                if member.maps.iter().any(Option::is_some) {
+                    begin(At::Abandon);
+                }
                 if member.file.is_some() {
                     begin(At::Collect);
                     let unmapped = (0..CONTENTS as u8).filter(|&content| member.maps[usize::from(content)].is_none());
@@ -327,10 +366,11 @@ impl World {
             self.lock.is_none().then_some(())
         };
         // Members, contents or slots are gone through one by one.
-        let all_files = |next: u8, slots: u8| {
-            let file = self.files[usize::from(next)];
-            slots | if file.held == 0 { 0 } else { file.slots }
-        };
+        let slots_of = |file: u8| self.files[usize::from(file)].slots;
+        // The first of some files from one on, if there are any left.
+        let next_of = |files: u8, next: u8| (next..FILES as u8).find(|&file| files & bit(file) != 0);
+        let listed = (0..FILES as u8).filter(|&file| self.files[usize::from(file)].held != 0);
+        let listed = listed.fold(0, |files, file| files | bit(file));
         let at = match member.at {
             At::Rest | At::Unborn | At::Dead => return None,
             At::Look { content } => {
@@ -448,18 +488,45 @@ impl World {
                 world.members[by].known = 1;
                 At::GiveBack
             }
+            At::Abandon => {
+                match defect {
+                    Defect::GiveUpWithoutAbandoning => {}
+                    Defect::AbandonLast => world.depart(by),
+                    _ => world.abandoned = true,
+                }
+                At::Depart
+            }
+            At::Depart => {
+                world.depart(by);
+                world.abandoned |= defect != Defect::GiveUpWithoutAbandoning;
+                At::Rest
+            }
             At::Collect => {
                 lock(&mut world)?;
                 if defect != Defect::FreeByAnOldIndex {
                     world.members[by].known = self.present;
                 }
-                At::Before { next: 0, slots: 0 }
+                if defect == Defect::FindLast { At::IsWhole { found: None } } else { At::Find { next: 0, files: 0 } }
             }
-            At::Before { next, slots } if usize::from(next) < FILES => {
-                At::Before { next: next + 1, slots: all_files(next, slots) }
+            At::Find { next, files } => match next_of(listed, next) {
+                Some(file) => {
+                    world.files[usize::from(file)].read |= bit(by as u8);
+                    At::Find { next: file + 1, files: files | bit(file) }
+                }
+                None if defect == Defect::FindLast => At::Before { files, next: 0, slots: 0 },
+                None => At::IsWhole { found: Some(files) },
+            },
+            At::IsWhole { .. } if self.abandoned => {
+                world.close(by);
+                At::GiveBack
             }
-            At::Before { slots, .. } => At::Condemn { next: 0, before: slots, contents: 0 },
-            At::Condemn { next, before, mut contents } if usize::from(next) < CONTENTS => {
+            At::IsWhole { found: None } => At::Find { next: 0, files: 0 },
+            At::IsWhole { found: Some(files) } => At::Before { files, next: 0, slots: 0 },
+            At::Before { files, next, slots } => match next_of(files, next) {
+                Some(file) => At::Before { files, next: file + 1, slots: slots | slots_of(file) },
+                None => At::Condemn { files, next: 0, before: slots, contents: 0 },
+            },
+            At::Condemn { files, next, before, mut contents } if usize::from(next) < CONTENTS => {
                 let state = *world.entry(by, next);
                 if let Some(slot) = state.any_slot() {
                     if before & bit(slot as u8) == 0 {
@@ -471,16 +538,20 @@ impl World {
                         world.change(by, next, |state| state.condemned(false));
                     }
                 }
-                At::Condemn { next: next + 1, before, contents }
+                At::Condemn { files, next: next + 1, before, contents }
             }
             At::Condemn { before, contents, .. } if defect == Defect::LookOnce => {
+                world.close(by);
                 At::Decide { next: 0, contents, after: before }
             }
-            At::Condemn { contents, .. } => At::After { next: 0, contents, slots: 0 },
-            At::After { next, contents, slots } if usize::from(next) < FILES => {
-                At::After { next: next + 1, contents, slots: all_files(next, slots) }
-            }
-            At::After { contents, slots, .. } => At::Decide { next: 0, contents, after: slots },
+            At::Condemn { files, contents, .. } => At::After { files, next: 0, contents, slots: 0 },
+            At::After { files, next, contents, slots } => match next_of(files, next) {
+                Some(file) => At::After { files, next: file + 1, contents, slots: slots | slots_of(file) },
+                None => {
+                    world.close(by);
+                    At::Decide { next: 0, contents, after: slots }
+                }
+            },
             At::Decide { next, contents, after } if usize::from(next) < CONTENTS => {
                 let state = *world.entry(by, next);
                 if let Some(slot) = state.any_slot()
@@ -525,19 +596,25 @@ impl World {
     }
 
     fn give_up_all_but(&mut self, by: usize, kept: u8) {
-        for (at, file) in self.files.iter_mut().enumerate() {
-            if at != usize::from(kept) {
-                file.held &= !bit(by as u8);
-                if file.held == 0 {
-                    *file = File::default();
-                }
-            }
+        for (_, file) in self.files.iter_mut().enumerate().filter(|(at, _)| *at != usize::from(kept)) {
+            file.held &= !bit(by as u8);
         }
+        self.forget_files();
+    }
+
+    /// The member keeps what it maps, and does nothing more in this incarnation.
+    fn depart(&mut self, by: usize) {
+        for file in &mut self.files {
+            file.held &= !bit(by as u8);
+        }
+        self.forget_files();
+        (self.members[by].file, self.members[by].left) = (None, 0);
     }
 
     /// Whether nothing is left once all members are gone and one that comes then has collected.
     fn is_freed_in_the_end(&self, defect: Defect) -> bool {
-        if !self.members.iter().all(|member| matches!(member.at, At::Unborn | At::Dead)) {
+        // The memory of an abandoned store is free once no process maps it.
+        if self.abandoned || !self.members.iter().all(|member| matches!(member.at, At::Unborn | At::Dead)) {
             return true;
         }
         let mut world = self.clone();
@@ -554,6 +631,9 @@ impl World {
 
     /// Whether a content that somebody maps and the index knows can be mapped by others after the next collection.
     fn is_pardoned_in_the_end(&self, defect: Defect) -> bool {
+        if self.abandoned {
+            return true;
+        }
         let Some(by) = self.members.iter().position(|member| member.at == At::Rest && member.file.is_some()) else {
             return true;
         };
@@ -615,6 +695,9 @@ fn every_defect_is_found() {
         GiveUpFirst,
         NoPardon,
         GiveBackThoughFirst,
+        GiveUpWithoutAbandoning,
+        AbandonLast,
+        FindLast,
     ] {
         let wrong = SHORT.iter().find_map(|&(left, stored)| explore(World::new(left, stored), defect).err());
         let wrong = wrong.unwrap_or_else(|| panic!("{defect:?} is not found"));

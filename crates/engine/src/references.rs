@@ -51,15 +51,18 @@ impl References {
     /// domain's lock, so that nobody takes a file that is not locked yet for one that no longer is.
     ///
     /// # Errors
-    /// Those of open(2), flock(2) and mmap(2).
+    /// Those of open(2), flock(2) and mmap(2); then there is no file.
     pub fn new(directory: &Path, slots: u32, store: u64, descriptor: u32) -> io::Result<Self> {
         let mut random = [0; 8];
         getrandom(&mut random, GetRandomFlags::empty())?;
         let (process, random) = (std::process::id(), u64::from_ne_bytes(random));
         let path = directory.join(format!("{PREFIX}{store}-{process}-{descriptor}-{random:016x}"));
         let file = directory::open(&path, true)?;
-        flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-        let words = Words::map(&file, (slots as usize).div_ceil(64))?;
+        let made = flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(io::Error::from);
+        let made = made.and_then(|()| Words::map(&file, (slots as usize).div_ceil(64)));
+        let words = made.inspect_err(|_| {
+            let _ = std::fs::remove_file(&path);
+        })?;
         Ok(Self { words: Some(words), path, backed: AtomicU64::new(0) })
     }
 
@@ -113,10 +116,10 @@ impl References {
 pub struct Everybody {
     /// Each with the inode of the store that it is about.
     files: Vec<(u64, File)>,
-    /// Processes and their descriptors of a store, as their files are called.
-    pub sources: Vec<(u32, u32)>,
-    /// Files of members that are no more, to be removed.
-    gone: Vec<PathBuf>,
+    /// Stores, processes and their descriptors of these, as their files are called.
+    sources: Vec<(u64, u32, u32)>,
+    /// Files of members that are no more, to be removed, with the inode of the store.
+    gone: Vec<(u64, PathBuf)>,
 }
 
 impl Everybody {
@@ -129,14 +132,18 @@ impl Everybody {
         for name in directory::names(directory)? {
             let path = directory.join(&name);
             let Some(name) = name.to_str().and_then(|name| name.strip_prefix(PREFIX)) else { continue };
-            let file = directory::open(&path, false)?;
+            let file = match directory::open(&path, false) {
+                // It was removed meanwhile, which its number tells.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                file => file?,
+            };
+            let numbers: Vec<u64> = name.split('-').map_while(|number| number.parse().ok()).collect();
+            let number = |at: usize| numbers.get(at).copied().unwrap_or(0);
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => gone.push(path),
+                Ok(()) => gone.push((number(0), path)),
                 Err(rustix::io::Errno::WOULDBLOCK) => {
-                    let numbers: Vec<u64> = name.split('-').map_while(|number| number.parse().ok()).collect();
-                    let number = |at: usize| numbers.get(at).copied().unwrap_or(0);
                     files.push((number(0), file));
-                    sources.push((number(1) as u32, number(2) as u32));
+                    sources.push((number(0), number(1) as u32, number(2) as u32));
                 }
                 Err(error) => return Err(error.into()),
             }
@@ -144,25 +151,29 @@ impl Everybody {
         Ok(Self { files, sources, gone })
     }
 
-    /// How many there are.
+    /// How many members there are, of any store.
     pub fn count(&self) -> usize {
         self.files.len()
     }
 
-    /// How many files there are, of those that are no more, too.
-    pub fn listed(&self) -> usize {
-        self.files.len() + self.gone.len()
+    /// Processes that have had a store open by a descriptor.
+    pub fn sources(&self, store: u64) -> impl Iterator<Item = (u32, u32)> {
+        self.sources.iter().filter(move |of| of.0 == store).map(|&(_, process, descriptor)| (process, descriptor))
     }
 
-    /// How many files there are of those that are no more.
-    pub fn gone(&self) -> usize {
-        self.gone.len()
+    /// How many files there are for a store, of members that are no more, too.
+    pub fn listed(&self, store: u64) -> usize {
+        self.files.iter().filter(|of| of.0 == store).count() + self.gone.iter().filter(|of| of.0 == store).count()
     }
 
-    /// Remove the files of those that are no more; how many those are.
-    pub fn bury(&mut self) -> usize {
-        // One that cannot be removed now is found again.
-        self.gone.drain(..).filter(|path| std::fs::remove_file(path).is_ok()).count()
+    /// Remove the files of members that are no more; how many of those for a store are no longer there.
+    pub fn bury(&mut self, store: u64) -> usize {
+        let is_removed = |path: &PathBuf| match std::fs::remove_file(path) {
+            Ok(()) => true,
+            // One that cannot be removed now is found again.
+            Err(error) => error.kind() == io::ErrorKind::NotFound,
+        };
+        self.gone.drain(..).filter(|(_, path)| is_removed(path)).filter(|(of, _)| *of == store).count()
     }
 
     /// One bit for each slot of a store that anybody refers to, as far as there are any.
@@ -242,7 +253,7 @@ mod tests {
 
     fn found(directory: &Path) -> (usize, Vec<u32>) {
         let mut everybody = Everybody::find(directory).unwrap();
-        everybody.bury();
+        everybody.bury(1);
         let all = everybody.all(1).unwrap();
         (everybody.count(), (0..100_000).filter(|&slot| all.has(slot)).collect())
     }
@@ -257,7 +268,7 @@ mod tests {
         assert!(former.is_listed());
         assert_eq!(found(directory.path()), (3, Vec::new()), "of another store");
         drop(former);
-        let mut sources = Everybody::find(directory.path()).unwrap().sources;
+        let mut sources: Vec<_> = Everybody::find(directory.path()).unwrap().sources(1).collect();
         sources.sort_unstable();
         assert_eq!(sources, [(std::process::id(), 3), (std::process::id(), 4)]);
         assert_eq!(found(directory.path()), (2, Vec::new()));

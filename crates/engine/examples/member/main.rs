@@ -297,6 +297,11 @@ fn child(memory: &mut Memory<'_>) -> ! {
         // SAFETY: the child has one thread, and no borrow of the memory lives.
         let merged = unsafe { memory.engine.merge() };
         forked |= matches!(merged, Err(Error::Forked));
+        if let Err(error) = &merged
+            && !forked
+        {
+            eprintln!("a child cannot merge: {error:?}");
+        }
         failed |= wrong(memory) || (merged.is_err() && !forked);
     }
     // SAFETY: it ends here.
