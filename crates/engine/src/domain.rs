@@ -37,6 +37,7 @@
 //! before. Between threads of a process the number that says which process has it is acquired and released.
 
 use crate::directory;
+use crate::fits::is_full;
 use crate::incarnation::{self, DOMAIN, FIRST_ENTRIES, Incarnation, LOCK, SLOTS, index_path, new_index};
 use crate::index::Index;
 use crate::lock::Lock;
@@ -290,7 +291,13 @@ impl Domain {
         let count = self.number(Header::Slots) as u32;
         let bound = self.number(Header::Bound) as u32;
         let upto = bound.saturating_add(wanted).min(count);
-        Words::allocate(&incarnation::slots_file(&self.path, &self.header)?, 0..u64::from(upto.div_ceil(64)))?;
+        let backed = incarnation::slots_file(&self.path, &self.header)
+            .and_then(|file| Words::allocate(&file, 0..u64::from(upto.div_ceil(64))));
+        let upto = match backed {
+            // There may be free ones among those that were taken before.
+            Err(error) if is_full(&error) => bound,
+            backed => backed.map(|()| upto)?,
+        };
         let found = self.slots.find(wanted, upto);
         let end = found.iter().map(|slots| slots.end).max().unwrap_or(0);
         self.set(Header::Bound, u64::from(end.max(bound)));

@@ -85,6 +85,7 @@ mod capi;
 mod choose;
 mod directory;
 mod domain;
+mod fits;
 mod incarnation;
 mod index;
 mod layout;
@@ -282,7 +283,8 @@ impl Engine {
     /// Become a member of the domain of a name, or found it. In a rank of an MPI job [`of_job`] is a good name.
     ///
     /// # Errors
-    /// If there is no directory for it, if its members are in another PID namespace, or if files cannot be had.
+    /// If there is no directory for it, if its members are in another PID namespace, if this process may have no file as
+    /// large as the host's memory (RLIMIT_FSIZE), or if files cannot be had.
     pub fn join(name: &str, options: &Options) -> Result<Self, Error> {
         let root = options.root.clone().unwrap_or_else(directory::root);
         let failed = |source| Error::Domain { name: name.to_owned(), source };

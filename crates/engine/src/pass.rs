@@ -16,6 +16,7 @@
 
 use crate::choose::{Page, Place, Run, choose, huge_page, map, places, runs, within};
 use crate::domain::PATIENCE;
+use crate::fits::is_full;
 use crate::incarnation::is_lost;
 use crate::index::{Index, Tag};
 use crate::memory;
@@ -212,7 +213,10 @@ impl State {
             return Ok(merged);
         }
         let patience = began + room.map_or(PATIENCE, |room| room.min(PATIENCE));
-        if !self.domain.is_whole() && unless_held_up(self.rejoin(directory, patience), &mut merged)?.is_none() {
+        if !self.domain.is_whole()
+            && unless_held_up(self.rejoin(directory, patience), &mut merged)?.is_none()
+            && merged.held_up > 0
+        {
             merged.time = began.elapsed();
             self.allowance.spend(merged.time);
             self.so_far += merged;
@@ -626,13 +630,14 @@ fn batches(chosen: &[Range<usize>]) -> Vec<Vec<Range<usize>>> {
 }
 
 /// What cannot be done because another member has had the domain's lock for too long, or because files of the domain
-/// were removed meanwhile, is left for a later merge.
+/// were removed meanwhile, is left for a later merge. So is what there is no room for; what needs none is still done.
 fn unless_held_up<T>(done: io::Result<T>, merged: &mut Merged) -> io::Result<Option<T>> {
     match done {
         Err(error) if error.kind() == io::ErrorKind::TimedOut || is_lost(&error) => {
             merged.held_up = 1;
             Ok(None)
         }
+        Err(error) if is_full(&error) => Ok(None),
         done => done.map(Some),
     }
 }

@@ -8,6 +8,7 @@
 //! The memfd has no name. A new member gets it from the descriptor of one that is there (`/proc/PID/fd`), so that when
 //! the last one has ended or was killed its memory is free.
 
+use crate::fits::check_file_size;
 use crate::words::Words;
 use pagefold_model::engine::STORE;
 use pagefold_sys::node;
@@ -38,8 +39,9 @@ impl Store {
     /// A new one, empty.
     ///
     /// # Errors
-    /// Those of memfd_create(2).
+    /// Those of memfd_create(2); `FileTooLarge` where this process may have no file that large.
     pub fn new(slots: u32, page: u64) -> io::Result<Self> {
+        check_file_size(u64::from(slots) * page)?;
         let file = File::from(
             memfd_create(STORE, MemfdFlags::CLOEXEC | MemfdFlags::NOEXEC_SEAL)
                 // Before 6.3 there is no such flag.
@@ -81,6 +83,8 @@ impl Store {
 
     fn of(file: File, page: u64) -> io::Result<Self> {
         let status = fstat(&file)?;
+        // Or this member could not write to all of it.
+        check_file_size(status.st_size.cast_unsigned())?;
         Ok(Self { file: Some(file), identity: (status.st_dev, status.st_ino), page })
     }
 
@@ -116,9 +120,10 @@ impl Store {
     /// Fill slots one behind another from one on, which nobody else may map yet.
     ///
     /// # Errors
-    /// `ENOSPC` and `ENOMEM` where there is no memory for it.
+    /// `ENOSPC` and `ENOMEM` where there is no memory for it, `FileTooLarge`.
     pub fn write(&self, slot: u32, pages: &[u8]) -> io::Result<()> {
         self.open()?;
+        check_file_size(self.offset(slot) + pages.len() as u64)?;
         self.file().write_all_at(pages, self.offset(slot))
     }
 

@@ -7,6 +7,7 @@
 //! file is as long as the mapping before it is mapped and never made shorter, so that no access finds nothing there; a
 //! full tmpfs, which would end the program by SIGBUS, is met by allocating blocks first ([`Words::allocate`]).
 
+use crate::fits::check_file_size;
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::fs::File;
@@ -35,11 +36,12 @@ impl Words {
     /// Map so many words of a file from its beginning. The file is made long enough, and is never to be made shorter.
     ///
     /// # Errors
-    /// `InvalidInput` for none or too many words; those of ftruncate(2) and mmap(2).
+    /// `InvalidInput` for none or too many words; `FileTooLarge`; those of ftruncate(2) and mmap(2).
     pub fn map(file: &File, count: usize) -> io::Result<Self> {
         let bytes = count.checked_mul(WORD as usize).filter(|&bytes| bytes > 0 && isize::try_from(bytes).is_ok());
         let bytes = bytes.ok_or(io::ErrorKind::InvalidInput)?;
         if file.metadata()?.len() < bytes as u64 {
+            check_file_size(bytes as u64)?;
             file.set_len(bytes as u64)?;
         }
         let access = ProtFlags::READ | ProtFlags::WRITE;
