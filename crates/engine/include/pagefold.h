@@ -34,9 +34,11 @@ typedef struct pagefold_options {
 	int per_node;        /* not 0: a domain, NAME.nodeN, for each NUMA node, and that of the one this runs on now */
 	double lifetime;     /* seconds that the program runs at least: merges that are expected to pay may take what
 	                        max_slowdown allows of them from the beginning on */
+	int merge_while_pinned; /* not 0: merge although memory of this process is pinned for a device or io_uring; the
+	                        caller vouches that none of that memory is the engine's */
 } pagefold_options;
 
-#define PAGEFOLD_OPTIONS_INIT { sizeof(pagefold_options), NULL, 0.02, 1, 0, 0 }
+#define PAGEFOLD_OPTIONS_INIT { sizeof(pagefold_options), NULL, 0.02, 1, 0, 0, 0 }
 
 /* What merging did. */
 typedef struct pagefold_merged {
@@ -118,10 +120,10 @@ void pagefold_leave(pagefold_engine *engine);
 /* New memory that may be merged, of so many bytes, rounded up to whole pages. NULL on failure. */
 void *pagefold_allocate(pagefold_engine *engine, size_t bytes);
 
-/* Give memory of pagefold_allocate back, all of it. */
+/* Give memory of pagefold_allocate back, all of it. Does not wait for the end of a merge that another thread makes. */
 int pagefold_free(pagefold_engine *engine, void *memory, size_t bytes);
 
-/* Hand private anonymous memory of the program over. No device may have it pinned. */
+/* Hand private anonymous memory of the program over. No device may have it pinned while it is merged. */
 int pagefold_adopt(pagefold_engine *engine, void *memory, size_t bytes);
 
 /*
@@ -138,27 +140,30 @@ int pagefold_clear(pagefold_engine *engine, void *memory, size_t bytes);
 
 /*
  * Merge what is identical now. Nobody may write to, unmap, move or replace memory that is or was the engine's until it
- * returns. merged may be NULL.
+ * returns. Fails while memory of this process is pinned for a device or io_uring (VmPin of /proc/self/status), unless
+ * merge_while_pinned is set: what is written to pinned pages after they were merged would be lost. Pins of a moment, as
+ * of O_DIRECT reads under way, are not seen. merged may be NULL.
  */
 int pagefold_merge(pagefold_engine *engine, pagefold_merged *merged);
 
 /*
  * Merge what is identical while the program runs: who writes to pages that are in hand waits for as long as it takes to
  * compare, copy or map those, 512 at most, which are 2 MiB with pages of 4 KiB. Fails where writers cannot be made to
- * wait: it takes Linux 6.4, and CAP_SYS_PTRACE, vm.unprivileged_userfaultfd=1 or access to /dev/userfaultfd. Nobody may
- * unmap, move or replace memory of the engine but by its own functions until it returns. merged may be NULL.
+ * wait: it takes Linux 6.4, and CAP_SYS_PTRACE, vm.unprivileged_userfaultfd=1 or access to /dev/userfaultfd; and while
+ * memory is pinned, as pagefold_merge does. Nobody may unmap, move or replace memory of the engine but by its own
+ * functions until it returns. merged may be NULL.
  */
 int pagefold_merge_while_running(pagefold_engine *engine, pagefold_merged *merged);
 
 /*
  * Do so again and again, in a thread that takes at most a share of one CPU, from 0 to 1, and rests longer and longer
- * while that does not pay. NULL on failure, as above.
+ * while that does not pay or memory is pinned. NULL on failure, as above.
  */
 pagefold_background *pagefold_merge_in_background(pagefold_engine *engine, double share);
 
 /*
- * End that, once the merge in hand is done, before pagefold_leave. Not 0 if it had ended by itself, for the reason that
- * pagefold_error() tells. background may be NULL.
+ * End that, once the merge in hand is done, before pagefold_leave. Not 0 if it had ended by itself or its last merge was
+ * refused because memory is pinned, as pagefold_error() tells. background may be NULL.
  */
 int pagefold_end_background(pagefold_background *background);
 

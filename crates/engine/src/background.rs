@@ -61,11 +61,15 @@ fn rounds(engine: &Engine, share: f64, shared: &Shared) {
         let mut status = shared.status.lock().unwrap_or_else(PoisonError::into_inner);
         status.rounds += 1;
         match done {
-            Ok(merged) if merged.round(page).pays() => idle = 0,
-            Ok(_) => idle += 1,
+            Ok(merged) => {
+                idle = if merged.round(page).pays() { 0 } else { idle + 1 };
+                status.failed = None;
+            }
             Err(error) => {
+                // Pins may end: it tries again, later each time.
+                status.end |= !matches!(error, Error::Pinned(_));
                 status.failed = Some(error);
-                status.end = true;
+                idle += 1;
             }
         }
         shared.changed.notify_all();
@@ -83,7 +87,8 @@ impl Background {
     /// done.
     ///
     /// # Errors
-    /// What ended it; [`Error::Forked`] in a child, which has no such thread.
+    /// What ended it; [`Error::Pinned`] if that is why the last merge was refused; [`Error::Forked`] in a child, which
+    /// has no such thread.
     pub fn wait(&self, merges: u64, at_most: Duration) -> Result<u64, Error> {
         if self.process != std::process::id() {
             return Err(Error::Forked);

@@ -21,6 +21,7 @@ pub struct pagefold_options {
     threads: c_uint,
     per_node: c_int,
     lifetime: c_double,
+    merge_while_pinned: c_int,
 }
 
 /// `pagefold_merged`.
@@ -231,6 +232,7 @@ pub unsafe extern "C" fn pagefold_join(domain: *const c_char, options: *const pa
                 .map_err(|error| format!("a lifetime of {} s: {error}", given.lifetime))?;
             options.threads = given.threads as usize;
             options.per_node = given.per_node != 0;
+            options.merge_while_pinned = given.merge_while_pinned != 0;
             if !given.root.is_null() {
                 // SAFETY: not null, so a string by the caller's promise.
                 let root = unsafe { CStr::from_ptr(given.root) };

@@ -2,7 +2,7 @@
 
 use crate::domain::Domain;
 use crate::memory::{self, Incoming};
-use crate::pass::Stillness;
+use crate::stillness::Stillness;
 use pagefold_model::savings::Costs;
 use pagefold_model::segment::{Prices, Stretch, best_ranges_within};
 use pagefold_model::{AddressRange, PageSize};
@@ -163,7 +163,7 @@ pub fn within<'r, 'p>(runs: &'r [Run<'p>], room: usize, page: u64) -> (&'r [Run<
 }
 
 /// Map a run from the store, if that holds what the run does.
-pub fn map(domain: &Domain, run: &Run<'_>, stillness: &Stillness) -> io::Result<bool> {
+pub fn map(domain: &Domain, run: &Run<'_>, stillness: &Stillness<'_>) -> io::Result<bool> {
     let range = run.range(domain.page());
     let slots = run.slot..run.slot + run.pages.len() as u32;
     // In this order: see `domain`.

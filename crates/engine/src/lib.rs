@@ -65,10 +65,11 @@
 //!   cannot be told from others.
 //! - **core dumps**: merged memory is file memory, which `/proc/PID/coredump_filter` leaves out by default; joining a
 //!   domain puts it in (bit 2, core(5)).
-//! - **devices and direct I/O**: memory that is pinned for a device (RDMA) must not be adopted, and nothing that reads
-//!   into adopted memory behind the program's back (`O_DIRECT`, io_uring, process_vm_writev) may be under way during a
-//!   merge: it would go on writing to the old frames. A process can learn how much of its memory is pinned for long
-//!   ([`Standing::pinned`]), but not which.
+//! - **devices and direct I/O**: memory that is pinned for a device must not be merged, since the device would go on
+//!   writing to the old frames. While `VmPin` of the process is above zero a merge is refused ([`Error::Pinned`]), unless
+//!   [`Options::merge_while_pinned`] vouches for it. `VmPin` counts RDMA and registered buffers of io_uring, charged to
+//!   the process that made the ring. It does not count what other drivers pin (VFIO, AF_XDP, some GPUs), nor pins of a
+//!   moment: `O_DIRECT`, io_uring or process_vm_writev into adopted memory must not be under way during a merge.
 //! - **advice and locks on memory**: what merging maps has none: `MADV_WIPEONFORK`, `MADV_DONTFORK`, `MADV_DONTDUMP`,
 //!   mlock, mbind and protection keys are lost on merged pages. Memory that has them is not for adoption, nor are
 //!   stacks.
@@ -83,9 +84,11 @@
 mod background;
 mod capi;
 mod choose;
+mod claims;
 mod directory;
 mod domain;
 mod fits;
+mod freeing;
 mod incarnation;
 mod index;
 mod layout;
@@ -99,6 +102,7 @@ mod record;
 mod references;
 mod region;
 mod statistics;
+mod stillness;
 mod store;
 mod survey;
 mod words;
@@ -108,10 +112,11 @@ pub use directory::{JOBS, VARIABLE, is_name, of_job};
 pub use memory::pinned;
 pub use statistics::{Merged, RegionStanding, Standing};
 
+use crate::claims::Claims;
 use crate::domain::Domain;
-use crate::pass::Stillness;
 use crate::references::Bits;
 use crate::region::Region as Adopted;
+use crate::stillness::Stillness;
 use pagefold_model::allowance::{Allowance, Rest};
 use pagefold_model::engine::{self, Member, RegionTally, Spending, Tally};
 use pagefold_model::{AddressRange, Bytes, Pages};
@@ -161,6 +166,15 @@ pub enum Error {
          vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd; merging at safe points does not"
     )]
     NotPermitted(#[source] io::Error),
+    /// Merging would lose what a device or io_uring writes to pinned memory.
+    #[error(
+        "cannot merge: {0} of this process is pinned, and what a device or io_uring writes there would be lost; unpin \
+         it, or set merge_while_pinned if none of it is adopted"
+    )]
+    Pinned(Bytes),
+    /// Whether memory is pinned is not known.
+    #[error("cannot merge: VmPin cannot be read from /proc/thread-self/status; mount /proc, or set merge_while_pinned")]
+    PinsUnknown(#[source] io::Error),
     /// There is no memory.
     #[error("no memory for a region of {0}")]
     Memory(Bytes, #[source] io::Error),
@@ -196,6 +210,10 @@ pub struct Options {
     /// How long to wait at most for the lock of a domain that is to be joined, in which others may be at work one after
     /// another.
     pub patience: Duration,
+    /// Merge although memory of this process is pinned, for a device (RDMA) or io_uring. The caller vouches that
+    /// none of the pinned memory is adopted: what is written to pinned pages after they were merged is lost. Without
+    /// it a merge fails with [`Error::Pinned`] while `VmPin` of `/proc/self/status` is above zero.
+    pub merge_while_pinned: bool,
 }
 
 impl Default for Options {
@@ -208,6 +226,7 @@ impl Default for Options {
             threads: 1,
             per_node: false,
             patience: Duration::from_secs(10),
+            merge_while_pinned: false,
         }
     }
 }
@@ -231,6 +250,8 @@ pub struct Engine {
     directory: PathBuf,
     options: Options,
     state: ManuallyDrop<Mutex<State>>,
+    /// What a merge works on, and what was freed beside it.
+    claims: Claims,
     /// The process that used it last: if `state` is locked in another, by a thread that there is not.
     holder: AtomicU32,
 }
@@ -306,6 +327,7 @@ impl Engine {
             directory,
             options: options.clone(),
             state: ManuallyDrop::new(Mutex::new(state)),
+            claims: Claims::default(),
             holder: AtomicU32::new(std::process::id()),
         })
     }
@@ -367,23 +389,6 @@ impl Engine {
         })?
     }
 
-    /// As [`Engine::forsake`], for memory that stays where it is until it is unmapped or replaced: what it maps of the
-    /// store leaves that once it is no longer mapped, whichever way is merged.
-    ///
-    /// # Errors
-    /// [`Error::Range`] if it is not of whole pages; [`Error::Domain`]. Then nothing has changed.
-    ///
-    /// # Safety
-    /// Until it is unmapped or replaced it is not moved while [`Engine::merge_while_running`] runs.
-    pub unsafe fn forsake_in_place(&self, range: AddressRange) -> Result<(), Error> {
-        self.with(|state| {
-            whole(range, state.domain.page())?;
-            state.leave_alone(range);
-            state.tell(&self.options);
-            Ok(())
-        })?
-    }
-
     /// Forget what is known of pages: the program has given up what was in them, by `madvise(MADV_DONTNEED)` on
     /// ordinary memory, say, and they are not taken for merged any more.
     ///
@@ -408,23 +413,6 @@ impl Engine {
         }
     }
 
-    /// Forsake memory and unmap it.
-    ///
-    /// # Safety
-    /// Nobody needs what is there, and no borrow of it lives.
-    ///
-    /// # Errors
-    /// [`Error::Forked`], [`Error::Memory`].
-    unsafe fn release(&self, range: AddressRange) -> Result<(), Error> {
-        self.with(|state| {
-            whole(range, state.domain.page())?;
-            state.leave_alone(range);
-            state.tell(&self.options);
-            // SAFETY: the caller lets the range go.
-            unsafe { memory::release(range) }.map_err(|source| Error::Memory(range.bytes(), source))
-        })?
-    }
-
     /// Say what a range of regions is to be taken for.
     ///
     /// # Errors
@@ -444,16 +432,14 @@ impl Engine {
     /// ([`Options::max_slowdown`]), nothing is done.
     ///
     /// # Errors
-    /// [`Error::Domain`]; what was merged before stays merged.
+    /// [`Error::Pinned`]; [`Error::Domain`]: what was merged before stays merged.
     ///
     /// # Safety
     /// Until it returns nobody, no signal handler either, writes to, unmaps or replaces adopted memory, or moves what
     /// was adopted before; and no mutable borrow of it is used.
     pub unsafe fn merge(&self) -> Result<Merged, Error> {
-        self.with(|state| {
-            let merged = state.merge(&self.options, &self.directory, &Stillness::Promised);
-            merged.map_err(|source| Error::Domain { name: self.name.clone(), source })
-        })?
+        self.refuse_pinned()?;
+        self.merge_by(&Stillness::promised(&self.claims))
     }
 
     /// Whether [`Engine::merge`] would merge now, for callers to whom a safe point costs something: whether there is
@@ -464,7 +450,7 @@ impl Engine {
     /// [`Error::Forked`].
     pub fn has_its_turn(&self, to_come: Bytes) -> Result<bool, Error> {
         self.with(|state| {
-            state.granted = state.has_its_turn(clock(), &Stillness::Promised, to_come);
+            state.granted = state.has_its_turn(clock(), &Stillness::promised(&self.claims), to_come);
             state.granted
         })
     }
@@ -474,7 +460,7 @@ impl Engine {
     /// copy or map those.
     ///
     /// # Errors
-    /// [`Error::NotPermitted`] where writers cannot be made to wait, [`Error::Domain`].
+    /// [`Error::Pinned`], [`Error::NotPermitted`] where writers cannot be made to wait, [`Error::Domain`].
     ///
     /// # Safety
     /// Until it returns nobody unmaps, moves or replaces adopted memory but by the engine's own functions, or closes
@@ -482,11 +468,26 @@ impl Engine {
     /// or that is robust: the kernel does not wait to write to those. No direct or asynchronous I/O into it is under
     /// way.
     pub unsafe fn merge_while_running(&self) -> Result<Merged, Error> {
-        let stillness = Stillness::Enforced(UserFault::new().map_err(Error::NotPermitted)?);
+        self.refuse_pinned()?;
+        let userfault = UserFault::new().map_err(Error::NotPermitted)?;
+        self.merge_by(&Stillness::enforced(&self.claims, userfault, !self.options.merge_while_pinned))
+    }
+
+    fn merge_by(&self, stillness: &Stillness<'_>) -> Result<Merged, Error> {
         self.with(|state| {
-            let merged = state.merge(&self.options, &self.directory, &stillness);
+            let merged = state.merge(&self.options, &self.directory, stillness);
             merged.map_err(|source| Error::Domain { name: self.name.clone(), source })
         })?
+    }
+
+    /// Merging would lose what is written to pinned memory afterwards, so it is refused.
+    fn refuse_pinned(&self) -> Result<(), Error> {
+        match pinned() {
+            _ if self.options.merge_while_pinned => Ok(()),
+            Ok(Bytes::ZERO) => Ok(()),
+            Ok(pinned) => Err(Error::Pinned(pinned)),
+            Err(source) => Err(Error::PinsUnknown(source)),
+        }
     }
 
     /// Make whole pages of adopted memory read as zeros, and take no memory. What `madvise(MADV_DONTNEED)` does to
@@ -562,7 +563,12 @@ impl Engine {
         } else {
             state.rejoin(&self.directory, until).map(|()| state.tell(&self.options))
         };
-        let done = joined.map(|()| work(&mut state));
+        let done = joined.map(|()| {
+            self.forget_given_up(&mut state);
+            let done = work(&mut state);
+            self.forget_given_up(&mut state);
+            done
+        });
         done.map_err(|source| Error::Domain { name: self.name.clone(), source })
     }
 

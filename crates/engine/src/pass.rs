@@ -22,6 +22,7 @@ use crate::index::{Index, Tag};
 use crate::memory;
 use crate::references::Bits;
 use crate::statistics::Merged;
+use crate::stillness::{CHUNK, PROMISED_CHUNK, Stillness};
 use crate::survey::{Candidates, EVERYWHERE, Survey, slots_mapped};
 use crate::{Options, State, clock, record};
 use pagefold_model::allowance::Round;
@@ -31,17 +32,12 @@ use pagefold_model::turn::{SafePoint, Turn};
 use pagefold_model::{AddressRange, Bytes, Pages};
 use pagefold_sys::fault;
 use pagefold_sys::fingerprint::{Hasher, is_zeros};
-use pagefold_sys::userfault::{Held, UserFault};
 use std::collections::HashSet;
 use std::io;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-
-/// Pages that a thread takes at a time, and that writers are held up from: at most as many as a huge page has on
-/// x86-64, and none of two, so that this splits none.
-const CHUNK: u64 = 512;
 
 /// Pages that are stored and mapped before the next ones are. The kernel has one process at a time write to a file
 /// (`inode_lock` in mm/shmem.c, 6.18): meanwhile other members map what is stored already.
@@ -68,41 +64,14 @@ struct Terms<'s> {
     threads: usize,
     /// When it began, of the clock that members share.
     now: Duration,
-    stillness: &'s Stillness,
-}
-
-/// Why nobody writes to pages that are in hand.
-#[derive(Debug)]
-pub enum Stillness {
-    /// The caller of `Engine::merge` has promised it.
-    Promised,
-    /// Writers are held up.
-    Enforced(UserFault),
-}
-
-impl Stillness {
-    /// Nobody writes to a range until what this gives is dropped.
-    pub fn of(&self, range: AddressRange) -> io::Result<Option<Held<'_>>> {
-        match self {
-            Self::Promised => Ok(None),
-            Self::Enforced(power) => power.hold(range.start..range.end).map(Some),
-        }
-    }
-
-    /// The parts of a range that are taken one after another: those who are held up do not wait for all of it.
-    pub fn parts(&self, range: AddressRange, page: u64) -> impl Iterator<Item = AddressRange> + use<> {
-        range.cut_at_multiples(match self {
-            Self::Promised => u64::MAX,
-            Self::Enforced(_) => CHUNK * page,
-        })
-    }
+    stillness: &'s Stillness<'s>,
 }
 
 /// How pages are looked at.
 #[derive(Clone, Copy, Debug)]
 struct Looks<'s> {
     page: u64,
-    stillness: &'s Stillness,
+    stillness: &'s Stillness<'s>,
     /// Whether it matters what pages held at the last look, as far as samples tell.
     sparing: bool,
 }
@@ -202,7 +171,7 @@ impl Content {
 
 impl State {
     /// Merge what is identical now.
-    pub fn merge(&mut self, options: &Options, directory: &Path, stillness: &Stillness) -> io::Result<Merged> {
+    pub fn merge(&mut self, options: &Options, directory: &Path, stillness: &Stillness<'_>) -> io::Result<Merged> {
         let (began, now) = (Instant::now(), clock());
         let room = self.room(Bytes::ZERO);
         let mut merged = Merged::default();
@@ -245,10 +214,10 @@ impl State {
 
     /// Whether to merge now: at once without a bound; else if there is room for it and it may pay, and together with
     /// others where those may wait for this member. So much memory is to be adopted before.
-    pub fn has_its_turn(&mut self, now: Duration, stillness: &Stillness, to_come: Bytes) -> bool {
+    pub fn has_its_turn(&mut self, now: Duration, stillness: &Stillness<'_>, to_come: Bytes) -> bool {
         let Some(room) = self.room(to_come) else { return true };
         let (roomy, able) = (room > self.surveying * SURVEYS, room > self.surveying * (SURVEYS / 2));
-        if matches!(stillness, Stillness::Enforced(_)) {
+        if stillness.userfault().is_some() {
             return roomy;
         }
         let ready = roomy && self.rest.is_over(now, self.promised(to_come));
@@ -326,9 +295,9 @@ impl State {
         let chosen = choose(&partners, follows, worth, &split, page, survey.room(healed.len()));
         self.note_alone(&pages, chosen.iter().flat_map(|range| &partners[range.clone()]), now);
         merged.not_worth += Pages((partners.len() - chosen.iter().map(Range::len).sum::<usize>()) as u64);
-        let at_once = match stillness {
-            Stillness::Promised => BATCH.div_ceil(threads),
-            Stillness::Enforced(_) => CHUNK as usize,
+        let at_once = match stillness.userfault() {
+            None => BATCH.div_ceil(threads).min(PROMISED_CHUNK as usize),
+            Some(_) => CHUNK as usize,
         };
         // Members that merge together have the same to store: each begins elsewhere.
         let mut batches = batches(&chosen);
@@ -489,7 +458,7 @@ impl State {
 
     /// Store some contents, and say in which slot each of them lies, by their orders. One piece after another, so that
     /// they lie together; where another member has stored one meanwhile, this one goes on somewhere in what is left.
-    fn store(&self, contents: &[Content], stillness: &Stillness, stored: &mut [Option<u32>]) {
+    fn store(&self, contents: &[Content], stillness: &Stillness<'_>, stored: &mut [Option<u32>]) {
         let page = self.domain.page();
         let behind = |a: &Content, b: &Content| a.from.address + page == b.from.address && a.slot + 1 == b.slot;
         let pieces: Vec<&[Content]> = contents.chunk_by(behind).flat_map(|piece| piece.chunks(PIECE)).collect();
@@ -513,7 +482,7 @@ impl State {
     }
 
     /// Store contents that lie one behind another, unless all of them lie somewhere already; where each of them lies.
-    fn store_piece(&self, piece: &[Content], stillness: &Stillness) -> Vec<Option<u32>> {
+    fn store_piece(&self, piece: &[Content], stillness: &Stillness<'_>) -> Vec<Option<u32>> {
         let (page, index) = (self.domain.page(), &self.domain.index);
         let lies = |content: &Content| index.state(content.from.entry).slot().map(Some);
         if let Some(slots) = piece.iter().map(lies).collect() {
@@ -528,7 +497,7 @@ impl State {
         let same = |(content, bytes): (&Content, &[u8])| {
             self.hasher.fingerprint(bytes) == index.fingerprint(content.from.entry)
         };
-        let unchanged = still.is_none() || piece.iter().zip(bytes.chunks_exact(page as usize)).all(same);
+        let unchanged = still.is_promised() || piece.iter().zip(bytes.chunks_exact(page as usize)).all(same);
         if !unchanged || self.domain.store.write(piece[0].slot, bytes).is_err() {
             return vec![None; piece.len()];
         }
@@ -547,14 +516,14 @@ impl State {
     }
 
     /// Give up what is not needed. So many pages map the store now.
-    fn tidy(&mut self, mapped: u64, stillness: &Stillness, merged: &mut Merged) -> io::Result<()> {
+    fn tidy(&mut self, mapped: u64, stillness: &Stillness<'_>, merged: &mut Merged) -> io::Result<()> {
         if self.domain.references.count() > mapped + mapped / 8 + SPARE {
             let mut slots = Bits::default();
             slots.extend(slots_mapped(&self.domain, EVERYWHERE)?);
             let mut strays = Bits::default();
             // While the program runs, what was forsaken may be moved from where nobody has looked yet to where
             // somebody has.
-            let stay = |slot: &u32| slots.has(*slot) || matches!(stillness, Stillness::Enforced(_));
+            let stay = |slot: &u32| slots.has(*slot) || stillness.userfault().is_some();
             strays.extend(self.strays.iter().filter(stay));
             slots.extend(strays.iter());
             if unless_held_up(self.domain.refer_only(slots.iter()), merged)?.is_some() {
@@ -643,10 +612,10 @@ fn unless_held_up<T>(done: io::Result<T>, merged: &mut Merged) -> io::Result<Opt
 }
 
 /// Give zeros back, if they still are.
-fn give_back(range: AddressRange, stillness: &Stillness) -> io::Result<bool> {
+fn give_back(range: AddressRange, stillness: &Stillness<'_>) -> io::Result<bool> {
     let still = stillness.of(range)?;
     // SAFETY: these pages were looked at, so they are resident, and nobody writes to or unmaps them meanwhile.
-    let zeros = still.is_none() || is_zeros(unsafe { memory::bytes(range) });
+    let zeros = still.is_promised() || is_zeros(unsafe { memory::bytes(range) });
     if zeros {
         // SAFETY: it is ordinary memory, holds zeros, and nobody writes to it meanwhile.
         unsafe { memory::give_back_zeros(range) }?;

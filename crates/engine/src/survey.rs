@@ -4,9 +4,9 @@ use crate::choose::{Page, huge_page};
 use crate::domain::Domain;
 use crate::layout::{self, Kind};
 use crate::memory::Incoming;
-use crate::pass::Stillness;
 use crate::region::Region;
 use crate::statistics::Merged;
+use crate::stillness::Stillness;
 use pagefold_model::hot::Note;
 use pagefold_model::lasting::must_last;
 use pagefold_model::{AddressRange, Pages};
@@ -164,8 +164,8 @@ impl Survey {
 
     /// Leave out what writers cannot be kept from. Whole parts are registered, so that no mapping is split more than
     /// regions split it.
-    pub fn enforce(&mut self, stillness: &Stillness, merged: &mut Merged, page: u64) {
-        let Stillness::Enforced(power) = stillness else { return };
+    pub fn enforce(&mut self, stillness: &Stillness<'_>, merged: &mut Merged, page: u64) {
+        let Some(power) = stillness.userfault() else { return };
         let refused: Vec<AddressRange> =
             self.parts.iter().copied().filter(|part| power.register(part.start..part.end).is_err()).collect();
         let mut can = |range: AddressRange| {
@@ -179,7 +179,7 @@ impl Survey {
 
     /// Make ordinary memory of what was written since it was merged: what was made so. What cannot be for want of
     /// mappings stays as it is.
-    pub fn heal(&self, stillness: &Stillness, page: u64) -> Vec<AddressRange> {
+    pub fn heal(&self, stillness: &Stillness<'_>, page: u64) -> Vec<AddressRange> {
         let heal = |&range: &AddressRange| {
             let Ok(_still) = stillness.of(range) else { return false };
             // SAFETY: it was found mapped, to be read and written, and nobody writes to or unmaps it meanwhile.

@@ -1,0 +1,54 @@
+//! Freeing adopted memory, which waits for the pages that a merge has in hand, and not for the whole merge.
+
+use crate::{Engine, Error, State, memory, whole};
+use pagefold_model::AddressRange;
+use std::sync::{PoisonError, TryLockError};
+
+impl Engine {
+    /// As [`Engine::forsake`], for memory that stays where it is until it is unmapped or replaced: what it maps of the
+    /// store leaves that once it is no longer mapped, whichever way is merged. While a merge runs in another thread
+    /// this waits for the pages that it has in hand, 4 MiB at most, and not for its end. The regions and figures of
+    /// this member have the memory until the engine is called again.
+    ///
+    /// # Errors
+    /// [`Error::Range`] if it is not of whole pages; [`Error::Forked`]. Then nothing has changed.
+    ///
+    /// # Safety
+    /// Until it is unmapped or replaced it is not moved while [`Engine::merge_while_running`] runs.
+    pub unsafe fn forsake_in_place(&self, range: AddressRange) -> Result<(), Error> {
+        whole(range, rustix::param::page_size() as u64)?;
+        if self.claims.give_up(range) { Ok(()) } else { Err(Error::Forked) }
+    }
+
+    /// Forsake memory and unmap it. Waits as [`Engine::forsake_in_place`] does.
+    ///
+    /// # Safety
+    /// Nobody needs what is there, and no borrow of it lives.
+    ///
+    /// # Errors
+    /// [`Error::Range`], [`Error::Forked`], [`Error::Memory`].
+    pub(crate) unsafe fn release(&self, range: AddressRange) -> Result<(), Error> {
+        // SAFETY: it is unmapped next, where it is.
+        unsafe { self.forsake_in_place(range) }?;
+        // A thread that has the lock forgets the range before it gives that up, or the next one that takes it does.
+        let state = match self.state.try_lock() {
+            Ok(state) => Some(state),
+            Err(TryLockError::Poisoned(poisoned)) => Some(PoisonError::into_inner(poisoned)),
+            Err(TryLockError::WouldBlock) => None,
+        };
+        if let Some(mut state) = state.filter(|state| state.process == std::process::id()) {
+            self.forget_given_up(&mut state);
+        }
+        // SAFETY: the caller lets the range go.
+        unsafe { memory::release(range) }.map_err(|source| Error::Memory(range.bytes(), source))
+    }
+
+    /// Have no regions any more where memory was given up. Not during a merge, which may have found it before.
+    pub(crate) fn forget_given_up(&self, state: &mut State) {
+        let given_up = self.claims.take_given_up();
+        if !given_up.is_empty() {
+            given_up.into_iter().for_each(|range| state.leave_alone(range));
+            state.tell(&self.options);
+        }
+    }
+}
