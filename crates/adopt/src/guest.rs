@@ -2,7 +2,7 @@
 //! a look at what the process has open.
 
 use crate::blocks::BLOCKS;
-use crate::merge::{self, MERGER};
+use crate::merge::{self, FREEING, MERGER};
 use crate::next::{next, this_thread};
 use crate::{mappings, mpi, settings};
 use pagefold_model::Bytes;
@@ -82,18 +82,23 @@ pub fn is_by_mpi() -> bool {
     BY_MPI.load(Ordering::Relaxed)
 }
 
-/// Which of the two locks the fork in hand has taken; each is changed by whoever has that lock.
+/// Which of the locks the fork in hand has taken; each is changed by whoever has that lock.
 static TOOK_MERGER: AtomicBool = AtomicBool::new(false);
+static TOOK_FREEING: AtomicBool = AtomicBool::new(false);
 static TOOK_BLOCKS: AtomicBool = AtomicBool::new(false);
 
 /// A fork waits for the merge in hand, so that the child finds everything whole. A thread that forks within ours has
 /// the locks already, and keeps them.
 extern "C" fn forks() {
-    let (merger, blocks) = (!MERGER.is_own(), !BLOCKS.is_own());
+    let (merger, freeing, blocks) = (!MERGER.is_own(), !FREEING.is_own(), !BLOCKS.is_own());
     if merger {
         MERGER.hold();
     }
     TOOK_MERGER.store(merger, Ordering::Relaxed);
+    if freeing {
+        FREEING.hold();
+    }
+    TOOK_FREEING.store(freeing, Ordering::Relaxed);
     if blocks {
         BLOCKS.hold();
     }
@@ -103,6 +108,9 @@ extern "C" fn forks() {
 extern "C" fn forked() {
     if TOOK_BLOCKS.load(Ordering::Relaxed) {
         BLOCKS.release();
+    }
+    if TOOK_FREEING.load(Ordering::Relaxed) {
+        FREEING.release();
     }
     if TOOK_MERGER.load(Ordering::Relaxed) {
         MERGER.release();
@@ -244,8 +252,12 @@ fn domain(socket: RawFd) -> Option<c_int> {
 /// What the process has open that may write to its memory behind the kernel's page tables: devices, direct I/O and
 /// io_uring, or that watches its page faults.
 pub fn reason_against() -> Option<String> {
-    if pagefold_engine::pinned().is_ok_and(|pinned| pinned != Bytes::ZERO) {
-        return Some("some of its memory is pinned, as for a device that may write to it".to_owned());
+    match pagefold_engine::pinned() {
+        Ok(Bytes::ZERO) => {}
+        Ok(_) => return Some("some of its memory is pinned, as for a device that may write to it".to_owned()),
+        Err(error) => {
+            return Some(format!("whether its memory is pinned cannot be read from /proc/self/status: {error}"));
+        }
     }
     let Ok(descriptors) = numbers_in(c"/proc/thread-self/fd") else {
         return Some("what it has open cannot be read".to_owned());

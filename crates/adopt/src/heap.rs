@@ -4,7 +4,7 @@
 //! allocations do, so that free(3) seldom has to look further than at the address.
 
 use crate::blocks::{BLOCKS, Block, State};
-use crate::merge::MERGER;
+use crate::merge::{self, MERGER};
 use crate::{guest, mappings, mpi, next, settings};
 use pagefold_model::AddressRange;
 use std::ffi::{c_int, c_void};
@@ -110,8 +110,10 @@ fn give_back(block: Block) {
         return mappings::unmap(block.range);
     }
     drop(blocks);
-    let Some(mut merger) = MERGER.lock() else { return };
-    merger.cut(block.range);
+    if !merge::cut_beside(block.range) {
+        let Some(mut merger) = MERGER.lock() else { return };
+        merger.cut(block.range);
+    }
     mappings::unmap(block.range);
 }
 

@@ -5,7 +5,8 @@
 //! large mapping of ordinary memory is taken as it is (`mappings`): both are **blocks**, which the engine adopts at
 //! the next merge and not before, so that what ends soon costs nothing. Glibc's own heap is left alone, since it takes
 //! zeros for granted after `MADV_DONTNEED`. Whatever the program does to a block does what it would do to ordinary
-//! memory, and waits for the merge in hand where that could get in its way.
+//! memory, and waits for the merge in hand where that could get in its way; free(3), munmap(2) and mmap(2) over a block
+//! wait for the pages that it works on, 4 MiB at most.
 //!
 //! # By what right
 //! - **At safe points** (`mpi`), when the main thread comes back from a barrier or an allreduce, if there are no other

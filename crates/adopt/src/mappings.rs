@@ -141,19 +141,26 @@ fn ending<T>(range: AddressRange, work: impl FnOnce() -> T, is_done: impl FnOnce
         None => {}
         Some(false) => blocks.cut(range),
         Some(true) => {
+            let before = blocks.touching(range);
             drop(blocks);
-            let Some(mut merger) = MERGER.lock() else { return work() };
-            let before = BLOCKS.lock().map_or_else(Vec::new, |blocks| blocks.touching(range));
-            merger.cut(range);
+            let mut held = None;
+            if !merge::cut_beside(range) {
+                let Some(mut merger) = MERGER.lock() else { return work() };
+                merger.cut(range);
+                held = Some(merger);
+            }
             let answer = work();
-            if !is_done(&answer) {
+            if !is_done(&answer)
+                && let Some(mut blocks) = BLOCKS.lock()
+            {
                 for block in before.iter().filter(|block| block.state != State::New) {
                     if let Some(part) = block.range.overlap(range) {
                         let heap = block.heap && part.start == block.range.start;
-                        merger.insert(part, heap, State::Left);
+                        blocks.insert(Block { range: part, state: State::Left, heap });
                     }
                 }
             }
+            drop(held);
             return answer;
         }
     }

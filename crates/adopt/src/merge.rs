@@ -8,12 +8,16 @@ use pagefold_engine::{Engine, Error, Options};
 use pagefold_model::allowance::pause;
 use pagefold_model::{AddressRange, Bytes};
 use std::io::ErrorKind;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// The engine of this process. Whoever has it keeps merges away.
 pub static MERGER: Locked<Merger> = Locked::new(Merger::new());
+
+/// The same engine, for threads that free blocks without waiting for the merge in hand. Taken after the lock of the
+/// merger, never while a thread that merges works on pages, and held over a fork.
+pub static FREEING: Locked<Option<Arc<Engine>>> = Locked::new(None);
 
 /// When the next merge is due, in nanoseconds since [`began`].
 static DUE: AtomicU64 = AtomicU64::new(0);
@@ -36,7 +40,7 @@ fn began() -> Instant {
 
 /// What merging came to, and with what.
 pub struct Merger {
-    engine: Option<Engine>,
+    engine: Option<Arc<Engine>>,
     /// The threads that there were when MPI had begun, which are the main one and MPI's; none if there were others
     /// before.
     threads_of_mpi: Vec<u32>,
@@ -123,7 +127,11 @@ impl Merger {
                 patience: PATIENCE,
                 ..Options::default()
             };
-            self.engine = Some(Engine::join(&settings.domain, &options)?);
+            let engine = Arc::new(Engine::join(&settings.domain, &options)?);
+            if let Some(mut freeing) = FREEING.lock() {
+                *freeing = Some(Arc::clone(&engine));
+            }
+            self.engine = Some(engine);
         }
         if let Some(mut blocks) = BLOCKS.lock() {
             for block in blocks.all(State::New) {
@@ -134,10 +142,12 @@ impl Merger {
         let Some(engine) = &self.engine else { return Ok(false) };
         let merged = match stillness {
             // SAFETY: the caller has found that no other thread could write; what else could is held against
-            // `guest::reason_against`, and whatever unmaps or replaces blocks takes the lock that this one has.
+            // `guest::reason_against`, and whatever unmaps or replaces blocks takes the lock that this one has, or has
+            // the engine give them up before.
             Stillness::Alone => unsafe { engine.merge() }?,
-            // SAFETY: whatever unmaps, moves or replaces blocks takes the lock that this thread has, as closing
-            // descriptors by ranges does; stacks and mutexes that the kernel writes to are kept out.
+            // SAFETY: whatever moves blocks takes the lock that this thread has, as closing descriptors by ranges does;
+            // what unmaps or replaces them does, too, or has the engine give them up before; stacks and mutexes that
+            // the kernel writes to are kept out.
             Stillness::Held => unsafe { engine.merge_while_running() }?,
         };
         if settings.report {
@@ -152,7 +162,7 @@ impl Merger {
 
     fn adopt(&self, range: AddressRange) -> bool {
         // SAFETY: blocks are private anonymous memory, and `round` has looked for devices that could have it pinned;
-        // whoever unmaps or replaces part of it takes the lock first.
+        // whoever unmaps or replaces part of it takes the lock first, or has the engine give it up.
         self.engine.as_ref().is_some_and(|engine| unsafe { engine.adopt(range) }.is_ok())
     }
 
@@ -169,6 +179,9 @@ impl Merger {
         give_up(&chain(error));
         // It is its parent's, and leaving a domain takes time.
         std::mem::forget(self.engine.take());
+        if let Some(mut freeing) = FREEING.lock() {
+            std::mem::forget(freeing.take());
+        }
     }
 
     /// Take a range out of blocks: what is left of them stays adopted.
@@ -225,6 +238,25 @@ impl Merger {
     }
 }
 
+/// Take a range that is to be unmapped or replaced, where it is, out of blocks: what is left of them stays adopted. It
+/// waits for the pages that a merge beside has in hand, and not for its end. Whether that could be done; otherwise
+/// [`Merger::cut`] does it.
+pub fn cut_beside(range: AddressRange) -> bool {
+    // What the merge itself frees comes after what it claims, and must not wait for that.
+    if MERGER.is_own() {
+        return false;
+    }
+    // SAFETY: whoever calls unmaps or replaces it next, where it is.
+    let forsake = |engine: &Arc<Engine>| unsafe { engine.forsake_in_place(range) }.is_ok();
+    // That lock is held over a fork, and not while the blocks' is taken.
+    let is_forsaken = FREEING.lock().is_some_and(|freeing| freeing.as_ref().is_some_and(forsake));
+    is_forsaken
+        && BLOCKS.lock().is_some_and(|mut blocks| {
+            blocks.cut(range);
+            true
+        })
+}
+
 /// Leave blocks alone that have part in a range, whatever they are to the engine.
 pub fn leave(range: AddressRange) {
     let touches = BLOCKS.lock().and_then(|blocks| blocks.touches(range));
@@ -238,6 +270,10 @@ pub fn leave(range: AddressRange) {
 /// Whether a later merge may do what this one could not: somebody has the lock, or there are too few descriptors or too
 /// little memory just now.
 fn passes(error: &Error) -> bool {
+    // Memory was pinned since `guest::reason_against` looked, which says so the next time.
+    if matches!(error, Error::Pinned(_)) {
+        return true;
+    }
     let Error::Domain { source, .. } = error else { return false };
     let scarce = matches!(source.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOSPC));
     scarce || matches!(source.kind(), ErrorKind::TimedOut | ErrorKind::Interrupted)

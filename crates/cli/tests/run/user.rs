@@ -136,6 +136,82 @@ fn a_program_that_has_a_device_open_is_left_alone_and_says_why() {
     assert_eq!(lines.len(), count, "{said}");
 }
 
+/// Frees blocks that are merged while a merge maps another one, and says whether that went on afterwards.
+const FREES_BESIDE: &str = r#"#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#define PAGE ((size_t)4096)
+#define LARGE ((size_t)16384)
+#define SMALL ((size_t)64)
+static uint64_t entries[LARGE];
+/* How many pages of a block are a file's, which merged ones are: bit 61 of /proc/self/pagemap. */
+static size_t merged(int pagemap, const char *block, size_t pages)
+{
+	size_t count = 0;
+	if (pread(pagemap, entries, pages * 8, (uintptr_t)block / PAGE * 8) != (ssize_t)(pages * 8))
+		exit(2);
+	for (size_t page = 0; page < pages; page++)
+		count += entries[page] >> 61 & 1;
+	return count;
+}
+/* Pairs of equal pages. */
+static char *filled(size_t pages, uint64_t tag)
+{
+	char *block = malloc(pages * PAGE);
+	for (size_t page = 0; page < pages; page++)
+		for (size_t word = 0; word < PAGE / 8; word++)
+			((uint64_t *)(block + page * PAGE))[word] = tag << 32 | page / 2;
+	return block;
+}
+int main(void)
+{
+	int pagemap = open("/proc/self/pagemap", O_RDONLY), beside = 0;
+	for (uint64_t round = 1; round <= 6 && !beside; round++) {
+		char *small[8], *large;
+		for (size_t at = 0; at < 8; at++)
+			small[at] = filled(SMALL, 1000 * round + at);
+		/* Their merge is over. */
+		for (int tries = 0; tries < 20000 && merged(pagemap, small[7], SMALL) == 0; tries++)
+			usleep(1000);
+		large = filled(LARGE, round);
+		for (int tries = 0; tries < 200000 && merged(pagemap, large, LARGE) == 0; tries++)
+			usleep(50);
+		size_t before = merged(pagemap, large, LARGE);
+		for (size_t at = 0; at < 8; at++)
+			free(small[at]);
+		size_t after = merged(pagemap, large, LARGE);
+		/* A merge that is over has mapped all of it. */
+		beside = before > 0 && after < LARGE;
+		for (size_t page = 0; page < LARGE; page++)
+			for (size_t word = 0; word < PAGE / 8; word++)
+				if (((uint64_t *)(large + page * PAGE))[word] != (round << 32 | page / 2))
+					return 3;
+		free(large);
+	}
+	puts(beside ? "freed beside a merge" : "freed after each merge");
+	return 0;
+}
+"#;
+
+#[test]
+fn memory_is_freed_while_a_merge_goes_on() {
+    let home = Home::own();
+    if !present("gcc") || !holds(&home) {
+        return;
+    }
+    let source = home.path().join("frees.c");
+    fs::write(&source, FREES_BESIDE).unwrap();
+    let program = home.compile("gcc", source.to_str().unwrap(), &[]);
+    // With so much time no merge is cut short.
+    let output = home.run().args(["--lifetime", "10h", "--"]).arg(&program).output().unwrap();
+    let said = text(&output.stderr);
+    assert!(output.status.success() && merged(&said), "{said}");
+    assert_eq!(text(&output.stdout), "freed beside a merge\n", "{said}");
+}
+
 /// Does what may have others write to its memory, and has some to merge for a while.
 const WRITTEN_BY_OTHERS: &str = r#"#define _GNU_SOURCE
 #include <fcntl.h>
