@@ -151,13 +151,13 @@ int pagefold_merge(pagefold_engine *engine, pagefold_merged *merged);
  * compare, copy or map those, 512 at most, which are 2 MiB with pages of 4 KiB. Fails where writers cannot be made to
  * wait: it takes Linux 6.4, and CAP_SYS_PTRACE, vm.unprivileged_userfaultfd=1 or access to /dev/userfaultfd; and while
  * memory is pinned, as pagefold_merge does. Nobody may unmap, move or replace memory of the engine but by its own
- * functions until it returns. merged may be NULL.
+ * functions until it returns. The calling thread takes no signals meanwhile. merged may be NULL.
  */
 int pagefold_merge_while_running(pagefold_engine *engine, pagefold_merged *merged);
 
 /*
- * Do so again and again, in a thread that takes at most a share of one CPU, from 0 to 1, and rests longer and longer
- * while that does not pay or memory is pinned. NULL on failure, as above.
+ * Do so again and again, in a thread that takes at most a share of one CPU, from 0 to 1, and no signals, and rests
+ * longer and longer while that does not pay or memory is pinned. NULL on failure, as above.
  */
 pagefold_background *pagefold_merge_in_background(pagefold_engine *engine, double share);
 

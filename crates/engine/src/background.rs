@@ -1,7 +1,9 @@
-//! A thread that merges while the program runs, within a share of one CPU.
+//! A thread that merges while the program runs, within a share of one CPU. It takes no signals: a handler that writes to
+//! memory in hand would wait for the very thread that it has interrupted.
 
 use crate::{Engine, Error};
 use pagefold_model::allowance::pause;
+use pagefold_sys::signals::BlockedSignals;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -45,7 +47,10 @@ impl Engine {
         let (engine, told) = (Arc::clone(self), Arc::clone(&shared));
         let failed = |source: io::Error| Error::Domain { name: self.name.clone(), source };
         let thread = thread::Builder::new().name("pagefold".to_owned());
+        // The thread inherits the mask, so that no handler runs in it before its first instruction either.
+        let blocked = BlockedSignals::new().map_err(failed)?;
         let thread = thread.spawn(move || rounds(&engine, share, &told)).map_err(failed)?;
+        drop(blocked);
         Ok(Background { process: std::process::id(), shared, thread: Some(thread) })
     }
 }

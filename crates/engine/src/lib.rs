@@ -122,6 +122,7 @@ use pagefold_model::engine::{self, Member, RegionTally, Spending, Tally};
 use pagefold_model::{AddressRange, Bytes, Pages};
 use pagefold_sys::fingerprint::Hasher;
 use pagefold_sys::node;
+use pagefold_sys::signals::BlockedSignals;
 use pagefold_sys::userfault::UserFault;
 use rustix::rand::{GetRandomFlags, getrandom};
 use rustix::time::{ClockId, clock_gettime};
@@ -457,7 +458,8 @@ impl Engine {
 
     /// Merge what is identical, while the program runs: writers wait for as long as the pages that they write to are in
     /// hand. A thread has 512 of them in hand at most, 2 MiB with pages of 4 KiB, for as long as it takes to compare,
-    /// copy or map those.
+    /// copy or map those. The calling thread takes no signals meanwhile: a handler in it that writes to a page in hand
+    /// would wait for the thread that it has interrupted. Handlers in other threads may write, and wait as any writer.
     ///
     /// # Errors
     /// [`Error::Pinned`], [`Error::NotPermitted`] where writers cannot be made to wait, [`Error::Domain`].
@@ -470,6 +472,8 @@ impl Engine {
     pub unsafe fn merge_while_running(&self) -> Result<Merged, Error> {
         self.refuse_pinned()?;
         let userfault = UserFault::new().map_err(Error::NotPermitted)?;
+        let _blocked =
+            BlockedSignals::new().map_err(|source| Error::Domain { name: self.name.clone(), source })?;
         self.merge_by(&Stillness::enforced(&self.claims, userfault, !self.options.merge_while_pinned))
     }
 

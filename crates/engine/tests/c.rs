@@ -185,6 +185,118 @@ fn a_program_in_c_is_merged_while_it_runs() {
     }
 }
 
+#[test]
+fn a_signal_handler_may_write_to_memory_while_it_is_merged() {
+    match answer("handlers.c", HANDLERS) {
+        Some(77) => println!("skipped: userfaultfd is not permitted"),
+        other => assert_eq!(other.unwrap_or(0), 0),
+    }
+}
+
+/// Every thread but the sender is signaled without end, and the handler writes to memory that is being merged: by a
+/// thread beside, then by the main thread itself. SIGALRM ends a program that hangs.
+const HANDLERS: &str = r#"#define _GNU_SOURCE
+#include <pagefold.h>
+#include <dirent.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define PAGE ((size_t)4096)
+#define PAGES ((size_t)2048)
+static char *volatile memory;
+static volatile sig_atomic_t writes;
+static atomic_bool ends;
+static void writes_to_memory(int signal)
+{
+	(void)signal;
+	if (memory)
+		memory[(size_t)writes % PAGES * PAGE] = 1;
+	writes++;
+}
+static void *sends(void *none)
+{
+	while (!atomic_load(&ends)) {
+		DIR *threads = opendir("/proc/self/task");
+		for (struct dirent *thread; threads && (thread = readdir(threads));) {
+			pid_t id = atoi(thread->d_name);
+			if (id > 0 && id != gettid())
+				syscall(SYS_tgkill, getpid(), id, SIGPROF);
+		}
+		if (threads)
+			closedir(threads);
+		usleep(50);
+	}
+	return none;
+}
+static char *filled(pagefold_engine *engine)
+{
+	char *block = pagefold_allocate(engine, PAGES * PAGE);
+	for (size_t page = 0; block && page < PAGES; page++)
+		memset(block + page * PAGE, (char)(1 + page % 100), PAGE);
+	return memory = block;
+}
+static int differs(pagefold_engine *engine)
+{
+	char *block = memory;
+	memory = NULL;
+	/* The handler writes to the first byte of a page alone. */
+	for (size_t byte = 0; byte < PAGES * PAGE; byte++)
+		if (byte % PAGE && block[byte] != (char)(1 + byte / PAGE % 100))
+			return 1;
+	return pagefold_free(engine, block, PAGES * PAGE);
+}
+int main(void)
+{
+	pagefold_options options = PAGEFOLD_OPTIONS_INIT;
+	options.max_slowdown = -1;
+	pagefold_engine *engine = pagefold_join("handlers", &options);
+	if (!engine)
+		return 1;
+	alarm(300);
+	signal(SIGPROF, writes_to_memory);
+	pagefold_background *background = pagefold_merge_in_background(engine, 1);
+	if (!background)
+		return strstr(pagefold_error(), "needs Linux 6.4 and userfaultfd") ? 77 : 2;
+	pthread_t sender;
+	if (pthread_create(&sender, NULL, sends, NULL))
+		return 3;
+	uint64_t merged = 0;
+	for (int round = 0; round < 4; round++) {
+		pagefold_standing before, standing;
+		if (!filled(engine) || pagefold_standing_of(engine, &before))
+			return 4;
+		do {
+			usleep(1000);
+			if (pagefold_standing_of(engine, &standing))
+				return 5;
+		} while (standing.merges < before.merges + 2);
+		if (differs(engine))
+			return 6;
+		merged = standing.so_far.merged;
+	}
+	if (merged < PAGES || pagefold_end_background(background))
+		return 7;
+	for (int round = 0; round < 20; round++) {
+		pagefold_merged done;
+		if (!filled(engine) || pagefold_merge_while_running(engine, &done) || done.looked_at < PAGES / 2 ||
+		    differs(engine))
+			return 8;
+	}
+	int handled = writes;
+	usleep(1000);
+	while (writes == handled)
+		usleep(1000); /* The main thread takes signals again. */
+	atomic_store(&ends, 1);
+	pthread_join(sender, NULL);
+	pagefold_leave(engine);
+	return 0;
+}
+"#;
+
 const RUNNING: &str = r#"#include <pagefold.h>
 #include <string.h>
 #include <unistd.h>

@@ -13,4 +13,5 @@ pub mod launch;
 pub mod mapping;
 pub mod node;
 pub mod pagemap;
+pub mod signals;
 pub mod userfault;
