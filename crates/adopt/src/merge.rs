@@ -4,12 +4,12 @@ use crate::blocks::{BLOCKS, Block, State};
 use crate::lock::Locked;
 use crate::settings::{self, settings};
 use crate::{guest, mappings};
-use pagefold_engine::{Engine, Error, Options};
+use pagefold_engine::{Engine, Error, Options, clock};
 use pagefold_model::allowance::pause;
 use pagefold_model::{AddressRange, Bytes};
 use std::io::ErrorKind;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// The engine of this process. Whoever has it keeps merges away.
@@ -19,8 +19,12 @@ pub static MERGER: Locked<Merger> = Locked::new(Merger::new());
 /// merger, never while a thread that merges works on pages, and held over a fork.
 pub static FREEING: Locked<Option<Arc<Engine>>> = Locked::new(None);
 
-/// When the next merge is due, in nanoseconds since [`began`].
+/// Before this moment of [`clock`], in nanoseconds, a safe point has nothing to do.
 static DUE: AtomicU64 = AtomicU64::new(0);
+/// When the last safe point was, by the same clock; 0 before the first.
+static LAST_SAFE_POINT: AtomicU64 = AtomicU64::new(0);
+/// How many safe points were more than a look at the clock.
+static SLOW_SAFE_POINTS: AtomicU64 = AtomicU64::new(0);
 /// Nothing is merged any more.
 static OVER: AtomicBool = AtomicBool::new(false);
 /// Writers cannot all be made to wait.
@@ -31,12 +35,6 @@ const PATIENCE: Duration = Duration::from_millis(200);
 
 /// What is said where writers cannot all be made to wait.
 const WHY_UNWAITING: &str = "it has mutexes to which the kernel does not wait to write (priority inheritance, robust)";
-
-/// When this library was first asked for the time.
-fn began() -> Instant {
-    static BEGAN: OnceLock<Instant> = OnceLock::new();
-    *BEGAN.get_or_init(Instant::now)
-}
 
 /// What merging came to, and with what.
 pub struct Merger {
@@ -75,11 +73,12 @@ impl Merger {
         }
     }
 
-    /// Whether it is for others, or a later safe point, to merge. Ranks do it at the same safe points.
-    fn passes(&self) -> bool {
-        let Some(engine) = &self.engine else { return false };
+    /// When to ask again if it is for others, or a later safe point, to merge: ranks do it at the same safe points.
+    /// `None` if it is for this one.
+    fn next_turn(&self, before: Option<Duration>) -> Option<Duration> {
+        let engine = self.engine.as_ref()?;
         let to_come = BLOCKS.lock().map_or(Bytes::ZERO, |blocks| blocks.bytes(State::New));
-        !engine.has_its_turn(to_come).unwrap_or(true)
+        engine.next_turn(before, to_come).unwrap_or(None)
     }
 
     /// Merge once, if nothing speaks against it. How long to rest then; `None` if there is no more merging.
@@ -230,9 +229,13 @@ impl Merger {
     /// Say what was done.
     fn report(&self) {
         let Self { rounds, time, most_adopted, most_merged, zeros, .. } = self;
+        let at_safe_points = match SLOW_SAFE_POINTS.load(Ordering::Relaxed) {
+            0 => String::new(),
+            slow => format!("; {slow} safe points asked for one"),
+        };
         guest::tell(&format!(
             "adopted {most_adopted} and had {most_merged} merged at most; gave {zeros} of zeros back; {rounds} merges \
-             took {:.2} s",
+             took {:.2} s{at_safe_points}",
             time.as_secs_f64()
         ));
     }
@@ -321,14 +324,29 @@ pub fn mpi_began(alone: bool) {
     }
 }
 
-/// The main thread is at a point at which no rank computes.
+/// The main thread is at a point at which no rank computes. Programs come to one many thousand times a second, so where
+/// nothing is due this takes one look at the clock, whatever the number of blocks, and no lock and no system call.
 pub fn safe_point() {
-    let now = began().elapsed().as_nanos() as u64;
-    if now < DUE.load(Ordering::Relaxed) || OVER.load(Ordering::Relaxed) {
+    let now = clock().as_nanos() as u64;
+    if now < DUE.load(Ordering::Relaxed) {
+        LAST_SAFE_POINT.store(now, Ordering::Relaxed);
+    } else {
+        due_safe_point(now);
+    }
+}
+
+#[cold]
+fn due_safe_point(now: u64) {
+    SLOW_SAFE_POINTS.fetch_add(1, Ordering::Relaxed);
+    let before = LAST_SAFE_POINT.swap(now, Ordering::Relaxed);
+    if OVER.load(Ordering::Relaxed) {
+        DUE.store(u64::MAX, Ordering::Relaxed);
         return;
     }
     let Some(mut merger) = MERGER.lock() else { return };
-    if merger.passes() {
+    let before = (before > 0).then_some(Duration::from_nanos(before));
+    if let Some(check) = merger.next_turn(before) {
+        DUE.store(check.as_nanos() as u64, Ordering::Relaxed);
         return;
     }
     // A coroutine's stack may be in a block, and must not change under the merge that runs on it.
@@ -342,7 +360,7 @@ pub fn safe_point() {
     let stillness = if alone { Stillness::Alone } else { Stillness::Held };
     // A handler would write beside the merge, or wait for the thread that it has interrupted.
     if let Some(rest) = guest::without_signals(|| merger.round(stillness)).flatten() {
-        DUE.store((began().elapsed() + rest).as_nanos() as u64, Ordering::Relaxed);
+        DUE.store((clock() + rest).as_nanos() as u64, Ordering::Relaxed);
     }
 }
 

@@ -47,6 +47,7 @@ const BUFFERS: usize = 6;
 const NO_MPI: c_int = 16;
 
 /// How many functions of MPI the main thread is in, one within another. What is allocated there may be MPI's threads'.
+/// Only the main thread changes it.
 static DEPTH: AtomicUsize = AtomicUsize::new(0);
 
 /// Whether the program was linked with MPI.
@@ -105,9 +106,10 @@ fn asks_for_memory(call: impl FnOnce() -> c_int, _: &Words) -> c_int {
     if !guest::is_main() {
         return call();
     }
-    DEPTH.fetch_add(1, Ordering::Relaxed);
+    let depth = DEPTH.load(Ordering::Relaxed);
+    DEPTH.store(depth + 1, Ordering::Relaxed);
     let result = call();
-    DEPTH.fetch_sub(1, Ordering::Relaxed);
+    DEPTH.store(depth, Ordering::Relaxed);
     result
 }
 

@@ -105,6 +105,7 @@ mod statistics;
 mod stillness;
 mod store;
 mod survey;
+mod turns;
 mod words;
 
 pub use background::Background;
@@ -443,19 +444,6 @@ impl Engine {
         self.merge_by(&Stillness::promised(&self.claims))
     }
 
-    /// Whether [`Engine::merge`] would merge now, for callers to whom a safe point costs something: whether there is
-    /// room for it within the bound, it is expected to pay with so much memory that is to be adopted before, and it is
-    /// not for others to wait for. To be asked at each safe point; the next merge does not ask again.
-    ///
-    /// # Errors
-    /// [`Error::Forked`].
-    pub fn has_its_turn(&self, to_come: Bytes) -> Result<bool, Error> {
-        self.with(|state| {
-            state.granted = state.has_its_turn(clock(), &Stillness::promised(&self.claims), to_come);
-            state.granted
-        })
-    }
-
     /// Merge what is identical, while the program runs: writers wait for as long as the pages that they write to are in
     /// hand. A thread has 512 of them in hand at most, 2 MiB with pages of 4 KiB, for as long as it takes to compare,
     /// copy or map those. The calling thread takes no signals meanwhile: a handler in it that writes to a page in hand
@@ -472,8 +460,7 @@ impl Engine {
     pub unsafe fn merge_while_running(&self) -> Result<Merged, Error> {
         self.refuse_pinned()?;
         let userfault = UserFault::new().map_err(Error::NotPermitted)?;
-        let _blocked =
-            BlockedSignals::new().map_err(|source| Error::Domain { name: self.name.clone(), source })?;
+        let _blocked = BlockedSignals::new().map_err(|source| Error::Domain { name: self.name.clone(), source })?;
         self.merge_by(&Stillness::enforced(&self.claims, userfault, !self.options.merge_while_pinned))
     }
 
@@ -781,8 +768,8 @@ impl Drop for Region<'_> {
     }
 }
 
-/// A clock that all members share.
-fn clock() -> Duration {
+/// A clock that all members share: the time since the host was booted, without the time that it slept.
+pub fn clock() -> Duration {
     let time = clock_gettime(ClockId::Monotonic);
     Duration::new(time.tv_sec.cast_unsigned(), time.tv_nsec as u32)
 }

@@ -16,6 +16,10 @@ const LEAD: Duration = Duration::from_millis(50);
 /// that lie farther apart are nothing to wait for.
 const LATE: Duration = Duration::from_secs(1);
 
+/// How long at most an answer that it is not a member's turn holds, where safe points come more often than that: asking
+/// costs microseconds. A moment is named [`LEAD`] before it comes at the latest, so each member learns of it in time.
+const RECHECK_INTERVAL: Duration = Duration::from_millis(5);
+
 /// What a member knows as it comes to a safe point. Times are of a clock that all members share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SafePoint {
@@ -61,6 +65,13 @@ impl SafePoint {
         if self.ready && !to_come { Turn::Name(self.between()) } else { Turn::Pass }
     }
 
+    /// When to ask again after the answer was no: at the first safe point after the moment that was named, or after
+    /// [`RECHECK_INTERVAL`], by which there may be another one.
+    pub fn next_check(now: Duration, named: Duration) -> Duration {
+        let recheck = now + RECHECK_INTERVAL;
+        if named > now { named.min(recheck) } else { recheck }
+    }
+
     /// In the middle between two safe points that are to come, if they come as the last two did.
     fn between(self) -> Duration {
         let step = self.before.map_or(LEAD, |before| self.now.saturating_sub(before)).max(Duration::from_nanos(1));
@@ -99,6 +110,15 @@ mod tests {
         assert_eq!(SafePoint { before: None, ..POINT }.turn(), Turn::Merge);
         assert_eq!(SafePoint { before: Some(ms(8_000)), ..POINT }.turn(), Turn::Merge, "safe points are rare");
         assert_eq!(SafePoint { alone: true, ready: false, ..POINT }.turn(), Turn::Pass);
+    }
+
+    #[test]
+    fn the_next_check_comes_no_later_than_the_named_moment() {
+        let now = ms(10_000);
+        assert_eq!(SafePoint::next_check(now, ms(9_990)), ms(10_005), "none is to come");
+        assert_eq!(SafePoint::next_check(now, ms(10_003)), ms(10_003), "it comes first");
+        assert_eq!(SafePoint::next_check(now, ms(10_050)), ms(10_005), "another member may name an earlier one");
+        assert!(RECHECK_INTERVAL < LEAD, "a moment is known before it comes");
     }
 
     #[test]
