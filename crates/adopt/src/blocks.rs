@@ -103,6 +103,11 @@ impl Blocks {
         self.insert(Block { state, ..block });
     }
 
+    /// Whether any stands in a way with the engine.
+    pub fn has(&self, state: State) -> bool {
+        self.blocks.values().any(|block| block.state == state)
+    }
+
     /// Those that stand in a way with the engine.
     pub fn all(&self, state: State) -> Vec<Block> {
         self.blocks.values().copied().filter(|block| block.state == state).collect()

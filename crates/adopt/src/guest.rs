@@ -1,35 +1,25 @@
-//! What it takes to live in somebody else's process: a beginning and an end, forks, a thread that nobody notices, and
-//! a look at what the process has open.
+//! What it takes to live in somebody else's process: a beginning and an end, forks, and a look at what the process
+//! has open.
 
 use crate::blocks::BLOCKS;
 use crate::merge::{self, FREEING, MERGER};
 use crate::next::{next, this_thread};
-use crate::{mappings, mpi, settings};
+use crate::{beside, mappings, mpi, settings};
 use pagefold_model::Bytes;
 use rustix::fs::{CWD, Dir, Mode, OFlags, readlinkat};
-use std::ffi::{CStr, c_int, c_long, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::io::Write;
 use std::mem::MaybeUninit;
 use std::os::fd::RawFd;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::time::Duration;
-
-/// Before the first merge: what ends soon is not merged.
-const FIRST_REST: Duration = Duration::from_millis(300);
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// The main thread.
 static MAIN: AtomicUsize = AtomicUsize::new(0);
 /// Whether merging is MPI's safe points' alone.
 static BY_MPI: AtomicBool = AtomicBool::new(false);
-/// Whether this process has, or had, a thread that merges.
-static RUNNING: AtomicBool = AtomicBool::new(false);
 /// Whether the program has no allocator of its own.
 static PLAIN: AtomicBool = AtomicBool::new(false);
-/// What that thread sleeps on: 1 when it is to end.
-static END: AtomicU32 = AtomicU32::new(0);
-/// That thread.
-static THREAD: AtomicUsize = AtomicUsize::new(0);
 
 /// The loader calls it before the program begins.
 #[used]
@@ -52,7 +42,7 @@ extern "C" fn loaded() {
     // SAFETY: `key` is there to be written, and `main_ends` stays loaded: a preloaded library is never unloaded.
     let keyed = unsafe { libc::pthread_key_create(&raw mut key, Some(main_ends)) } == 0;
     // SAFETY: the key was made; its value is never followed, it only has to differ from null.
-    let told = keyed && unsafe { libc::pthread_setspecific(key, END.as_ptr().cast()) } == 0;
+    let told = keyed && unsafe { libc::pthread_setspecific(key, MAIN.as_ptr().cast()) } == 0;
     // SAFETY: all three stay loaded.
     let followed = told && unsafe { libc::pthread_atfork(Some(forks), Some(forked), Some(is_forked)) } == 0;
     if followed {
@@ -61,7 +51,7 @@ extern "C" fn loaded() {
         PLAIN.store(crate::next::is_plain(), Ordering::Relaxed);
         settings::read();
         if settings::settings().is_some() && !is_plain() {
-            begin();
+            beside::begin();
         }
     }
 }
@@ -90,6 +80,7 @@ static TOOK_BLOCKS: AtomicBool = AtomicBool::new(false);
 /// A fork waits for the merge in hand, so that the child finds everything whole. A thread that forks within ours has
 /// the locks already, and keeps them.
 extern "C" fn forks() {
+    beside::end_before_fork();
     let (merger, freeing, blocks) = (!MERGER.is_own(), !FREEING.is_own(), !BLOCKS.is_own());
     if merger {
         MERGER.hold();
@@ -106,6 +97,11 @@ extern "C" fn forks() {
 }
 
 extern "C" fn forked() {
+    release();
+    beside::has_forked();
+}
+
+fn release() {
     if TOOK_BLOCKS.load(Ordering::Relaxed) {
         BLOCKS.release();
     }
@@ -118,56 +114,23 @@ extern "C" fn forked() {
 }
 
 extern "C" fn is_forked() {
-    forked();
+    release();
     MAIN.store(this_thread(), Ordering::Relaxed);
     if let Some(mut merger) = MERGER.lock() {
         merger.begin_anew();
     }
-    // The thread was not forked.
-    if RUNNING.swap(false, Ordering::Relaxed) {
-        begin();
-    }
+    beside::is_forked();
 }
 
-/// The main thread ends by pthread_exit(3), before its process does, which other threads must not hold up.
+/// The main thread ends by pthread_exit(3).
 extern "C" fn main_ends(_: *mut c_void) {
-    wake_to_end();
-}
-
-fn wake_to_end() {
-    END.store(1, Ordering::Relaxed);
-    let one: c_int = 1;
-    // SAFETY: the futex is a static; waking reads and writes nothing.
-    unsafe { libc::syscall(libc::SYS_futex, END.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, one) };
+    beside::main_ends();
 }
 
 /// MPI begins: its safe points take the thread's place.
 pub fn leave_to_mpi() {
     BY_MPI.store(true, Ordering::Relaxed);
-    if RUNNING.swap(false, Ordering::Relaxed) {
-        wake_to_end();
-        // SAFETY: the thread was made, is nobody else's to join, and is joined once.
-        unsafe { libc::pthread_join(THREAD.load(Ordering::Relaxed) as libc::pthread_t, ptr::null_mut()) };
-    }
-}
-
-/// There is a block. Have a thread that merges beside the program, unless MPI's safe points do it. Signals are
-/// blocked in it from its beginning.
-pub fn begin() {
-    if is_by_mpi() || RUNNING.swap(true, Ordering::Relaxed) {
-        return;
-    }
-    END.store(0, Ordering::Relaxed);
-    let mut thread = MaybeUninit::uninit();
-    // SAFETY: `thread` is there to be written, `rounds` stays loaded and asks nothing of its argument.
-    let make = || unsafe { libc::pthread_create(thread.as_mut_ptr(), ptr::null(), rounds, ptr::null_mut()) } == 0;
-    let made = without_signals(make) == Some(true);
-    if made {
-        // SAFETY: the thread was made, so this was written.
-        THREAD.store(unsafe { thread.assume_init() } as usize, Ordering::Relaxed);
-    }
-    // Where there can be no thread now, the next block tries again.
-    RUNNING.store(made, Ordering::Relaxed);
+    beside::end();
 }
 
 /// Do something while this thread takes no signal, but for those that its own instructions raise. `None` if signals
@@ -189,28 +152,6 @@ pub fn without_signals<T>(work: impl FnOnce() -> T) -> Option<T> {
     // SAFETY: `before` was written above.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), ptr::null_mut()) };
     Some(done)
-}
-
-extern "C" fn rounds(_: *mut c_void) -> *mut c_void {
-    sleep(FIRST_REST);
-    while END.load(Ordering::Relaxed) == 0
-        && let Some(rest) = merge::beside()
-    {
-        sleep(rest);
-    }
-    ptr::null_mut()
-}
-
-/// Sleep for a time, or until it is to end.
-fn sleep(time: Duration) {
-    let time = libc::timespec {
-        tv_sec: time.as_secs().try_into().unwrap_or(libc::time_t::MAX),
-        tv_nsec: c_long::from(time.subsec_nanos().cast_signed()),
-    };
-    let unchanged: c_long = 0;
-    let wait = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
-    // SAFETY: the futex is a static, `time` outlives the call, and the kernel only reads both.
-    unsafe { libc::syscall(libc::SYS_futex, END.as_ptr(), wait, unchanged, &raw const time) };
 }
 
 /// Say something on standard error, in one write. Where that is closed nobody wanted to know.

@@ -5,7 +5,7 @@
 
 use crate::blocks::{BLOCKS, Block, State};
 use crate::merge::{self, MERGER};
-use crate::{guest, mappings, mpi, next, settings};
+use crate::{beside, mappings, mpi, next, settings};
 use pagefold_model::AddressRange;
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -39,7 +39,7 @@ fn block(bytes: usize, alignment: usize, zeros: bool) -> Option<*mut c_void> {
     };
     blocks.insert(Block { range, state: State::New, heap: true });
     drop(blocks);
-    guest::begin();
+    beside::begin();
     Some(pointer(range.start))
 }
 
@@ -55,6 +55,7 @@ fn block_at(address: *mut c_void) -> Option<Block> {
 /// malloc(3).
 #[unsafe(no_mangle)]
 pub extern "C" fn malloc(bytes: usize) -> *mut c_void {
+    beside::resume();
     let large = if is_block(bytes) { block(bytes, 1, false) } else { None };
     large.unwrap_or_else(|| next::malloc(bytes))
 }
@@ -62,6 +63,7 @@ pub extern "C" fn malloc(bytes: usize) -> *mut c_void {
 /// calloc(3).
 #[unsafe(no_mangle)]
 pub extern "C" fn calloc(count: usize, bytes: usize) -> *mut c_void {
+    beside::resume();
     let all = count.checked_mul(bytes).filter(|&all| is_block(all));
     all.and_then(|all| block(all, 1, true)).unwrap_or_else(|| next::calloc(count, bytes))
 }
@@ -126,6 +128,7 @@ pub unsafe extern "C" fn realloc(address: *mut c_void, bytes: usize) -> *mut c_v
     if address.is_null() {
         return malloc(bytes);
     }
+    beside::resume();
     let Some(block) = block_at(address) else {
         if !is_block(bytes) {
             // SAFETY: the caller's promise, and it is not a block.

@@ -12,7 +12,7 @@
 //! - **At safe points** (`mpi`), when the main thread comes back from a barrier or an allreduce, if there are no other
 //!   threads than MPI_Init has left: then nobody writes. Only what the main thread has allocated, outside of MPI's
 //!   functions that `mpi` names, is a block, for MPI's own threads may write to theirs.
-//! - **Beside the program**, in a thread of this library, if writers can be made to wait (userfaultfd with kernel
+//! - **Beside the program**, in a thread of this library (`beside`), if writers can be made to wait (userfaultfd with kernel
 //!   faults, so that system calls wait, too, and none of them fails). So it is in MPI programs with other threads, too.
 //! - Otherwise nothing is merged, and a line on standard error says why, once for each process.
 //!
@@ -33,7 +33,7 @@
 //! - Children that are made past fork(3) by a bare clone while another thread merges: they may wait for ever when they
 //!   allocate much. A child of vfork(2) that changes its parent's blocks.
 //! - An allocator of the program's own, in front of or behind ours, that a fork leaves locked while a thread is made
-//!   for the child. The thread is made at the beginning there, and in other programs with the first block.
+//!   for the child. The thread is made at the beginning there.
 //! - Domains of programs whose processes end at the same moment, as ranks do: the last one takes a domain's directory
 //!   (some KiB under `/dev/shm`) with it if it finds itself alone, else whoever next joins any domain of the user does.
 //! - A program that uses libpagefold itself: it would find this library's copy of it.
@@ -43,9 +43,10 @@
 //! - `MADV_WIPEONFORK` and `MREMAP_DONTUNMAP` answer EINVAL on a block that was merged. A moved block is moved mapping
 //!   by mapping, so another thread that uses it meanwhile finds parts in either place, as it would have found a hole.
 //!
-//! For glibc alone. Of each page that is in a block the engine keeps some bytes (see its documentation), and a thread
-//! is in each process that has blocks and is not MPI's.
+//! For glibc alone. Of each page that is in a block the engine keeps some bytes (see its documentation). A thread is in
+//! each process that has blocks and is not MPI's (`beside`).
 
+mod beside;
 mod blocks;
 mod guest;
 mod heap;

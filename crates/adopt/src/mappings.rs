@@ -8,7 +8,7 @@
 use crate::blocks::{BLOCKS, Block, State};
 use crate::merge::{self, MERGER, Merger};
 use crate::next::next;
-use crate::{guest, maps, mpi, settings};
+use crate::{beside, guest, maps, mpi, settings};
 use pagefold_model::AddressRange;
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
@@ -218,7 +218,7 @@ pub unsafe extern "C" fn mmap(
             blocks.insert(Block { range: whole(mapped, bytes), state: State::New, heap: false });
         }
         if guest::is_plain() {
-            guest::begin();
+            beside::begin();
         }
     }
     mapped

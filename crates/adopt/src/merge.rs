@@ -295,8 +295,13 @@ pub fn is_unwaiting() {
     UNWAITING.store(true, Ordering::Relaxed);
 }
 
+/// Whether nothing is merged any more.
+pub fn is_over() -> bool {
+    OVER.load(Ordering::Relaxed)
+}
+
 /// Why it is not merged, once.
-fn say(why: &str) {
+pub fn say(why: &str) {
     static SAID: AtomicBool = AtomicBool::new(false);
     if !SAID.swap(true, Ordering::Relaxed) {
         guest::tell(&format!("not merged: {why}"));

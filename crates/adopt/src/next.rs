@@ -77,7 +77,7 @@ fn library_of(address: *const c_void) -> usize {
 }
 
 /// Whether the calling thread is looking a function up just now.
-fn is_seeking() -> bool {
+pub fn is_seeking() -> bool {
     SEEKING.get() > 0
 }
 

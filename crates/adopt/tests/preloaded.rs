@@ -2,7 +2,7 @@
 //! leaves behind. `crates/cli/tests/run` has whole programs, by `pagefold run`.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
 use tempfile::TempDir;
 
 /// A directory for programs and domains, in memory as by default.
@@ -40,6 +40,13 @@ fn compile(place: &TempDir, source: &str, flags: &[&str]) -> PathBuf {
     program
 }
 
+/// Compile a program of which only `main` is given.
+fn compile_text(place: &TempDir, name: &str, text: &str) -> PathBuf {
+    let source = place.path().join(name);
+    std::fs::write(&source, format!("{HEAD}{text}")).unwrap();
+    compile(place, source.to_str().unwrap(), &[])
+}
+
 /// A program with the library ahead, in the domain `x`, as fast as may be; ended after minutes if it hangs.
 fn preloaded(place: &TempDir, program: &Path) -> Command {
     let mut command = Command::new("timeout");
@@ -54,11 +61,71 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
+/// What the program exited with. `None` if it may not merge beside itself here, which says that the test is skipped.
+fn code(output: &Output) -> Option<i32> {
+    if text(&output.stderr).contains("needs Linux 6.4 and userfaultfd") {
+        println!("skipped: userfaultfd is not permitted");
+        return None;
+    }
+    Some(output.status.code().unwrap_or_else(|| panic!("{output:?}")))
+}
+
 /// What the library reports of itself: the number before some words.
 fn reported(said: &str, words: &str) -> u64 {
     let before = said.split_once(words).unwrap_or_else(|| panic!("{words} in {said}")).0;
     before.trim_end().rsplit(' ').next().unwrap().parse().unwrap()
 }
+
+/// `threads` reads how many threads the kernel counts, and allocates nothing, as `num_threads` in proc_pid_stat(5).
+/// `becomes` waits for a number of them. `merged` waits until anything is merged.
+const HEAD: &str = r#"#define _GNU_SOURCE
+#include <fcntl.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+static int threads(void)
+{
+	char line[1024] = { 0 };
+	int file = open("/proc/self/stat", O_RDONLY), field = 2;
+	if (file < 0 || read(file, line, sizeof line - 1) <= 0 || close(file))
+		return -1;
+	char *at = strrchr(line, ')');
+	while (at && field < 20 && (at = strchr(at + 1, ' ')))
+		field++;
+	return at ? atoi(at) : -1;
+}
+static void *volatile small;
+static int becomes(int count)
+{
+	int tries = 0;
+	for (; threads() != count && tries < 12000; tries++) {
+		free(small = malloc(77));
+		usleep(10000);
+	}
+	return tries < 12000;
+}
+static int merged(void)
+{
+	for (int tries = 0; tries < 12000; tries++) {
+		char line[512];
+		int found = 0;
+		FILE *maps = fopen("/proc/self/maps", "r");
+		while (maps && fgets(line, sizeof line, maps))
+			found |= strstr(line, "pagefold-store") != NULL;
+		if (maps)
+			fclose(maps);
+		if (found)
+			return 1;
+		usleep(10000);
+	}
+	return 0;
+}
+static char *volatile block;
+static char *fill(void) { return memset(block = malloc(8 << 20), 3, 8 << 20); }
+"#;
 
 #[test]
 fn a_barrier_costs_a_look_at_the_clock_where_nothing_is_due() {
@@ -76,4 +143,84 @@ fn a_barrier_costs_a_look_at_the_clock_where_nothing_is_due() {
     let milliseconds: u64 = text(&output.stdout).trim().parse().unwrap();
     let (asked, merges) = (reported(&said, " safe points asked"), reported(&said, " merges took"));
     assert!(asked <= milliseconds / 5 + 4 * merges + 10 && asked < barriers / 2, "{milliseconds} ms: {said}");
+}
+
+#[test]
+fn a_program_that_is_merged_may_change_its_user_namespace() {
+    if !has_compiler() {
+        return;
+    }
+    let place = place();
+    let main = r#"int main(int count, char **words)
+{
+	fill();
+	if (count > 1 && (!becomes(2) || !merged()))
+		return 2;
+	if (unshare(CLONE_NEWUSER))
+		return 3;
+	/* It goes on merging. */
+	return count > 1 && !becomes(2) ? 4 : block[77] != 3;
+}
+"#;
+    let program = compile_text(&place, "namespace.c", main);
+    if Command::new(&program).status().unwrap().code() != Some(0) {
+        println!("skipped: user namespaces are not permitted");
+        return;
+    }
+    let output = preloaded(&place, &program).arg("merged").output().unwrap();
+    assert_eq!(code(&output).unwrap_or(0), 0, "{output:?}");
+}
+
+#[test]
+fn a_program_that_forks_sees_its_own_threads_alone() {
+    if !has_compiler() {
+        return;
+    }
+    let place = place();
+    let main = r#"int main(void)
+{
+	fill();
+	for (int fork_number = 0; fork_number < 5; fork_number++) {
+		if (!becomes(2) || !merged())
+			return 2;
+		pid_t child = fork();
+		if (child == 0)
+			_exit(threads() != 1 || block[77] != 3 || !becomes(2));
+		int status, count = threads();
+		if (count != 1)
+			return 3;
+		if (waitpid(child, &status, 0) != child || status)
+			return 4;
+	}
+	return block[77] != 3;
+}
+"#;
+    let output = preloaded(&place, &compile_text(&place, "forks.c", main)).output().unwrap();
+    assert_eq!(code(&output).unwrap_or(0), 0, "{output:?}");
+}
+
+#[test]
+fn a_program_without_large_memory_has_no_thread_of_the_library() {
+    if !has_compiler() {
+        return;
+    }
+    let place = place();
+    let main = r#"int main(void)
+{
+	usleep(500000);
+	if (threads() != 1)
+		return 2;
+	for (int time = 0; time < 2; time++) {
+		fill();
+		if (!becomes(2) || !merged())
+			return 3;
+		free(block);
+		if (!becomes(1))
+			return 4;
+	}
+	return 0;
+}
+"#;
+    let output = preloaded(&place, &compile_text(&place, "idles.c", main)).output().unwrap();
+    assert_eq!(code(&output).unwrap_or(0), 0, "{output:?}");
 }
