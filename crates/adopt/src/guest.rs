@@ -50,9 +50,23 @@ extern "C" fn loaded() {
         mappings::look_up();
         PLAIN.store(crate::next::is_plain(), Ordering::Relaxed);
         settings::read();
-        if settings::settings().is_some() && !is_plain() {
-            beside::begin();
+        if settings::settings().is_some() {
+            leave_to_tool();
+            if !is_plain() {
+                beside::begin();
+            }
         }
+    }
+}
+
+/// Merge nothing where a tool has MPI's functions in place of this library: neither safe points nor buffers that MPI may
+/// write to are seen.
+fn leave_to_tool() {
+    if let Some(taken) = is_by_mpi().then(mpi::taken_by_tool).flatten() {
+        merge::give_up(&format!(
+            "{taken} is called in place of this library's, so that calls of MPI are not seen: name the tool behind \
+             libpagefold_adopt.so in LD_PRELOAD, or run without it"
+        ));
     }
 }
 

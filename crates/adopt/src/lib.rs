@@ -11,7 +11,8 @@
 //! # By what right
 //! - **At safe points** (`mpi`), when the main thread comes back from a barrier or an allreduce, if there are no other
 //!   threads than MPI_Init has left: then nobody writes. Only what the main thread has allocated, outside of MPI's
-//!   functions that `mpi` names, is a block, for MPI's own threads may write to theirs.
+//!   functions that `mpi` names, is a block, for MPI's own threads may write to theirs. Where a tool has the functions of
+//!   MPI before this library (PMPI), nothing is merged.
 //! - **Beside the program**, in a thread of this library (`beside`), if writers can be made to wait (userfaultfd with kernel
 //!   faults, so that system calls wait, too, and none of them fails). So it is in MPI programs with other threads, too.
 //! - Otherwise nothing is merged, and a line on standard error says why, once for each process.

@@ -11,7 +11,8 @@
 //!
 //! What is not seen: a buffer that a datatype with absolute addresses (`MPI_BOTTOM`) names, or that begins outside of
 //! blocks and reaches into one; descriptors of `mpi_f08` in MPICH (`MPI_Irecv_f08ts`), and Fortran's names of large
-//! counts (`MPI_Irecv_c_f08`); large memory that MPI asks for in other functions, as for the pool of a first message,
+//! counts (`MPI_Irecv_c_f08`); calls of a tool that comes before this library, which is said ([`taken_by_tool`]); large
+//! memory that MPI asks for in other functions, as for the pool of a first message,
 //! and to which a thread of its own writes.
 
 use crate::blocks::BLOCKS;
@@ -54,6 +55,14 @@ static DEPTH: AtomicUsize = AtomicUsize::new(0);
 pub fn is_linked() -> bool {
     static FOUND: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
     !crate::next::find(&FOUND, c"MPI_Init").is_null()
+}
+
+/// A function of MPI that the program calls from another library than this one, and that library: a tool which is linked
+/// with the program, or is preloaded ahead, and calls MPI by the names that are there for tools (`PMPI_Barrier`).
+pub fn taken_by_tool() -> Option<String> {
+    let lists = [BEGINNINGS, SAFE_POINTS, SAFE_POINTS_IN_C, HANDOVERS, HANDOVERS_IN_C, ALLOCATIONS, ALLOCATIONS_IN_C];
+    let name = lists.concat().into_iter().find(|name| !crate::next::is_own(name))?;
+    Some(format!("{} of {}", name.to_string_lossy(), crate::next::library_that_has(name)))
 }
 
 /// Whether memory that this thread asks for now may be a block. In an MPI program only the main thread's: MPI's own
@@ -151,15 +160,20 @@ fn hands_over(call: impl FnOnce() -> c_int, words: &Words) -> c_int {
 /// Functions of MPI, with what is done around them: by their names in C, in Fortran, and in Fortran of 2008; or in C
 /// alone, where a large count is another type.
 macro_rules! around {
-    ($around:ident: $($c:ident $fortran:ident $fortran_2008:ident),* $(,)?) => {
+    ($around:ident, $names:ident: $($c:ident $fortran:ident $fortran_2008:ident),* $(,)?) => {
+        const $names: &[&CStr] = &[$(around!(@name $c), around!(@name $fortran), around!(@name $fortran_2008)),*];
         $(
             around!(@one $around $c "P");
             around!(@one $around $fortran "p");
             around!(@one $around $fortran_2008 "p");
         )*
     };
-    ($around:ident in C: $($c:ident),* $(,)?) => {
+    ($around:ident in C, $names:ident: $($c:ident),* $(,)?) => {
+        const $names: &[&CStr] = &[$(around!(@name $c)),*];
         $(around!(@one $around $c "P");)*
+    };
+    (@name $name:ident) => {
+        name(concat!(stringify!($name), "\0"))
     };
     (@one $around:ident $name:ident $tools:literal) => {
         /// As its manual says.
@@ -185,7 +199,7 @@ macro_rules! around {
             n: usize,
         ) -> c_int {
             static FOUND: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
-            const NAME: &CStr = name(concat!(stringify!($name), "\0"));
+            const NAME: &CStr = around!(@name $name);
             const FOR_TOOLS: &CStr = name(concat!($tools, stringify!($name), "\0"));
             let Some(next) = find(&FOUND, NAME, FOR_TOOLS) else { return NO_MPI };
             // SAFETY: the caller's promise.
@@ -202,17 +216,17 @@ const fn name(text: &'static str) -> &'static CStr {
     }
 }
 
-around! { begins:
+around! { begins, BEGINNINGS:
     MPI_Init mpi_init_ mpi_init_f08_,
     MPI_Init_thread mpi_init_thread_ mpi_init_thread_f08_,
 }
 
-around! { is_safe_point:
+around! { is_safe_point, SAFE_POINTS:
     MPI_Barrier mpi_barrier_ mpi_barrier_f08_,
     MPI_Allreduce mpi_allreduce_ mpi_allreduce_f08_,
 }
 
-around! { hands_over:
+around! { hands_over, HANDOVERS:
     MPI_Irecv mpi_irecv_ mpi_irecv_f08_,
     MPI_Imrecv mpi_imrecv_ mpi_imrecv_f08_,
     MPI_Recv_init mpi_recv_init_ mpi_recv_init_f08_,
@@ -279,9 +293,9 @@ around! { hands_over:
     MPI_File_read_ordered_begin mpi_file_read_ordered_begin_ mpi_file_read_ordered_begin_f08_,
 }
 
-around! { is_safe_point in C: MPI_Allreduce_c }
+around! { is_safe_point in C, SAFE_POINTS_IN_C: MPI_Allreduce_c }
 
-around! { hands_over in C:
+around! { hands_over in C, HANDOVERS_IN_C:
     MPI_Irecv_c, MPI_Imrecv_c, MPI_Recv_init_c, MPI_Isendrecv_c, MPI_Isendrecv_replace_c, MPI_Ibcast_c, MPI_Igather_c,
     MPI_Igatherv_c, MPI_Iscatter_c, MPI_Iscatterv_c, MPI_Iallgather_c, MPI_Iallgatherv_c, MPI_Ialltoall_c,
     MPI_Ialltoallv_c, MPI_Ialltoallw_c, MPI_Ireduce_c, MPI_Iallreduce_c, MPI_Ireduce_scatter_c,
@@ -297,7 +311,7 @@ around! { hands_over in C:
     MPI_File_read_ordered_begin_c,
 }
 
-around! { asks_for_memory:
+around! { asks_for_memory, ALLOCATIONS:
     MPI_Alloc_mem mpi_alloc_mem_ mpi_alloc_mem_f08_,
     MPI_Win_allocate mpi_win_allocate_ mpi_win_allocate_f08_,
     MPI_Win_allocate_shared mpi_win_allocate_shared_ mpi_win_allocate_shared_f08_,
@@ -317,4 +331,4 @@ around! { asks_for_memory:
     MPI_Alltoall mpi_alltoall_ mpi_alltoall_f08_,
 }
 
-around! { asks_for_memory in C: MPI_Win_allocate_c, MPI_Win_allocate_shared_c }
+around! { asks_for_memory in C, ALLOCATIONS_IN_C: MPI_Win_allocate_c, MPI_Win_allocate_shared_c }

@@ -61,19 +61,38 @@ pub fn forget_error() {
 /// Whether malloc(3) is this library's, and the one behind it the C library's.
 pub fn is_plain() -> bool {
     // SAFETY: the name ends in NUL; a symbol is looked up, and nothing else done.
-    let called = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"malloc".as_ptr()) };
-    // SAFETY: as above.
     let next = unsafe { libc::dlsym(libc::RTLD_NEXT, c"malloc".as_ptr()) };
-    library_of(called) == library_of(MEMORY.0.get().cast()) && ptr::eq(next, __libc_malloc as *const c_void)
+    is_own(c"malloc") && ptr::eq(next, __libc_malloc as *const c_void)
 }
 
-/// Where the library begins that has an address.
-fn library_of(address: *const c_void) -> usize {
+/// Whether the program finds this library's function by a name.
+pub fn is_own(name: &CStr) -> bool {
+    library_of(called_by(name)).dli_fbase == library_of(MEMORY.0.get().cast()).dli_fbase
+}
+
+/// The path of the library, or of the program, whose function the program finds by a name.
+pub fn library_that_has(name: &CStr) -> String {
+    let path = library_of(called_by(name)).dli_fname;
+    if path.is_null() {
+        return "another library".to_owned();
+    }
+    // SAFETY: the path ends in NUL, and is there while the library is loaded.
+    unsafe { CStr::from_ptr(path) }.to_string_lossy().into_owned()
+}
+
+/// What the program calls by a name.
+fn called_by(name: &CStr) -> *const c_void {
+    // SAFETY: the name ends in NUL; a symbol is looked up, and nothing else done.
+    unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) }
+}
+
+/// The library that has an address.
+fn library_of(address: *const c_void) -> libc::Dl_info {
     let mut found = MaybeUninit::<libc::Dl_info>::zeroed();
     // SAFETY: `found` is there to be written; any address may be asked about.
     unsafe { libc::dladdr(address, found.as_mut_ptr()) };
     // SAFETY: zeros are a value of it, too.
-    unsafe { found.assume_init() }.dli_fbase as usize
+    unsafe { found.assume_init() }
 }
 
 /// Whether the calling thread is looking a function up just now.

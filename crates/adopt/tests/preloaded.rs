@@ -146,6 +146,32 @@ fn a_barrier_costs_a_look_at_the_clock_where_nothing_is_due() {
 }
 
 #[test]
+fn a_tool_that_has_mpi_before_the_library_is_named() {
+    if !has_compiler() {
+        return;
+    }
+    let place = place();
+    let mpi = compile(&place, "lonely_mpi.c", &["-shared", "-fPIC"]);
+    let tool = compile(&place, "pmpi_tool.c", &["-shared", "-fPIC"]);
+    let run = |program: &Path, preloads: &str| {
+        let output = preloaded(&place, program).args(["100000", "4"]).env("LD_PRELOAD", preloads).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        text(&output.stderr)
+    };
+    let program = compile(&place, "barriers.c", &[mpi.to_str().unwrap()]);
+    let (ours, theirs) = (library(), tool.to_str().unwrap());
+    let ours = ours.to_str().unwrap();
+    let said = run(&program, &format!("{theirs}:{ours}"));
+    assert!(said.contains(&format!("not merged: MPI_Barrier of {theirs} is called in place")), "{said}");
+    let said = run(&program, &format!("{ours}:{theirs}"));
+    assert!(said.contains(" merged at most") && !said.contains("not merged"), "{said}");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../labs/run/pmpi_tool.c");
+    let program = compile(&place, "barriers.c", &[source.to_str().unwrap(), mpi.to_str().unwrap()]);
+    let said = run(&program, ours);
+    assert!(said.contains(&format!("not merged: MPI_Barrier of {} is called", program.display())), "{said}");
+}
+
+#[test]
 fn a_program_that_is_merged_may_change_its_user_namespace() {
     if !has_compiler() {
         return;
