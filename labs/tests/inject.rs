@@ -330,6 +330,8 @@ mod changing;
 #[cfg(feature = "fault-points")]
 #[path = "inject/killed.rs"]
 mod killed;
+#[path = "inject/stops.rs"]
+mod stops;
 
 #[test]
 fn a_stopped_target_stays_stopped() {

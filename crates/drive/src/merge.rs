@@ -281,10 +281,10 @@ fn withdrawn_of(plan: &Plan, trial: &Trial<'_>) -> BTreeMap<usize, Vec<AddressRa
     plan.targets.iter().enumerate().filter_map(|(position, target)| Some((position, of(target)?))).collect()
 }
 
-/// The CPU time of this process, all threads.
+/// The CPU time of this process, all threads, and of the processes that traced targets for it.
 pub fn own_cpu() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
-    Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec as u32)
+    Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec as u32) + pagefold_sys::inject::cpu_time()
 }
 
 struct Work<'w, 'h> {

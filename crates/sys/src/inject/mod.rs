@@ -20,6 +20,9 @@
 //! tracer that died takes that last finesse with it: the call then begins anew. What is left is a mark in a few KiB of
 //! stack that nobody had ever used, by which they are known the next time.
 //!
+//! Nor does a tracer that is itself stopped keep the thread: it is a process beside Pagefold that job control does not
+//! reach, and a timer of the kernel ends one that a SIGSTOP or a frozen cgroup holds (`tracer`).
+//!
 //! Mirrors kernel/ptrace.c, kernel/signal.c, kernel/entry/common.c, kernel/rseq.c (6.18); what depends on the processor
 //! is in one module each. Limits: a thread with a seccomp filter needs it suspended (CAP_SYS_ADMIN), which is so only
 //! while the thread is parked, and ends with the tracer: if that is killed in the microseconds between turning a call
@@ -37,6 +40,7 @@ mod arch;
 mod ptrace;
 mod stack;
 mod target;
+mod tracer;
 
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -46,6 +50,7 @@ use crate::fault;
 use ptrace::{Stop, Thread};
 use target::Call;
 pub use target::Target;
+pub use tracer::cpu_time;
 
 /// Room for arguments in the target's memory, in bytes.
 pub const ROOM: usize = 4096;
@@ -205,11 +210,34 @@ enum Miss {
     Thread(Error),
     /// No thread will.
     Process(Error),
+    /// This tracer may not trace the process. A thread of Pagefold may if the process is a descendant (Yama).
+    Denied(Error),
+}
+
+/// [`visit`] in a process of its own or, where that may not trace the target, on a thread of this process.
+fn visit_from_outside<T: Send>(
+    target: &Target,
+    tid: i32,
+    patience: Duration,
+    work: &mut (dyn FnMut(&Inside<'_>) -> Result<T, Error> + Send),
+) -> Result<(Result<T, Error>, Duration), Miss> {
+    let starting = failed("starting its tracer");
+    match tracer::run(|| visit(target, tid, patience, work)).map_err(&starting).map_err(Miss::Process)? {
+        Err(Miss::Denied(_)) => {}
+        visited => return visited,
+    }
+    let visited = std::thread::scope(|scope| {
+        let name = "pagefold-inject".to_owned();
+        let tracer = std::thread::Builder::new().name(name).spawn_scoped(scope, || visit(target, tid, patience, work));
+        // A panic in it is ours; the thread it visited has been released by the kernel.
+        tracer.map(|tracer| tracer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    });
+    visited.map_err(starting).map_err(Miss::Process)?
 }
 
 /// Stop one thread of `target`, let `work` make calls in it, and let it go; for how long it was stopped.
 ///
-/// Must run on an operating system thread of its own: a thread that was seized but does not stop is let go by the
+/// Must run in a process or on a thread of its own: a thread that was seized but does not stop is released by the
 /// tracer's end alone.
 fn visit<T>(
     target: &Target,
@@ -218,9 +246,10 @@ fn visit<T>(
     work: &mut dyn FnMut(&Inside<'_>) -> Result<T, Error>,
 ) -> Result<(Result<T, Error>, Duration), Miss> {
     ptrace::become_tracer();
-    let thread = Thread::seize(tid).map_err(|error| {
-        let why = target.why_not_seized(tid, &error);
-        if why == Error::Gone { Miss::Thread(why) } else { Miss::Process(why) }
+    let thread = Thread::seize(tid).map_err(|error| match target.why_not_seized(tid, &error) {
+        Error::Gone => Miss::Thread(Error::Gone),
+        Error::Denied(why) => Miss::Denied(Error::Denied(why)),
+        why => Miss::Process(why),
     })?;
     fault::point("seized");
     // What has the number now may be another process's thread. Traced, it keeps the number.
@@ -382,16 +411,9 @@ pub fn inside<T: Send>(
     let mut once = |inside: &Inside<'_>| (work.take().expect("a thread is visited once"))(inside);
     let mut why = Error::Gone;
     for (tid, patience) in target.candidates()? {
-        let visited = std::thread::scope(|scope| {
-            let name = "pagefold-inject".to_owned();
-            let tracer =
-                std::thread::Builder::new().name(name).spawn_scoped(scope, || visit(target, tid, patience, &mut once));
-            // A panic in it is ours; the thread it visited has been let go by the kernel.
-            tracer.map(|tracer| tracer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-        });
-        match visited.map_err(failed("starting a thread"))? {
+        match visit_from_outside(target, tid, patience, &mut once) {
             Ok((outcome, stopped)) => return outcome.map(|outcome| (outcome, stopped)),
-            Err(Miss::Process(error)) => return Err(error),
+            Err(Miss::Process(error) | Miss::Denied(error)) => return Err(error),
             Err(Miss::Thread(error)) => why = error,
         }
     }

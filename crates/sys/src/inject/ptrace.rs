@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
+use super::tracer;
+
 /// PTRACE_EVENT_STOP, which the C library does not name everywhere.
 const EVENT_STOP: i32 = 128;
 const SYSCALL_STOP: i32 = libc::SIGTRAP | 0x80;
@@ -225,6 +227,7 @@ impl Thread {
     pub fn wait(self, deadline: Instant) -> io::Result<Option<Stop>> {
         let mut polls = 0_u32;
         loop {
+            tracer::restart_watchdog();
             let mut status = 0;
             // SAFETY: `status` is a valid place for the status.
             let answer = unsafe { libc::waitpid(self.0, &raw mut status, libc::__WALL | libc::WNOHANG) };
