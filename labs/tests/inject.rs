@@ -232,12 +232,15 @@ const STATES: &[&str] = &[
 /// Those that there are where the kernel has poll(2): 64-bit Arm has ppoll(2) alone.
 const POLL: &[&str] = if cfg!(target_arch = "x86_64") { &["poll"] } else { &[] };
 
+/// States of an x86-64 processor.
+const X86: &[&str] = if cfg!(target_arch = "x86_64") { &["single_step"] } else { &[] };
+
 #[test]
 fn a_target_in_any_state_is_enrolled_and_withdrawn_and_goes_on() {
     if !possible() {
         return;
     }
-    for state in STATES.iter().chain(POLL) {
+    for state in STATES.iter().chain(POLL).chain(X86) {
         let victim = Victim::start(state);
         if *state == "without_vdso" && cfg!(target_arch = "aarch64") {
             // There the code that ends signal handlers is nowhere else.
@@ -626,6 +629,26 @@ fn a_32_bit_program_is_refused() {
     assert!(said.contains("32-bit"), "{said}");
     // Its pause was cut short, and it is on its way to the next.
     eventually("it waits", || victim.status("State").starts_with('S'));
+}
+
+#[test]
+fn calls_of_32_bit_programs_from_64_bit_code_are_restarted() {
+    if !possible() {
+        return;
+    }
+    if !cfg!(target_arch = "x86_64") {
+        return println!("skipped: 64-bit code makes calls of 32-bit programs on x86-64 alone");
+    }
+    let mut probe = Command::new(program("dynamic").expect("a compiler"));
+    let probe = probe.arg("compat_probe").stdin(Stdio::null()).output().expect("the target starts");
+    if !text(&probe.stdout).contains("OK") {
+        return println!("skipped: this kernel runs no calls of 32-bit programs (CONFIG_IA32_EMULATION)");
+    }
+    for state in ["compat_sleep", "compat_read"] {
+        let victim = Victim::start(state);
+        done(victim.pid(), &["mergeable", "--cycles", &cycles(60).to_string()]);
+        victim.finish();
+    }
 }
 
 #[test]

@@ -95,7 +95,7 @@ killed_in! {
 }
 
 #[cfg(target_arch = "x86_64")]
-killed_in! { poll }
+killed_in! { poll single_step compat_read }
 
 #[test]
 fn as_often_as_there_is_room_and_more() {

@@ -820,6 +820,65 @@ static void signals(void)
 
 #include "changing.h"
 
+#ifdef __x86_64__
+/* The program steps through itself: a SIGTRAP after each instruction. */
+static void single_step(void)
+{
+	struct sigaction action = {.sa_handler = on_count, .sa_flags = SA_RESTART};
+	sigaction(SIGTRAP, &action, NULL);
+	ready();
+	long steps = 0;
+	__asm__ volatile("pushfq\n orl $0x100, (%%rsp)\n popfq\n"
+			 "1: inc %0\n cmpl $0, %1\n je 1b\n"
+			 "pushfq\n andl $~0x100, (%%rsp)\n popfq"
+			 : "+r"(steps) : "m"(finish) : "cc", "memory");
+	check(atomic_load(&caught) >= 3 * steps, "a step was lost");
+}
+
+/* System calls of 32-bit programs, from 64-bit code: what the kernel restarts is restarted as such a call. */
+static long compat_call(long number, long first, long second, long third)
+{
+	long result;
+	__asm__ volatile("int $0x80" : "=a"(result) : "a"(number), "b"(first), "c"(second), "d"(third)
+			 : "r8", "r9", "r10", "r11", "memory");
+	return (int)result;
+}
+
+static char *low_memory(void)
+{
+	char *memory = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0);
+	check(memory != MAP_FAILED, "low memory");
+	return memory;
+}
+
+/* getpid: killed by SIGSEGV where the kernel has no such calls. */
+static void compat_probe(void)
+{
+	ready();
+	check(compat_call(20, 0, 0, 0) == getpid(), "getpid");
+}
+
+static void compat_sleep(void)
+{
+	int *time = (int *)low_memory();
+	ready();
+	while (!finish) {
+		time[0] = 0;
+		time[1] = 3000000;
+		double begun = now();
+		check(compat_call(162, (long)time, 0, 0) == 0, "nanosleep");
+		check(now() - begun >= 0.003, "it slept too little");
+	}
+}
+
+static void compat_read(void)
+{
+	char *memory = low_memory();
+	ready();
+	check(compat_call(3, channel[0], (long)memory, 1) == 1 && *memory == 'x', "read");
+}
+#endif
+
 static void *judge(void *argument)
 {
 	/* The one thread that takes the signal to finish. */
@@ -847,6 +906,10 @@ static const struct {
 	{"ticks", ticks}, {"array", array}, {"regions", regions}, {"ppoll", wait_ppoll},
 #ifdef SYS_poll
 	{"poll", wait_poll}, {"poll_fully", poll_fully},
+#endif
+#ifdef __x86_64__
+	{"single_step", single_step}, {"compat_probe", compat_probe}, {"compat_sleep", compat_sleep},
+	{"compat_read", compat_read},
 #endif
 	{"threads", many_threads}, {"coroutine", coroutine}, {"coroutine_alone", coroutine_alone},
 	{"coroutine_above_zeros", coroutine_above_zeros}, {"coroutine_above_untouched", coroutine_above_untouched},

@@ -30,6 +30,8 @@ const STUB: [u8; 9] = [0x48, 0xc7, 0xc0, 0x0f, 0x00, 0x00, 0x00, 0x0f, 0x05];
 const LANDINGS: [[u8; 3]; 2] = [[0x0f, 0x05, 0xc3], [0x31, 0xc0, 0xc3]];
 
 const USER_CS: u64 = 0x33;
+/// X86_EFLAGS_TF: a debug exception after each instruction.
+const TRAP_FLAG: u64 = 1 << 8;
 const X32_BIT: u64 = 1 << 30;
 
 /// `struct rt_sigframe`: the return address, `struct ucontext`, `siginfo`.
@@ -309,6 +311,8 @@ pub fn parked(state: &State, base: u64, home: Home) -> Registers {
     registers.rsp = base + 16;
     registers.orig_rax = u64::MAX;
     registers.rax = 0;
+    // A program that steps through itself would be killed by SIGTRAP, which is blocked here. The frame has the flag.
+    registers.eflags &= !TRAP_FLAG;
     registers
 }
 
@@ -416,6 +420,17 @@ mod tests {
             state.registers.rip = ip;
             assert_eq!(heals(&state.registers, home), expected, "{ip:x}");
         }
+    }
+
+    #[test]
+    fn a_parked_thread_is_not_stepped_and_its_frame_keeps_the_flag() {
+        let home = Home { stub: 0x1000, landing: 0x2002 };
+        let mut state = interrupted(u64::MAX, 0);
+        state.vectors = vec![0; 1024];
+        state.registers.eflags = 0x346;
+        assert_eq!(parked(&state, 0x7000, home).eflags, 0x246);
+        let flags = 8 + SIGCONTEXT + 17 * 8;
+        assert_eq!(state.frame(0x7000, 0, home)[flags..flags + 8], 0x346_u64.to_le_bytes());
     }
 
     #[test]
