@@ -879,6 +879,30 @@ static void compat_read(void)
 }
 #endif
 
+/* So many threads that reading of each of them shows. */
+static void *idle(void *argument)
+{
+	for (;;)
+		pause();
+	return argument;
+}
+
+static void crowd(void)
+{
+	pthread_attr_t attributes;
+	pthread_attr_init(&attributes);
+	pthread_attr_setstacksize(&attributes, 64 << 10);
+	sigset_t all, before;
+	sigfillset(&all);
+	sigprocmask(SIG_SETMASK, &all, &before);
+	for (int i = 0; i < 500; i++) {
+		pthread_t thread;
+		check(pthread_create(&thread, &attributes, idle, NULL) == 0, "a thread");
+	}
+	sigprocmask(SIG_SETMASK, &before, NULL);
+	wait_on_futex();
+}
+
 static void *judge(void *argument)
 {
 	/* The one thread that takes the signal to finish. */
@@ -917,7 +941,7 @@ static const struct {
 	{"stack_in_pieces", stack_in_pieces}, {"stack_in_untouched_pieces", stack_in_untouched_pieces},
 	{"stack_in_big_pieces", stack_in_big_pieces},
 	{"stack_with_guard", stack_with_guard}, {"stack_above_memory", stack_above_memory},
-	{"stack_near_memory", stack_near_memory}, {"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered},
+	{"stack_near_memory", stack_near_memory}, {"crowd", crowd}, {"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered},
 	{"filtered_throughout", filtered_throughout}, {"sandboxed", sandboxed}, {"strict", strict},
 	{"forbidden", forbidden}, {"filtered_by_another", filtered_by_another},
 	{"signals", signals}, {"storm", storm}, {"execs", execs}, {"newborn", newborn}, {"churn", churn},

@@ -42,6 +42,7 @@ mod stack;
 mod target;
 mod tracer;
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
@@ -410,14 +411,25 @@ pub fn inside<T: Send>(
     let mut work = Some(work);
     let mut once = |inside: &Inside<'_>| (work.take().expect("a thread is visited once"))(inside);
     let mut why = Error::Gone;
-    for (tid, patience) in target.candidates()? {
-        match visit_from_outside(target, tid, patience, &mut once) {
+    // Looked for only where the preferred one fails: that reads of many threads.
+    let mut listed = false;
+    let mut waiting: VecDeque<_> = target.preferred().into_iter().collect();
+    loop {
+        let Some((tid, patience)) = waiting.pop_front() else {
+            if listed {
+                return Err(why);
+            }
+            (listed, waiting) = (true, target.candidates()?.into());
+            continue;
+        };
+        let visited = visit_from_outside(target, tid, patience, &mut once);
+        target.note_visit(tid, visited.is_ok());
+        match visited {
             Ok((outcome, stopped)) => return outcome.map(|outcome| (outcome, stopped)),
             Err(Miss::Process(error) | Miss::Denied(error)) => return Err(error),
             Err(Miss::Thread(error)) => why = error,
         }
     }
-    Err(why)
 }
 
 #[cfg(test)]

@@ -8,9 +8,10 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{Dir, FlockOperation, Mode, OFlags, flock, openat};
+use rustix::fs::{AtFlags, Dir, FlockOperation, Mode, OFlags, flock, openat, statat};
 use rustix::io::Errno;
 
 use super::{Error, Home, ROOM, arch, failed, stack};
@@ -18,8 +19,10 @@ use super::{Error, Home, ROOM, arch, failed, stack};
 /// How long to wait for one thread of several before the next is tried, and in the second round.
 const SHORT: Duration = Duration::from_millis(20);
 const LONG: Duration = Duration::from_millis(500);
-/// How many threads are tried.
+/// How many threads are tried, and of how many those are chosen: what is read of a process is not to grow with its
+/// threads.
 const TRIES: usize = 6;
+const EXAMINED: usize = 32;
 /// How long to wait while another tracer holds the process: one of ours lets go within milliseconds.
 const PATIENCE: Duration = Duration::from_millis(500);
 /// How long the kernel may take to map a program that begins.
@@ -43,6 +46,8 @@ pub struct Target {
     /// Where the main stack ends, or the piece of it that was used first: nothing above that matters.
     pub(super) stack_end: Option<u64>,
     pub(super) home: Home,
+    /// The thread that was visited last; 0 before the first visit and after one that failed.
+    visited: AtomicI32,
 }
 
 /// A line of `/proc/PID/maps`.
@@ -95,6 +100,11 @@ pub(super) fn number<T: std::str::FromStr>(status: &str, name: &str) -> Option<T
     field(status, name)?.parse().ok()
 }
 
+/// Whether a thread has ended, from its status.
+fn has_ended(status: &str) -> bool {
+    field(status, "State").is_some_and(|state| state.starts_with(['Z', 'X']))
+}
+
 impl Target {
     /// Find out whether and how a process can be visited. `directory` is its open directory below `/proc`, `pid` the
     /// number it has there.
@@ -143,7 +153,8 @@ impl Target {
             file.map(File::from).map_err(|_| Error::Gone)
         };
         let (maps, pagemap) = (held("maps")?, held("pagemap")?);
-        Ok(Self { directory, pid, memory, maps, pagemap, stack_end: stack::end(&listing), home })
+        let (stack_end, visited) = (stack::end(&listing), AtomicI32::new(0));
+        Ok(Self { directory, pid, memory, maps, pagemap, stack_end, home, visited })
     }
 
     /// Held while a thread of it is visited, so that no two of ours share its stack.
@@ -161,6 +172,21 @@ impl Target {
         }
     }
 
+    /// The thread to try before any is looked for: the one that was visited last, at first the main one. None for a
+    /// process with one thread, and where that call of it ends early by being stopped.
+    pub(super) fn preferred(&self) -> Option<(i32, Duration)> {
+        // A directory has a link for itself, one from its parent and one for each thread (fs/proc/base.c,
+        // `proc_task_getattr`).
+        let links = statat(&self.directory, "task", AtFlags::empty()).ok()?.st_nlink;
+        let tid = Some(self.visited.load(Ordering::Relaxed)).filter(|&tid| tid != 0).unwrap_or(self.pid);
+        (links > 3 && !self.is_in_fragile_call(tid)).then_some((tid, SHORT))
+    }
+
+    /// Note which thread was visited, or that it could not be.
+    pub(super) fn note_visit(&self, tid: i32, visited: bool) {
+        self.visited.store(if visited { tid } else { 0 }, Ordering::Relaxed);
+    }
+
     /// The threads to try, with how long each may take to stop: the main one first. One that has ended cannot.
     pub(super) fn candidates(&self) -> Result<Vec<(i32, Duration)>, Error> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -170,13 +196,16 @@ impl Target {
             if let Some(tid) = entry.file_name().to_str().ok().and_then(|name| name.parse().ok()) {
                 threads.push(tid);
             }
+            if threads.len() == EXAMINED {
+                break;
+            }
         }
         // A thread whose call ends early by being stopped is spared if another can be had.
         let spared = |tid| self.is_in_fragile_call(tid) && (tid != self.pid || self.main_leaves_room(4 * ROOM as u64));
         threads.sort_by_cached_key(|&tid: &i32| (spared(tid), tid != self.pid, tid));
         threads.retain(|tid| {
             let status = text(&self.directory, &format!("task/{tid}/status")).unwrap_or_default();
-            field(&status, "State").is_some_and(|state| !state.starts_with(['Z', 'X']))
+            field(&status, "State").is_some() && !has_ended(&status)
         });
         // The main one is not left out: the others need more of its stack.
         if let Some(main) = threads.iter().position(|&tid| tid == self.pid).filter(|&main| main >= TRIES) {
@@ -245,6 +274,8 @@ impl Target {
         let tracer = number(&status, "TracerPid").unwrap_or(0);
         match error.raw_os_error() {
             Some(libc::ESRCH) => Error::Gone,
+            // The kernel answers EPERM for it.
+            _ if has_ended(&status) => Error::Gone,
             _ if tracer != 0 => Error::Traced(tracer),
             Some(libc::EPERM) => Error::Denied("tracing it needs its owner or CAP_SYS_PTRACE".to_owned()),
             _ => Error::Failed(format!("seizing thread {tid}: {error}")),
