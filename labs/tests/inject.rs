@@ -15,7 +15,6 @@ use pagefold_host::Host;
 use pagefold_labs::client::{self, Lab};
 use pagefold_labs::ksm::Ksm;
 use pagefold_linux::LiveHost;
-use pagefold_sys::inject::{self, Target};
 use std::fs;
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
@@ -329,6 +328,8 @@ fn a_static_program_is_enrolled() {
     victim.finish();
 }
 
+#[path = "inject/busy.rs"]
+mod busy;
 #[path = "inject/changing.rs"]
 mod changing;
 #[cfg(feature = "fault-points")]
@@ -650,34 +651,6 @@ fn calls_of_32_bit_programs_from_64_bit_code_are_restarted() {
         done(victim.pid(), &["mergeable", "--cycles", &cycles(60).to_string()]);
         victim.finish();
     }
-}
-
-#[test]
-fn a_visit_reads_no_more_of_a_process_with_many_threads() {
-    if !possible() {
-        return;
-    }
-    let reads = || {
-        let io = fs::read_to_string("/proc/thread-self/io").ok()?;
-        io.lines().find_map(|line| line.strip_prefix("syscr: ")?.parse::<u64>().ok())
-    };
-    if reads().is_none() {
-        return println!("skipped: needs a kernel with CONFIG_TASK_IO_ACCOUNTING");
-    }
-    let victim = Victim::start("crowd");
-    assert!(victim.status("Threads").parse::<u32>().expect("a number") > 500);
-    let directory = fs::File::open(format!("/proc/{}", victim.pid())).expect("it lives");
-    let target = Target::new(&directory, victim.pid().cast_signed()).expect("it can be visited");
-    let number = if cfg!(target_arch = "x86_64") { 39 } else { 172 };
-    let before = reads();
-    for _ in 0..10 {
-        let answer = inject::inside(&target, |inside| inside.call(number, [0; 6])).expect("a thread stops").0;
-        assert_eq!(answer, i64::from(victim.pid()));
-    }
-    let reads = reads().zip(before).map(|(after, before)| after - before).expect("told before");
-    // Two of each thread would be ten thousand; a machine so loaded that other threads are tried reads of 32.
-    assert!(reads < 2_000, "{reads} reads for ten visits");
-    victim.finish();
 }
 
 #[test]

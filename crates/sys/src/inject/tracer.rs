@@ -2,13 +2,17 @@
 //!
 //! A tracer that is stopped leaves its target stopped. Job control (SIGTSTP from Ctrl-Z, SIGTTIN, SIGTTOU) and SIGSTOP
 //! stop all threads of a process, so the tracer is a process of its own: in its own session, with all signals blocked.
-//! It shares the memory and the open files of Pagefold, and the thread that starts it waits for its end, as with
-//! vfork(2). Pagefold therefore stops between two visits.
+//! It shares the memory and the open files of Pagefold, and the thread-local state of the thread that starts it. That
+//! thread makes raw system calls alone until the tracer has ended.
 //!
 //! Both end together. When Pagefold is killed, the kernel kills the tracer (`PR_SET_PDEATHSIG`). When the tracer is
 //! killed, Pagefold kills itself: the memory of both may be in the middle of a change. A kernel timer kills a tracer
 //! that has not run for [`WATCHDOG`], because a SIGSTOP was sent to it or its cgroup was frozen; the end of the tracer
 //! releases the target.
+//!
+//! A tracer may run on the target's CPU only (`super::ptrace::run_on`). Where a real-time program keeps that CPU, the
+//! waiting thread sends the tracer to the other CPUs after [`PATIENCE`], and later takes its real-time priority away, so
+//! that it gets the share of a CPU which the kernel reserves for ordinary tasks.
 //!
 //! Mirrors kernel/fork.c, kernel/exit.c and kernel/time/posix-timers.c (6.18). Limits: a freezer of cgroup v1 holds a
 //! killed process until it is thawed, and the target with it. Where Yama lets a process trace only its descendants
@@ -18,18 +22,21 @@
 use std::cell::Cell;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
+use rustix::io::Errno;
 use rustix::process::{Pid, Signal, getpid, getppid, kill_process, set_parent_process_death_signal, setsid};
-use rustix::thread::set_name;
-use rustix::time::{ClockId, clock_gettime};
+use rustix::thread::{CpuSet, futex, sched_getaffinity, sched_setaffinity, set_name};
+use rustix::time::{ClockId, Timespec, clock_gettime};
 
 /// How long a tracer may go without running before the kernel kills it.
 const WATCHDOG: Duration = Duration::from_secs(5);
+/// How long a tracer may go without running before it is moved to other CPUs, and then before it loses its priority.
+const PATIENCE: [Duration; 2] = [Duration::from_millis(3), Duration::from_millis(30)];
 /// Bytes of the tracer's stack, and of the inaccessible page below it.
-const STACK: usize = 512 << 10;
-const GUARD: usize = 64 << 10;
+const STACK_BYTES: usize = 512 << 10;
+const GUARD_BYTES: usize = 64 << 10;
 
 /// CPU nanoseconds of all tracers that have ended.
 static CPU_NANOSECONDS: AtomicU64 = AtomicU64::new(0);
@@ -37,6 +44,10 @@ static CPU_NANOSECONDS: AtomicU64 = AtomicU64::new(0);
 thread_local! {
     /// The timer of the tracer that runs on behalf of this thread.
     static TIMER: Cell<Option<libc::timer_t>> = const { Cell::new(None) };
+    /// The stack of this thread's last tracer: its pages are there already, so that a target is not stopped for them.
+    static STACK: Cell<Option<Stack>> = const { Cell::new(None) };
+    /// How often a tracer restarted its timer: it is known to have run by that.
+    static RUNS: AtomicU32 = const { AtomicU32::new(0) };
 }
 
 /// CPU time of the tracers that have ended. It is not part of the CPU time of this process.
@@ -48,6 +59,7 @@ pub fn cpu_time() -> Duration {
 /// Restart the watchdog timer. Does nothing outside a tracer.
 pub(super) fn restart_watchdog() {
     let Some(timer) = TIMER.get() else { return };
+    RUNS.with(|runs| runs.fetch_add(1, Ordering::Relaxed));
     // SAFETY: all zeros are a valid `itimerspec`.
     let mut when: libc::itimerspec = unsafe { std::mem::zeroed() };
     when.it_value.tv_sec = WATCHDOG.as_secs() as libc::time_t;
@@ -77,13 +89,13 @@ impl Stack {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_STACK | libc::MAP_NORESERVE;
         let access = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.
-        let base = unsafe { libc::mmap(std::ptr::null_mut(), GUARD + STACK, access, flags, -1, 0) };
+        let base = unsafe { libc::mmap(std::ptr::null_mut(), GUARD_BYTES + STACK_BYTES, access, flags, -1, 0) };
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
         let stack = Self(base);
         // SAFETY: the range is the lower end of the mapping made above, which is not in use yet.
-        match unsafe { libc::mprotect(base, GUARD, libc::PROT_NONE) } {
+        match unsafe { libc::mprotect(base, GUARD_BYTES, libc::PROT_NONE) } {
             0 => Ok(stack),
             _ => Err(io::Error::last_os_error()),
         }
@@ -91,14 +103,14 @@ impl Stack {
 
     fn top(&self) -> *mut libc::c_void {
         // Never dereferenced beyond the mapping: stacks grow downwards.
-        self.0.wrapping_byte_add(GUARD + STACK)
+        self.0.wrapping_byte_add(GUARD_BYTES + STACK_BYTES)
     }
 }
 
 impl Drop for Stack {
     fn drop(&mut self) {
         // SAFETY: the mapping is this value's, and the tracer that ran on it has ended.
-        unsafe { libc::munmap(self.0, GUARD + STACK) };
+        unsafe { libc::munmap(self.0, GUARD_BYTES + STACK_BYTES) };
     }
 }
 
@@ -134,7 +146,7 @@ struct Job<W, T> {
 
 /// The main function of the tracer; `job` is the address of its [`Job`].
 extern "C" fn trace<W: FnOnce() -> T, T>(job: *mut libc::c_void) -> libc::c_int {
-    // SAFETY: `run` passes the address of its job and does not touch it until this process has ended.
+    // SAFETY: `run` passes the address of its job and does not touch it until this process has left the memory.
     let job = unsafe { &mut *job.cast::<Job<W, T>>() };
     let bound = set_parent_process_death_signal(Some(Signal::KILL)).is_ok();
     // A parent that ended before the signal was requested sends none.
@@ -151,6 +163,63 @@ extern "C" fn trace<W: FnOnce() -> T, T>(job: *mut libc::c_void) -> libc::c_int 
     0
 }
 
+/// Wait until the tracer has left this memory, and see that it runs. `alive` is not 0 until then.
+///
+/// All in here is raw system calls but for the last step, which writes to `errno` only if the tracer is gone: the
+/// thread-local state is the tracer's.
+fn await_end(tracer: Pid, alive: &AtomicU32) {
+    let runs = || RUNS.with(|runs| runs.load(Ordering::Relaxed));
+    let (mut seen, mut stage) = (runs(), 0);
+    loop {
+        let value = alive.load(Ordering::Acquire);
+        if value == 0 {
+            return;
+        }
+        let timeout = PATIENCE.get(stage).map(|patience| Timespec {
+            tv_sec: patience.as_secs().cast_signed(),
+            tv_nsec: patience.subsec_nanos().into(),
+        });
+        // The kernel wakes a futex that is not private.
+        let waited = futex::wait(alive, futex::Flags::empty(), value, timeout.as_ref());
+        if waited == Err(Errno::TIMEDOUT) {
+            if runs() == seen {
+                match stage {
+                    0 => leave_cpu(tracer),
+                    _ => lower_priority(tracer),
+                }
+                stage += 1;
+            }
+            seen = runs();
+        }
+    }
+}
+
+/// Send a tracer that may run on one CPU only to the others that this thread may run on.
+fn leave_cpu(tracer: Pid) {
+    let (Ok(allowed), Ok(pinned)) = (sched_getaffinity(None), sched_getaffinity(Some(tracer))) else { return };
+    if let Some(others) = other_cpus(&allowed, &pinned) {
+        // Where it is refused, the tracer waits for its CPU, at most until its timer ends it.
+        let _ = sched_setaffinity(Some(tracer), &others);
+    }
+}
+
+/// The CPUs that are allowed without the one of `pinned`. None where that is more than one, or nothing is left.
+fn other_cpus(allowed: &CpuSet, pinned: &CpuSet) -> Option<CpuSet> {
+    let mut others = *allowed;
+    (0..CpuSet::MAX_CPU).filter(|&cpu| pinned.is_set(cpu)).for_each(|cpu| others.unset(cpu));
+    (pinned.count() == 1 && others.count() > 0).then_some(others)
+}
+
+/// Make an ordinary task of a tracer.
+fn lower_priority(tracer: Pid) {
+    let parameters = libc::sched_param { sched_priority: 0 };
+    // SAFETY: `parameters` is valid.
+    unsafe { libc::sched_setscheduler(tracer.as_raw_nonzero().get(), libc::SCHED_OTHER, &raw const parameters) };
+    if let Ok(allowed) = sched_getaffinity(None) {
+        let _ = sched_setaffinity(Some(tracer), &allowed);
+    }
+}
+
 /// Run `work` in a tracer process while the calling thread waits. What it has seized is released when this returns.
 ///
 /// # Errors
@@ -162,18 +231,23 @@ pub(super) fn run<T>(work: impl FnOnce() -> T) -> io::Result<T> {
     fn entry<W: FnOnce() -> T, T>(_: &Job<W, T>) -> extern "C" fn(*mut libc::c_void) -> libc::c_int {
         trace::<W, T>
     }
-    let stack = Stack::new()?;
+    let stack = STACK.take().map_or_else(Stack::new, Ok)?;
     let mut job = Job { parent: getpid(), work: Some(work), outcome: None };
     let enter = entry(&job);
     let blocked = SignalsBlocked::new();
+    let alive = AtomicU32::new(1);
     // Without an exit signal, so that other waits of this process do not see the tracer.
-    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_FILES;
-    // SAFETY: the tracer runs `trace` on a stack of its own and uses the thread-local state of this thread, which is
-    // suspended until the tracer has ended, as is everything that `job` refers to.
-    let tracer = unsafe { libc::clone(enter, stack.top(), flags, (&raw mut job).cast()) };
-    if tracer == -1 {
+    let flags = libc::CLONE_VM | libc::CLONE_FILES | libc::CLONE_CHILD_CLEARTID;
+    let (job_address, parent_tid, tls) =
+        ((&raw mut job).cast(), std::ptr::null_mut::<i32>(), std::ptr::null_mut::<()>());
+    // SAFETY: the tracer runs `trace` on a stack of its own. It uses the thread-local state of this thread, which
+    // leaves it alone (`await_end`) until the tracer has left this memory; until then this frame keeps all that `job`
+    // refers to.
+    let tracer = unsafe { libc::clone(enter, stack.top(), flags, job_address, parent_tid, tls, alive.as_ptr()) };
+    let Some(pid) = Pid::from_raw(tracer).filter(|_| tracer > 0) else {
         return Err(io::Error::last_os_error());
-    }
+    };
+    await_end(pid, &alive);
     // Its end is not complete when this thread goes on: it releases what it traces later than its memory.
     let mut status = 0;
     // SAFETY: `status` is a valid place for the status. All signals are blocked, so the call is not interrupted.
@@ -186,6 +260,7 @@ pub(super) fn run<T>(work: impl FnOnce() -> T) -> io::Result<T> {
         }
     }
     drop(blocked);
+    STACK.set(Some(stack));
     match job.outcome {
         Some(outcome) => Ok(outcome.unwrap_or_else(|panic| resume_unwind(panic))),
         None => Err(io::Error::other("the process could not be protected from stops")),
@@ -209,6 +284,19 @@ mod tests {
         assert!(pid != getpid() && session == pid && group == pid);
         assert!(!std::fs::exists(format!("/proc/{pid}")).expect("a look at /proc"), "it has ended and is reaped");
         assert!(cpu_time() > Duration::ZERO);
+    }
+
+    #[test]
+    fn a_tracer_leaves_one_cpu_for_the_others_that_are_allowed() {
+        let set = |cpus: &[usize]| {
+            let mut set = CpuSet::new();
+            cpus.iter().for_each(|&cpu| set.set(cpu));
+            set
+        };
+        assert_eq!(other_cpus(&set(&[0, 1, 5]), &set(&[1])), Some(set(&[0, 5])));
+        assert_eq!(other_cpus(&set(&[0, 1, 5]), &set(&[7])), Some(set(&[0, 1, 5])), "a cpuset that changed");
+        assert_eq!(other_cpus(&set(&[1]), &set(&[1])), None);
+        assert_eq!(other_cpus(&set(&[0, 1]), &set(&[0, 1])), None, "it is not pinned");
     }
 
     #[test]
