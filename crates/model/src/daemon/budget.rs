@@ -53,13 +53,13 @@ impl Budget {
         self.burst
     }
 
-    /// How long until so much may be spent at once; `None` if never.
+    /// How long until so much may be spent at once; `None` if never, or not within the range of [`Duration`].
     pub fn until(&self, cost: f64) -> Option<Duration> {
         let missing = (cost - self.left).max(0.0);
         if cost > self.burst || (missing > 0.0 && self.average <= 0.0) {
             return None;
         }
-        Some(if missing > 0.0 { Duration::from_secs_f64(missing / self.average) } else { Duration::ZERO })
+        if missing > 0.0 { Duration::try_from_secs_f64(missing / self.average).ok() } else { Some(Duration::ZERO) }
     }
 }
 
@@ -82,6 +82,16 @@ mod tests {
         assert_eq!(budget.left(), 10.0);
         budget.rebound(0.1, 2 * SECOND);
         assert_eq!((budget.left(), budget.burst()), (2.0, 2.0));
+    }
+
+    #[test]
+    fn until_is_none_where_the_average_is_too_small_for_a_duration() {
+        for average in [0.0, f64::MIN_POSITIVE, 1e-302, 1e-21] {
+            let mut budget = Budget::new(average, Duration::from_millis(150), Duration::ZERO, Duration::ZERO);
+            budget.read(SECOND, Duration::from_millis(100));
+            assert_eq!(budget.until(0.1), None, "{average:e}");
+            assert_eq!(budget.until(0.01), Some(Duration::ZERO), "{average:e}");
+        }
     }
 
     proptest! {
