@@ -11,6 +11,7 @@
 mod families;
 
 use pagefold_report::daemon::Status;
+use pagefold_report::text::printable;
 use std::fmt::{self, Write as _};
 
 /// Members, workloads, cgroups, trust domains and reasons that have series of their own, of each at most.
@@ -155,7 +156,8 @@ impl Number for f64 {
     }
 }
 
-/// The value of a label.
+/// The value of a label. Names are chosen by processes, and a terminal shows what `curl` gets: characters that steer it
+/// are written as escapes.
 struct Escaped<'a>(&'a str);
 
 impl fmt::Display for Escaped<'_> {
@@ -165,7 +167,8 @@ impl fmt::Display for Escaped<'_> {
                 '\\' => f.write_str("\\\\")?,
                 '"' => f.write_str("\\\"")?,
                 '\n' => f.write_str("\\n")?,
-                other => f.write_char(other)?,
+                ' '..='~' => f.write_char(c)?,
+                other => f.write_str(&printable(other.encode_utf8(&mut [0; 4])).replace('\\', "\\\\"))?,
             }
         }
         Ok(())

@@ -144,6 +144,16 @@ fn names_cannot_break_out_of_labels_nor_double_a_series() {
     promtool_takes(&text);
 }
 
+#[test]
+fn names_cannot_steer_a_terminal() {
+    let mut status = status();
+    status.members[0].label = "\u{1b}[2Jw\u{e9}b\u{202e}\u{9b}31m".to_owned();
+    let text = text(&status, Format::Prometheus);
+    assert!(text.contains("=\"\\\\u{1b}[2Jw\u{e9}b\\\\u{202e}\\\\u{9b}31m\""), "{text}");
+    assert!(!text.contains(|c: char| c.is_control() && c != '\n' || c == '\u{202e}'));
+    promtool_takes(&text);
+}
+
 /// Each restart of a program would be a new series.
 #[test]
 fn domains_of_one_process_are_named_without_its_number() {
