@@ -59,7 +59,7 @@ impl Answer {
     ///
     /// # Errors
     /// The peer has gone or takes too long.
-    pub fn send(&self, stream: &mut TcpStream) -> io::Result<()> {
+    pub fn send(&self, stream: &TcpStream) -> io::Result<()> {
         let body = match &self.body {
             Body::Fixed(text) => text,
             Body::Shared(text) => &**text,
@@ -82,7 +82,7 @@ impl Answer {
 ///
 /// # Errors
 /// The peer has gone or takes too long.
-pub fn events(stream: &mut TcpStream, board: &Board) -> io::Result<()> {
+pub fn events(stream: &TcpStream, board: &Board) -> io::Result<()> {
     send(stream, format!("{}\r\nretry: 2000\n\n", head(200, "text/event-stream")).as_bytes())?;
     let mut seen = 0;
     while !board.is_closed() {
@@ -120,7 +120,7 @@ fn head(status: u16, kind: &str) -> String {
 }
 
 /// Send bytes within [`SENDING`], however slowly the peer takes them.
-fn send(stream: &mut TcpStream, mut bytes: &[u8]) -> io::Result<()> {
+fn send(mut stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     let until = Instant::now() + SENDING;
     while !bytes.is_empty() {
         let left = until.saturating_duration_since(Instant::now());
@@ -139,7 +139,7 @@ fn send(stream: &mut TcpStream, mut bytes: &[u8]) -> io::Result<()> {
 }
 
 /// Read what the peer still sends: to close on it would reset the connection, and take the answer away again.
-fn linger(stream: &mut TcpStream) -> io::Result<()> {
+fn linger(mut stream: &TcpStream) -> io::Result<()> {
     stream.shutdown(Shutdown::Write)?;
     let until = Instant::now() + LINGER;
     let mut chunk = [0; 8 << 10];

@@ -10,39 +10,51 @@
 //!
 //! There is nothing but to GET. A request is compared with these paths and that is all: no file is opened, nothing is
 //! decoded and no body is taken. Everything is bounded: a head to [`HEAD_BYTES`] in [`READING`], an answer to
-//! [`SENDING`] however slowly it is taken, a server to [`CONNECTIONS`] at a time, of which [`STREAMS`] may be streams
-//! of events. Who comes when there are so many waits in the kernel's queue; a stream too many is refused.
+//! [`SENDING`] however slowly it is taken. One thread reads the heads of up to [`ARRIVING`] connections; beyond that the
+//! oldest of them is dropped. Up to [`CONNECTIONS`] are answered at a time, each by a thread, of which [`STREAMS`] may be
+//! streams of events; a stream too many is refused. Where more requests wait, `/metrics` comes first, which is what
+//! probes of liveness ask for, and the oldest answer is cut off once it has taken [`PRESSED`].
 //!
 //! Whoever can connect can read, so a server belongs on loopback, and a page of another site that a browser has been
 //! made to load from this address (DNS rebinding) is refused by its name. Who can connect can also keep others waiting.
 //! There is no TLS and no password: for more than loopback, put a proxy before it that has them.
 
 mod answer;
+mod arriving;
+mod places;
 mod request;
 mod site;
 
 use crate::board::Board;
 use answer::Answer;
-use request::Request;
+use arriving::{Arrived, Queue};
+use places::{Place, Places};
 use rustix::net::Shutdown;
 use site::Reply;
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 pub use answer::SENDING;
+pub use arriving::{ARRIVING, READING};
+pub use places::PRESSED;
 pub use request::{FIELDS, HEAD_BYTES};
 
-/// Connections that are served at a time.
+/// Connections that are answered at a time.
 pub const CONNECTIONS: usize = 64;
+
+/// Requests that wait for a place at most: more are dropped.
+const WAITING: usize = 1024;
+
+/// Between two looks for a free place while requests wait for one, and between two looks otherwise.
+const SOON: Duration = Duration::from_millis(10);
+const CALM: Duration = Duration::from_secs(60);
 
 /// How many of them may be streams of events.
 pub const STREAMS: usize = 32;
-
-/// How long a request may take to arrive.
-pub const READING: Duration = Duration::from_secs(5);
 
 /// The stack of a connection's thread: it holds no more than a few buffers.
 const STACK: usize = 128 << 10;
@@ -61,8 +73,8 @@ struct Shared {
     /// Host names that requests may name beside addresses and `localhost`.
     names: Vec<String>,
     board: Arc<Board>,
-    connections: Slots,
-    streams: Slots,
+    places: Arc<Places>,
+    closed: AtomicBool,
 }
 
 impl Server {
@@ -74,8 +86,9 @@ impl Server {
     pub fn start(address: SocketAddr, names: Vec<String>, board: Arc<Board>) -> io::Result<Self> {
         let listener = TcpListener::bind(address)?;
         let address = listener.local_addr()?;
-        let (connections, streams) = (Slots::new(CONNECTIONS), Slots::new(STREAMS));
-        let shared = Arc::new(Shared { listener, names, board, connections, streams });
+        listener.set_nonblocking(true)?;
+        let places = Arc::new(Places::new(CONNECTIONS, STREAMS));
+        let shared = Arc::new(Shared { listener, names, board, places, closed: AtomicBool::new(false) });
         let accepting = thread::Builder::new().name("http".to_owned()).stack_size(STACK).spawn({
             let shared = Arc::clone(&shared);
             move || accept(&shared)
@@ -92,8 +105,8 @@ impl Server {
 impl Drop for Server {
     /// Refuse further connections. Those that are there end within their limits, streams at the closing of the board.
     fn drop(&mut self) {
-        self.shared.connections.close();
-        // On Linux this ends a wait in accept(2) with EINVAL.
+        self.shared.closed.store(true, Ordering::Relaxed);
+        // On Linux this ends a wait for connections.
         let _ = rustix::net::shutdown(&self.shared.listener, Shutdown::Both);
         if let Some(accepting) = self.accepting.take() {
             let _ = accepting.join();
@@ -101,100 +114,54 @@ impl Drop for Server {
     }
 }
 
+/// Take in connections and their requests, and have them answered, until the server is dropped.
 fn accept(shared: &Arc<Shared>) {
-    while shared.connections.take() {
-        let slot = Slot { shared: Arc::clone(shared), of: |shared| &shared.connections };
-        match shared.listener.accept() {
-            Ok((stream, _)) => {
-                // Where no thread is to be had, the connection is dropped.
-                let _ = thread::Builder::new().name("http".to_owned()).stack_size(STACK).spawn(move || {
-                    // Whatever goes wrong with a peer is the peer's.
-                    let _ = serve(stream, &slot.shared);
-                });
+    let (mut queue, mut waiting) = (Queue::new(), Vec::new());
+    while !shared.closed.load(Ordering::Relaxed) {
+        let pause = if waiting.is_empty() { CALM } else { SOON };
+        queue.wait(&shared.listener, &shared.names, pause, &mut waiting);
+        waiting.sort_by_key(rank);
+        waiting.truncate(WAITING);
+        let mut left = Vec::new();
+        for (stream, request) in waiting.drain(..) {
+            let stream = Arc::new(stream);
+            match if left.is_empty() { shared.places.take(&stream) } else { None } {
+                Some(place) => answer(stream, request, place, shared),
+                None => left.extend(Arc::into_inner(stream).map(|stream| (stream, request))),
             }
-            // Out of descriptors or memory, or the peer went at once: nothing that haste would mend.
-            Err(_) => thread::sleep(Duration::from_millis(100)),
         }
+        waiting = left;
     }
 }
 
-fn serve(mut stream: TcpStream, shared: &Arc<Shared>) -> io::Result<()> {
+/// What is answered first: a scrape, then other requests in the order in which they came, refusals last.
+fn rank((_, request): &Arrived) -> u8 {
+    match request {
+        Ok(request) if request.path == "/metrics" => 0,
+        Ok(_) => 1,
+        Err(_) => 2,
+    }
+}
+
+/// Answer on a thread of its own. Where none is to be had, the connection is dropped.
+fn answer(stream: Arc<TcpStream>, request: Result<request::Request, Answer>, place: Place, shared: &Arc<Shared>) {
+    let shared = Arc::clone(shared);
+    let _ = thread::Builder::new().name("http".to_owned()).stack_size(STACK).spawn(move || {
+        let reply = match request {
+            Ok(request) => site::reply(&request, &shared.board),
+            Err(refusal) => Reply::Whole(refusal),
+        };
+        // Whatever goes wrong with a peer is the peer's.
+        let _ = serve(&stream, reply, &place, &shared.board);
+    });
+}
+
+fn serve(stream: &TcpStream, reply: Reply, place: &Place, board: &Board) -> io::Result<()> {
+    stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
-    let reply = match Request::read(&mut stream, Instant::now() + READING, &shared.names) {
-        Ok(None) => return Ok(()),
-        Ok(Some(request)) => site::reply(&request, &shared.board),
-        Err(refusal) => Reply::Whole(refusal),
-    };
     match reply {
-        Reply::Whole(answer) => answer.send(&mut stream),
-        Reply::Events if shared.streams.try_take() => {
-            let _slot = Slot { shared: Arc::clone(shared), of: |shared| &shared.streams };
-            answer::events(&mut stream, &shared.board)
-        }
-        Reply::Events => Answer::refusal(503, "too many streams of events").send(&mut stream),
-    }
-}
-
-/// Places, of which there are so many.
-#[derive(Debug)]
-struct Slots {
-    free: Mutex<Option<usize>>,
-    change: Condvar,
-}
-
-impl Slots {
-    fn new(count: usize) -> Self {
-        Self { free: Mutex::new(Some(count)), change: Condvar::new() }
-    }
-
-    /// Take one as soon as there is one; false once they are closed.
-    fn take(&self) -> bool {
-        let free = self.change.wait_while(self.free(), |free| *free == Some(0));
-        match &mut *free.unwrap_or_else(PoisonError::into_inner) {
-            Some(free) => {
-                *free -= 1;
-                true
-            }
-            None => false,
-        }
-    }
-
-    /// Take one if there is one.
-    fn try_take(&self) -> bool {
-        match &mut *self.free() {
-            Some(0) | None => false,
-            Some(free) => {
-                *free -= 1;
-                true
-            }
-        }
-    }
-
-    fn give_back(&self) {
-        if let Some(free) = &mut *self.free() {
-            *free += 1;
-        }
-        self.change.notify_one();
-    }
-
-    fn close(&self) {
-        *self.free() = None;
-        self.change.notify_all();
-    }
-
-    fn free(&self) -> MutexGuard<'_, Option<usize>> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// A place that was taken, until it is dropped.
-struct Slot {
-    shared: Arc<Shared>,
-    of: fn(&Shared) -> &Slots,
-}
-
-impl Drop for Slot {
-    fn drop(&mut self) {
-        (self.of)(&self.shared).give_back();
+        Reply::Whole(answer) => answer.send(stream),
+        Reply::Events if place.stream() => answer::events(stream, board),
+        Reply::Events => Answer::refusal(503, "too many streams of events").send(stream),
     }
 }

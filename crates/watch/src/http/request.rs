@@ -3,7 +3,6 @@
 use super::answer::Answer;
 use std::io::{self, Read};
 use std::net::{IpAddr, TcpStream};
-use std::time::Instant;
 
 /// The longest head of a request, in bytes: what a browser sends has some hundred.
 pub const HEAD_BYTES: usize = 8 << 10;
@@ -22,40 +21,42 @@ pub struct Request {
     pub openmetrics: bool,
 }
 
-impl Request {
-    /// Read one from a connection. `None` if the peer went without a word.
+/// What has arrived of a request.
+#[derive(Debug, Default)]
+pub struct Head(Vec<u8>);
+
+impl Head {
+    /// Read what is there of a connection that does not block. `None` while the head is not whole, `Some(None)` if the
+    /// peer went without a word.
     ///
     /// # Errors
-    /// The answer to what is no request, not a permitted one, too long or too late.
-    pub fn read(stream: &mut TcpStream, until: Instant, names: &[String]) -> Result<Option<Self>, Answer> {
-        let mut head = Vec::new();
+    /// The answer to what is no request, not a permitted one, or too long.
+    pub fn read(&mut self, mut stream: &TcpStream, names: &[String]) -> Result<Option<Option<Request>>, Answer> {
         let mut chunk = [0; 2048];
         loop {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() || stream.set_read_timeout(Some(left)).is_err() {
-                return Err(Answer::refusal(408, "the request took too long"));
-            }
             let read = match stream.read(&mut chunk) {
-                Ok(0) if head.is_empty() => return Ok(None),
+                Ok(0) if self.0.is_empty() => return Ok(Some(None)),
                 Ok(0) => return Err(Answer::refusal(400, "the request ends within its head")),
                 Ok(read) => &chunk[..read],
-                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => continue,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(_) => return Ok(None),
+                Err(_) => return Ok(Some(None)),
             };
-            head.extend_from_slice(read);
+            self.0.extend_from_slice(read);
             // A head ends with a line, so there is no use in parsing within one.
             if read.contains(&b'\n')
-                && let Some(request) = Self::parse(&head, names)?
+                && let Some(request) = Request::parse(&self.0, names)?
             {
-                return Ok(Some(request));
+                return Ok(Some(Some(request)));
             }
-            if head.len() > HEAD_BYTES {
+            if self.0.len() > HEAD_BYTES {
                 return Err(Answer::refusal(431, "the head of the request is longer than 8 KiB"));
             }
         }
     }
+}
 
+impl Request {
     /// From the bytes of a head; `None` while it is not whole.
     fn parse(head: &[u8], names: &[String]) -> Result<Option<Self>, Answer> {
         let mut fields = [httparse::EMPTY_HEADER; FIELDS];
