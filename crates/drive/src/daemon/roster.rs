@@ -7,13 +7,18 @@
 //! virtual machine is small when it starts, and longer and longer ones afterwards. A look at who is not managed is one
 //! read of its size, so that thousands of short-lived programs cost little. A number that was given to another process
 //! is noticed when its turn comes.
+//!
+//! Any user can start processes that become other programs again and again, so what all of this costs is bounded: the
+//! pauses grow with the number of new processes, and a token bucket holds a part of the daemon's CPU bound. Where that
+//! is empty, the processes that are due wait, the longest due first.
 
 use super::Settings;
 use pagefold_host::{Begun, Host, Process as Handle, Programs, observe, parse};
-use pagefold_model::daemon::{Arrival, Event};
+use pagefold_model::daemon::{Arrival, Budget, Event};
 use pagefold_model::doctor::{Tuner, USER_HZ, tuner};
 use pagefold_model::process::Process;
 use pagefold_model::{Absent, Bytes, Pid, ProcessId, Reading};
+use rustix::time::{ClockId, clock_gettime};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -46,6 +51,14 @@ const LISTED: Duration = Duration::from_secs(30);
 
 /// The same after some were lost.
 const LOST: Duration = Duration::from_secs(1);
+
+/// New processes up to which the first pause is [`FIRST`]. With more of them it grows in proportion, so that the looks
+/// at new processes within a second do not.
+const NEW_AT_FIRST_PAUSE: usize = 64;
+
+/// The part of the daemon's CPU bound that observing processes may take on average, and the burst.
+const OBSERVING_SHARE: f64 = 0.25;
+const OBSERVING_BURST: Duration = Duration::from_secs(1);
 
 struct Known {
     /// Which it was when it was taken hold of.
@@ -88,6 +101,11 @@ pub(super) struct Roster {
     listed: Option<Duration>,
     /// Whether programs have begun that are not known.
     lost: bool,
+    /// The CPU time of the polling thread.
+    cpu_clock: fn() -> Duration,
+    /// CPU time that polls have taken in all, and what they may take.
+    observed: Duration,
+    budget: Budget,
 }
 
 /// What a poll found.
@@ -106,7 +124,16 @@ impl Roster {
             programs: host.follow_programs(),
             listed: None,
             lost: false,
+            cpu_clock: thread_cpu_time,
+            observed: Duration::ZERO,
+            budget: Budget::new(0.0, OBSERVING_BURST, Duration::ZERO, Duration::ZERO),
         }
+    }
+
+    /// With another clock of CPU time.
+    #[cfg(test)]
+    pub fn with_cpu_clock(self, cpu_clock: fn() -> Duration) -> Self {
+        Self { cpu_clock, ..self }
     }
 
     /// Whether the host tells of programs as they begin, or why not.
@@ -147,8 +174,19 @@ impl Roster {
     /// See who came, went and grew.
     pub fn poll(&mut self, host: &dyn Host, now: Duration, settings: &Settings) -> Reading<Polled> {
         let mut polled = Polled::default();
+        let (began, before) = ((self.cpu_clock)(), self.observed);
+        let read = |roster: &mut Self| {
+            roster.observed = before + (roster.cpu_clock)().saturating_sub(began);
+            roster.budget.read(now, roster.observed);
+            roster.budget.left() > 0.0
+        };
+        self.budget.rebound(settings.rules.cpu * OBSERVING_SHARE, OBSERVING_BURST);
+        // At first all are looked at, whatever it costs: a program that writes KSM's settings may be among them.
+        let first = self.listed.is_none();
+        let affordable = read(self);
         self.hear(now);
         let pause = match (&self.programs, self.lost) {
+            _ if !affordable => LISTED,
             (Err(_), _) => Duration::ZERO,
             (Ok(_), true) => LOST,
             (Ok(_), false) => LISTED,
@@ -156,11 +194,24 @@ impl Roster {
         if self.listed.is_none_or(|listed| now >= listed + pause) {
             self.list(host, now, &mut polled)?;
         }
-        let due: Vec<Pid> = self.known.iter().filter(|(_, known)| known.next <= now).map(|(pid, _)| *pid).collect();
-        for pid in due {
-            self.look(host, pid, now, settings, &mut polled);
+        let pause = self.first_pause(now);
+        let due = self.known.iter().filter(|(_, known)| known.next <= now);
+        let mut due: Vec<(Duration, Pid)> = due.map(|(pid, known)| (known.next, *pid)).collect();
+        due.sort_unstable();
+        for (_, pid) in due {
+            if !read(self) && !first {
+                break;
+            }
+            self.look(host, pid, now, pause, settings, &mut polled);
         }
+        read(self);
         Ok(polled)
+    }
+
+    /// The first pause between two looks at a process, by the number of those that are new.
+    fn first_pause(&self, now: Duration) -> Duration {
+        let new = self.known.values().filter(|known| known.is_new(now)).count();
+        FIRST * u32::try_from(new.div_ceil(NEW_AT_FIRST_PAUSE).max(1)).unwrap_or(u32::MAX)
     }
 
     /// Take in which programs have begun.
@@ -203,7 +254,15 @@ impl Roster {
     }
 
     /// Look at somebody whose turn it is.
-    fn look(&mut self, host: &dyn Host, pid: Pid, now: Duration, settings: &Settings, polled: &mut Polled) {
+    fn look(
+        &mut self,
+        host: &dyn Host,
+        pid: Pid,
+        now: Duration,
+        first_pause: Duration,
+        settings: &Settings,
+        polled: &mut Polled,
+    ) {
         let Some(known) = self.known.get_mut(&pid) else { return };
         if known.who.is_none()
             && known.tuner.is_none()
@@ -212,12 +271,13 @@ impl Roster {
             && (known.asked || known.pause < LASTING)
         {
             // Kernel threads have no memory, nor has who has ended and was not waited for.
-            known.pause = if resident == Bytes::ZERO { RAREST } else { (known.pause * 2).min(RAREST) };
+            let pause = (known.pause * 2).max(first_pause);
+            known.pause = if resident == Bytes::ZERO { RAREST } else { pause.min(RAREST) };
             known.next = now + known.pause;
             return;
         }
         match host.open(pid) {
-            Ok(handle) => known.look(host, &*handle, now, settings, polled),
+            Ok(handle) => known.look(host, &*handle, now, first_pause, settings, polled),
             Err(Absent::Vanished) => {
                 polled.went(known);
                 self.known.remove(&pid);
@@ -228,7 +288,20 @@ impl Roster {
 }
 
 impl Known {
-    fn look(&mut self, host: &dyn Host, handle: &dyn Handle, now: Duration, settings: &Settings, polled: &mut Polled) {
+    /// Whether it is looked at often: it has just come, or it is managed and has come lately.
+    fn is_new(&self, now: Duration) -> bool {
+        self.pause < FIRST * 16 || self.who.is_some() && now < self.came + YOUNG
+    }
+
+    fn look(
+        &mut self,
+        host: &dyn Host,
+        handle: &dyn Handle,
+        now: Duration,
+        first_pause: Duration,
+        settings: &Settings,
+        polled: &mut Polled,
+    ) {
         let process = handle.id();
         if self.process.is_some_and(|known| known != process) {
             polled.went(self);
@@ -254,7 +327,7 @@ impl Known {
             polled.ran.push((process, ran));
         }
         self.pause = match (managed, self.tuner) {
-            (true, _) if grows || young => FIRST,
+            (true, _) if grows || young => first_pause.min(STEADY),
             (true, _) => (self.pause * 2).min(STEADY),
             (false, Some(_)) => (self.pause * 2).min(MEMORY),
             (false, None) => (self.pause * 2).min(RAREST),
@@ -324,6 +397,12 @@ fn arrival(who: &Process, resident: Bytes, settings: &Settings) -> Arrival {
         excluded: settings.exclusions.reason(who),
         resident,
     }
+}
+
+/// The CPU time of this thread.
+fn thread_cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec as u32)
 }
 
 /// CPU time of all threads, in ticks.

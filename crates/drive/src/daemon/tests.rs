@@ -151,6 +151,47 @@ fn a_storm_of_programs_costs_little_and_hides_nobody() {
     assert!(roster.follows().is_ok() && roster.members().count() == 5);
 }
 
+thread_local! {
+    /// CPU time that this thread's questions to a host have taken, as if each took the same.
+    static ASKING: std::cell::Cell<Duration> = const { std::cell::Cell::new(Duration::ZERO) };
+}
+
+#[test]
+fn processes_that_exec_all_the_time_cannot_take_more_than_a_part_of_the_cpu_bound() {
+    const STORM: std::ops::Range<u32> = 10_000..13_000;
+    let (fake, settings) = (host(), Settings::default());
+    fake.tells_of_programs();
+    STORM.for_each(|pid| fake.start(pid, BIG));
+    let count = |_: &str| {
+        ASKING.set(ASKING.get() + Duration::from_micros(10));
+        None::<Fault>
+    };
+    let faulty = Faulty::new(&fake, count);
+    let mut roster = Roster::new(&faulty).with_cpu_clock(|| ASKING.get());
+    let (mut now, mut execs, mut seen) = (Duration::ZERO, STORM.cycle(), None);
+    let mut poll = |now: Duration| {
+        // Each becomes another program every 40 seconds.
+        (0..37).for_each(|_| fake.begins(execs.next().expect("they go on for ever")));
+        let events = roster.poll(&faulty, now, &settings).unwrap().events;
+        seen = seen.or(came(&events, 7000).then_some(now));
+    };
+    while now < Duration::from_secs(120) {
+        now += CALM[0];
+        poll(now);
+    }
+    let bound = now.mul_f64(settings.rules.cpu / 4.0) + Duration::from_secs(1);
+    assert!(ASKING.get() <= bound + Duration::from_millis(50), "{:?} of {bound:?}", ASKING.get());
+    // One that comes in the midst of it is not forgotten.
+    fake.start(7000, BIG);
+    fake.begins(7000);
+    while now < Duration::from_secs(180) {
+        now += CALM[0];
+        poll(now);
+    }
+    assert!(seen.is_some(), "a process that came was not seen within a minute");
+    assert_eq!(roster.members().count(), 4 + STORM.len() + 1);
+}
+
 #[test]
 fn who_drives_ksm_is_known_before_anything_is_done() {
     let (host, mut now) = (host(), Duration::ZERO);
