@@ -4,11 +4,13 @@
 //! asked who is at the other end. Who is slow, says too much or comes when too many are there is cut off.
 
 use anyhow::{Context, bail};
+use pagefold_drive::journal::Directory;
 use pagefold_report::daemon::Answer;
+use rustix::fs::OFlags;
 use rustix::net::sockopt::socket_peercred;
 use std::fs::{File, TryLockError};
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -101,6 +103,20 @@ pub fn ask(directory: &Path, request: Request) -> anyhow::Result<Answer> {
     serde_json::from_str(&answer).context("the daemon's answer cannot be read: is it of another version?")
 }
 
+/// Open the state directory, if only this user can write in it.
+fn private(path: &Path) -> anyhow::Result<Directory> {
+    let named = || format!("cannot open the state directory {}", path.display());
+    let directory = Directory::open(path).with_context(named)?;
+    if !directory.is_private().with_context(named)? {
+        bail!(
+            "cannot use the state directory {}: another user owns it or can write in it; pass --state DIR with a \
+             directory of your own, or run `chown` and `chmod go-w` on this one",
+            path.display()
+        );
+    }
+    Ok(directory)
+}
+
 /// The socket of a daemon that runs. Gone when it is dropped.
 pub struct Control {
     path: PathBuf,
@@ -110,12 +126,13 @@ pub struct Control {
 }
 
 impl Control {
-    /// Make the socket, unless another daemon runs.
+    /// Make the socket, unless another daemon runs. A directory in which another user can write is refused: that user
+    /// could put a symbolic link in the place of the lock, or a socket in the place of the daemon's.
     pub fn bind(directory: &Path) -> anyhow::Result<Self> {
         let path = path(directory);
         let lock = directory.join(LOCK);
         let named = || format!("cannot use {}", lock.display());
-        let file = File::options().create(true).append(true).mode(0o600).open(&lock).with_context(named)?;
+        let file = private(directory)?.file(LOCK, OFlags::WRONLY | OFlags::CREATE).with_context(named)?;
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
@@ -226,5 +243,40 @@ mod tests {
         assert!(ask(directory.path(), Request::Pause).is_ok(), "others are answered still");
         drop(control);
         assert!(!path(directory.path()).exists());
+    }
+
+    fn refusal(directory: &Path) -> String {
+        match Control::bind(directory) {
+            Ok(_) => panic!("{} was used", directory.display()),
+            Err(error) => format!("{error:#}"),
+        }
+    }
+
+    #[test]
+    fn bind_refuses_a_directory_that_another_user_can_write_in() {
+        let directory = tempfile::tempdir().unwrap();
+        for mode in [0o770, 0o702, 0o1777] {
+            std::fs::set_permissions(directory.path(), std::fs::Permissions::from_mode(mode)).unwrap();
+            assert!(refusal(directory.path()).contains("another user owns it or can write in it"), "{mode:o}");
+        }
+        std::fs::set_permissions(directory.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+        assert!(Control::bind(directory.path()).is_ok());
+        if rustix::process::geteuid().is_root() {
+            std::os::unix::fs::chown(directory.path(), Some(65534), None).unwrap();
+            assert!(refusal(directory.path()).contains("another user owns it or can write in it"));
+        }
+        assert!(!path(directory.path()).exists());
+    }
+
+    #[test]
+    fn bind_follows_no_symbolic_link() {
+        let (directory, victim) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        std::os::unix::fs::symlink(victim.path().join("victim"), directory.path().join(LOCK)).unwrap();
+        assert!(refusal(directory.path()).contains(LOCK));
+        assert!(!victim.path().join("victim").exists(), "the lock is not made at the end of a link");
+        let link = directory.path().join("link");
+        std::os::unix::fs::symlink(victim.path(), &link).unwrap();
+        assert!(refusal(&link).contains("state directory"));
+        assert_eq!(victim.path().read_dir().unwrap().count(), 0);
     }
 }
