@@ -375,6 +375,38 @@ impl Drop for Ordinary {
     }
 }
 
+/// The files below `/proc` of a main thread that has ended have no content, or zeros: its process has memory all the same.
+#[test]
+fn a_process_whose_main_thread_has_ended_is_told_with_its_memory() -> Outcome {
+    if Command::new("gcc").arg("--version").stdout(Stdio::null()).status().is_err() {
+        return skip("gcc is not installed");
+    }
+    let folder = tempfile::tempdir()?;
+    let (source, program) = (folder.path().join("leave.c"), folder.path().join("leave"));
+    let code = "#include <pthread.h>\n#include <stdlib.h>\n#include <string.h>\n#include <unistd.h>\n\
+                static void *stay(void *nothing) { read(0, nothing, 1); exit(0); }\n\
+                int main(void) { pthread_t thread; memset(malloc(64 << 20), 7, 64 << 20);\n\
+                pthread_create(&thread, 0, stay, malloc(1)); pthread_exit(0); }\n";
+    fs::write(&source, code)?;
+    assert!(Command::new("gcc").args(["-pthread", "-o"]).args([&program, &source]).status()?.success());
+    // It ends with its standard input.
+    let mut child = Command::new(&program).arg("an argument").stdin(Stdio::piped()).spawn()?;
+    let pid = child.id().to_string();
+    let ended = || fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") Z "));
+    assert!(eventually(ended), "its main thread does not end");
+    let run = |command: &str| -> Result<Value, Box<dyn Error>> {
+        let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args([command, "--json", "--pid", &pid]).output()?;
+        Ok(serde_json::from_slice(&output.stdout).map_err(|_| String::from_utf8_lossy(&output.stderr).into_owned())?)
+    };
+    let (account, census) = (run("account")?, run("census")?);
+    drop(child.stdin.take());
+    child.wait()?;
+    assert!(account["processes"][0]["rss"].as_u64() >= Some(64 << 20), "{account}");
+    assert!(census.to_string().contains(&format!("\"pid\":{pid}")), "{census}");
+    assert!(census["bytes"]["resident"].as_u64() >= Some(64 << 20), "{census}");
+    Ok(())
+}
+
 #[test]
 fn an_ordinary_user_gets_estimates_and_hears_what_was_not_seen() -> Outcome {
     let ordinary = Ordinary::new()?;

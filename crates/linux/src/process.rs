@@ -30,12 +30,29 @@ const FIRST_WAIT: Duration = Duration::from_micros(50);
 const LONGEST_WAIT: Duration = Duration::from_millis(10);
 /// How often threads are listed to find one that lives.
 const LOOKS: usize = 8;
+/// Files that tell of the address space. Those of a main thread that has ended have no content, or zeros.
+const OF_MEMORY: [&str; 12] = [
+    "cmdline",
+    "environ",
+    "ksm_merging_pages",
+    "ksm_stat",
+    "maps",
+    "mem",
+    "numa_maps",
+    "pagemap",
+    "smaps",
+    "smaps_rollup",
+    "statm",
+    "status",
+];
 
 /// A process that is held.
 pub struct LiveProcess<'a> {
     pub(crate) host: &'a LiveHost,
     id: ProcessId,
     directory: OwnedFd,
+    /// Whether the main thread had ended when the process was taken hold of: then the other threads tell of its memory.
+    main_ended: bool,
     pagemap: OnceLock<Reading<File>>,
     memory: OnceLock<Reading<File>>,
     /// Microseconds that were waited for pages being moved.
@@ -52,16 +69,25 @@ impl<'a> LiveProcess<'a> {
             host,
             id: ProcessId { pid, start_time: 0 },
             directory,
+            main_ended: false,
             pagemap: OnceLock::new(),
             memory: OnceLock::new(),
             waited: AtomicU64::new(0),
         };
-        process.id.start_time = parse::stat(&process.read("stat")?)?.start_time;
+        let stat = parse::stat(&process.read("stat")?)?;
+        process.id.start_time = stat.start_time;
+        process.main_ended = matches!(stat.state, 'Z' | 'X');
         Ok(process)
     }
 
     fn open_file(&self, file: &str) -> Reading<File> {
         let open = |path: &str| openat(&self.directory, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+        if self.main_ended && OF_MEMORY.contains(&file) {
+            let found = self.living().and_then(|thread| open(&format!("{thread}/{file}")).ok());
+            if let Some(found) = found {
+                return Ok(found.into());
+            }
+        }
         let found = match open(file) {
             // Its main thread has ended, and shows no memory any more: the others do, if there are any.
             Err(Errno::SRCH) => {
@@ -78,6 +104,15 @@ impl<'a> LiveProcess<'a> {
         let listing = openat(&self.directory, "task", flags, Mode::empty()).and_then(Dir::new);
         let names = listing.into_iter().flatten().flatten().map(|entry| entry.file_name().to_owned());
         names.filter_map(|name| Some(format!("task/{}", name.to_str().ok()?))).filter(|name| !name.ends_with('.'))
+    }
+
+    /// A thread that has not begun to end, by its directory.
+    fn living(&self) -> Option<String> {
+        let lives = |thread: &String| {
+            let stat = self.open_file(&format!("{thread}/stat")).ok().and_then(|file| whole(file).ok());
+            stat.and_then(|stat| parse::stat(&stat).ok()).is_some_and(|stat| lives(&stat))
+        };
+        self.threads().find(lives)
     }
 
     /// Why a file of the process could not be read: a missing one is one that this kernel has not, unless the whole
@@ -101,10 +136,8 @@ impl<'a> LiveProcess<'a> {
 
     /// Whether it has a thread that has not begun to end, be it in another program than before.
     pub(crate) fn lives(&self) -> bool {
-        let lives = |stat: Stat| !matches!(stat.state, 'Z' | 'X') && stat.flags & parse::PF_EXITING == 0;
-        let read = |thread: String| parse::stat(&self.read(&format!("{thread}/stat")).ok()?).ok();
         // A thread that begins while they are listed is missed, and whoever began it may have ended since.
-        (0..LOOKS).any(|_| self.threads().filter_map(read).any(lives))
+        (0..LOOKS).any(|_| self.living().is_some())
     }
 
     pub(crate) fn pagemap(&self) -> Reading<&File> {
@@ -237,7 +270,16 @@ impl Process for LiveProcess<'_> {
     }
 
     fn read(&self, file: &str) -> Reading<Vec<u8>> {
-        whole(self.open_file(file)?).map_err(|error| self.why(&error))
+        let bytes = whole(self.open_file(file)?).map_err(|error| self.why(&error))?;
+        if file == "stat"
+            && self.main_ended
+            && let Some(thread) = self.living()
+            && let Ok(stat) = self.open_file(&format!("{thread}/stat"))
+            && let Ok(of_thread) = whole(stat)
+        {
+            return Ok(with_state_of(&bytes, &of_thread));
+        }
+        Ok(bytes)
     }
 
     fn links(&self, directory: &str) -> Reading<Vec<String>> {
@@ -298,6 +340,29 @@ impl Process for LiveProcess<'_> {
     }
 }
 
+/// Whether a thread has not begun to end.
+fn lives(stat: &Stat) -> bool {
+    !matches!(stat.state, 'Z' | 'X') && stat.flags & parse::PF_EXITING == 0
+}
+
+/// The `stat` of a process with the state and the flags of one of its threads in place of its main thread's, which has
+/// ended.
+fn with_state_of(stat: &[u8], of_thread: &[u8]) -> Vec<u8> {
+    /// The positions of both among the fields after the name.
+    const STATE_AND_FLAGS: [usize; 2] = [0, 6];
+    let split = |bytes: &[u8]| -> Option<(usize, Vec<Vec<u8>>)> {
+        let start = bytes.iter().rposition(|&byte| byte == b')')? + 2;
+        Some((start, bytes.get(start..)?.split(|&byte| byte == b' ').map(<[u8]>::to_vec).collect()))
+    };
+    let (Some((start, mut fields)), Some((_, other))) = (split(stat), split(of_thread)) else { return stat.to_vec() };
+    for position in STATE_AND_FLAGS {
+        if let (Some(field), Some(other)) = (fields.get_mut(position), other.get(position)) {
+            field.clone_from(other);
+        }
+    }
+    [&stat[..start], &fields.join(&b' ')].concat()
+}
+
 /// Collects what of mapped parts lies in the ranges; both ascend.
 struct Clip<'a> {
     /// Those that later parts may lie in.
@@ -346,6 +411,17 @@ fn gone(why: &Absent) -> Absent {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_state_of_a_living_thread_takes_the_place_of_an_ended_main_thread() {
+        let main = b"7 (a) Z b) Z 1 7 7 0 -1 4194316 55 0 0 0 3 4 0 0 20 0 2 0 123 0 0\n";
+        let thread = b"9 (a) Z b) S 1 7 7 0 -1 4194368 1 0 0 0 0 0 0 0 20 0 2 0 456 9 9\n";
+        let stat = parse::stat(&with_state_of(main, thread)).unwrap();
+        assert_eq!((stat.pid, stat.state, stat.flags, stat.start_time), (Pid(7), 'S', 4194368, 123));
+        assert_eq!((stat.faults, stat.utime, stat.stime), (55, 3, 4));
+        assert_eq!(with_state_of(b"torn", thread), b"torn");
+        assert_eq!(with_state_of(main, b"torn"), main);
+    }
 
     #[test]
     fn resident_parts_are_clipped_to_ranges() {
