@@ -2,7 +2,8 @@
 //!
 //! They are the plots that operators make of KSM by hand: memory in use over time with and without merging, savings
 //! over time of several hosts side by side, the CPU time that it cost, and how long it took. Nothing is drawn across
-//! the time between two lives of the daemon.
+//! the time between two lives of the daemon. CPU time is known between samples, not at them: it is drawn as steps, each
+//! as wide as the time that it is the mean of.
 
 use super::report::{HistoryReport, Side};
 use super::series::Point;
@@ -102,6 +103,9 @@ pub enum Colour {
 
 type Of = fn(&Point) -> Option<f64>;
 
+/// How values become parts of a picture.
+type Shape = fn(&[Point], &dyn Fn(&Point) -> Option<Spot>) -> Vec<Vec<Spot>>;
+
 /// All pictures of a report.
 pub fn all(report: &HistoryReport) -> Vec<Chart> {
     let clock = if report.differences.is_some() { Clock::SinceBeginning } else { Clock::Utc };
@@ -116,8 +120,10 @@ pub fn all(report: &HistoryReport) -> Vec<Chart> {
     let (memory, saved, cpu) = match &sides[..] {
         [side] => (memory_of(side), saved_of(side), cpu_of(side)),
         _ => {
-            let each = |of: Of| sides.iter().enumerate().map(|(i, side)| side_line(i, side, clock, of)).collect();
-            (each(in_use), each(saved), each(cpu))
+            let each = |of: Of, shape: Shape| {
+                sides.iter().enumerate().map(|(i, side)| side_line(i, side, clock, of, shape)).collect()
+            };
+            (each(in_use, parts), each(saved, parts), each(cpu, steps))
         }
     };
     vec![
@@ -164,8 +170,8 @@ fn saved_of(side: &Side) -> Vec<Series> {
 
 fn cpu_of(side: &Side) -> Vec<Series> {
     drawn(vec![
-        series("ksmd", Colour::Ksmd, Mark::Band, side, Some(|_| Some(0.0)), |point| point.ksmd_percent),
-        series("pagefold", Colour::Pagefold, Mark::Band, side, Some(|point| point.ksmd_percent), cpu),
+        rates("ksmd", Colour::Ksmd, side, |_| Some(0.0), |point| point.ksmd_percent),
+        rates("pagefold", Colour::Pagefold, side, |point| point.ksmd_percent, cpu),
         series("bound, on average", Colour::Bound, Mark::Limit, side, None, |point| Some(point.bound_percent)),
     ])
 }
@@ -180,13 +186,20 @@ fn series(name: &str, colour: Colour, mark: Mark, side: &Side, low: Option<Of>, 
         let low = low.map_or(Some(0.0), |low| low(point))?;
         Some(Spot { time: point.time, low, high: high(point)? })
     };
-    Series { name: name.to_owned(), colour, mark, parts: parts(&side.points, spot) }
+    Series { name: name.to_owned(), colour, mark, parts: parts(&side.points, &spot) }
 }
 
-fn side_line(number: usize, side: &Side, clock: Clock, of: Of) -> Series {
+/// A band of what is the mean since the point before.
+fn rates(name: &str, colour: Colour, side: &Side, low: Of, high: Of) -> Series {
+    let spot = |point: &Point| Some(Spot { time: point.time, low: low(point)?, high: high(point)? });
+    Series { name: name.to_owned(), colour, mark: Mark::Band, parts: steps(&side.points, &spot) }
+}
+
+fn side_line(number: usize, side: &Side, clock: Clock, of: Of, shape: Shape) -> Series {
     let offset = offset(side, clock);
-    let spot = |point: &Point| Some(Spot { time: point.time - offset, low: 0.0, high: of(point)? });
-    let parts = parts(&side.points, spot);
+    let spot = |point: &Point| Some(Spot { time: point.time, low: 0.0, high: of(point)? });
+    let mut parts = shape(&side.points, &spot);
+    parts.iter_mut().flatten().for_each(|spot| spot.time -= offset);
     Series { name: side.name.clone(), colour: Colour::Side(number), mark: Mark::Line, parts }
 }
 
@@ -195,7 +208,7 @@ fn offset(side: &Side, clock: Clock) -> f64 {
 }
 
 /// Points in parts, cut where one is not known and where one daemon ended.
-fn parts(points: &[Point], spot: impl Fn(&Point) -> Option<Spot>) -> Vec<Vec<Spot>> {
+fn parts(points: &[Point], spot: &dyn Fn(&Point) -> Option<Spot>) -> Vec<Vec<Spot>> {
     let mut parts: Vec<Vec<Spot>> = Vec::new();
     let mut before: Option<i64> = None;
     for point in points {
@@ -210,6 +223,22 @@ fn parts(points: &[Point], spot: impl Fn(&Point) -> Option<Spot>) -> Vec<Vec<Spo
             }
         }
         before = Some(point.run);
+    }
+    parts
+}
+
+/// Points whose values are means since the point before, each as a step over that time; in parts, cut where one is not
+/// known and where one daemon ended.
+fn steps(points: &[Point], spot: &dyn Fn(&Point) -> Option<Spot>) -> Vec<Vec<Spot>> {
+    let mut parts: Vec<Vec<Spot>> = Vec::new();
+    for pair in points.windows(2) {
+        let (before, point) = (&pair[0], &pair[1]);
+        let Some(spot) = spot(point).filter(|_| before.run == point.run && before.time < point.time) else { continue };
+        let step = [Spot { time: before.time, ..spot }, spot];
+        match parts.last_mut() {
+            Some(part) if part.last().is_some_and(|last| last.time == before.time) => part.extend(step),
+            _ => parts.push(step.into()),
+        }
     }
     parts
 }
@@ -247,7 +276,38 @@ mod tests {
         ];
         let spot = |point: &Point| Some(Spot { time: point.time, low: 0.0, high: saved(point)? });
         let times: Vec<Vec<f64>> =
-            parts(&points, spot).iter().map(|part| part.iter().map(|spot| spot.time).collect()).collect();
+            parts(&points, &spot).iter().map(|part| part.iter().map(|spot| spot.time).collect()).collect();
         assert_eq!(times, [vec![0.0, 1.0], vec![3.0], vec![4.0]]);
     }
+
+    /// A burst between two samples is as wide as the time between them, and no slope leads to it or away from it.
+    #[test]
+    fn cpu_time_is_drawn_as_steps_over_the_time_that_it_was_measured_for() {
+        let point = |time: f64, run, percent| Point { time, run, ksmd_percent: percent, ..Point::default() };
+        let points = [
+            point(0.0, 1, None),
+            point(10.0, 1, Some(0.0)),
+            point(11.0, 1, Some(35.0)),
+            point(20.0, 1, Some(0.0)),
+            point(21.0, 1, None),
+            point(22.0, 1, Some(5.0)),
+            point(30.0, 2, None),
+            point(31.0, 2, Some(7.0)),
+        ];
+        let side = Side { points: points.to_vec(), ..serde_json::from_str(SIDE).unwrap() };
+        let drawn = cpu_of(&side).remove(0);
+        let shape = |parts: &[Vec<Spot>]| -> Vec<Vec<(f64, f64)>> {
+            parts.iter().map(|part| part.iter().map(|spot| (spot.time, spot.high)).collect()).collect()
+        };
+        let burst = vec![(0.0, 0.0), (10.0, 0.0), (10.0, 35.0), (11.0, 35.0), (11.0, 0.0), (20.0, 0.0)];
+        let others = [vec![(21.0, 5.0), (22.0, 5.0)], vec![(30.0, 7.0), (31.0, 7.0)]];
+        assert_eq!((drawn.name.as_str(), shape(&drawn.parts)), ("ksmd", [vec![burst], others.to_vec()].concat()));
+    }
+
+    /// A side without anything in it.
+    const SIDE: &str = r#"{
+        "name": "", "host": "", "from": 0, "to": 31, "samples": 8, "points": [], "passes": [], "passes_left_out": 0,
+        "figures": {"covered_seconds": 0, "passes": 0, "merges": 0, "predicted": 0, "reached": 0},
+        "decisions_by_reason": {}, "decisions": [], "members": [], "members_left_out": 0
+    }"#;
 }
