@@ -2,12 +2,12 @@
 
 use crate::verify::{self, Enrolled};
 use pagefold_census::plan;
-use pagefold_census::{Ages, DEFAULT_MAX_MAP_COUNT, Probes, Second, Selection};
+use pagefold_census::{Ages, DEFAULT_MAX_MAP_COUNT, Probes, Second, Selection, sample_pages};
 use pagefold_host::{Host, observe};
 use pagefold_model::census::Census;
 use pagefold_model::domain::Domains;
 use pagefold_model::ksm::merges_at_first_look;
-use pagefold_model::plan::{Constraints, Plan, Speed};
+use pagefold_model::plan::{Constraints, Plan, Speed, bytes_per_search};
 use pagefold_model::process::Process;
 use pagefold_model::sketch::Held;
 use pagefold_model::{AddressRange, Bytes, ProcessId};
@@ -130,6 +130,7 @@ pub fn prepare(
     if let Some(metadata) = request.metadata {
         pagefold_census::keep_within(&mut plan, &census, &index, metadata);
     }
+    plan.count_comparisons(bytes_per_search(sample_pages(host, &plan), plan.contents()));
     let probes = Probes::of(&plan, &census, &index, &hasher);
     Ok(Prepared { census, plan, probes, young, others_hidden, held })
 }

@@ -69,6 +69,10 @@ impl Reasons {
     }
 }
 
+/// What ksmd takes to pass a page that is merged already: 0.31 s for 0.79 M looks at four guests, on an AMD EPYC with
+/// Linux 6.18.
+const REVISIT_SECONDS: f64 = 0.4e-6;
+
 const ENDED: &str = "in processes that ended";
 const MISSED: &str = "could not be enrolled";
 const WITHDRAWN: &str = "did not stay merged, and withdrawn";
@@ -144,8 +148,8 @@ impl Outcome {
         metadata.rest(fewer, "not explained: other ranges enrolled?")
     }
 
-    /// ksmd's time is its looks at pages times what one of them takes. Both differ from what was reckoned, and the
-    /// second is told for as many looks as there were. Looks are the host's, those at pages of others included; before
+    /// ksmd's time is its looks at pages times what one of them takes. Looks beyond two at each page are mostly at pages
+    /// that are merged already, and count as such. Looks are the host's, those at pages of others included; before
     /// 6.10 the kernel leaves out those of the batch in which a scan ends (mm/ksm.c, `ksm_do_scan`), and before 6.6 it
     /// does not count them.
     fn of_ksmd(&self) -> Vec<Difference> {
@@ -156,7 +160,8 @@ impl Outcome {
         let looks = 2.0 * self.plan.predicted.reach.scanned.0 as f64;
         match &self.looks {
             Ok(seen) if looks > 0.0 => {
-                let more = (seen.0 as f64 - looks) * predicted / looks;
+                let further = seen.0 as f64 - looks;
+                let more = further * if further < 0.0 { predicted / looks } else { REVISIT_SECONDS };
                 let fewer = "looked less often than twice at each page";
                 cpu.exactly(more, if more < 0.0 { fewer } else { "looked again, or at others" });
                 cpu.rest("a look was quicker than reckoned", "a look took longer than reckoned")
@@ -396,8 +401,8 @@ mod tests {
         outcome.looks = Ok(Pages(500));
         outcome.ksmd = Ok(Duration::from_millis(10));
         let [looks, each] = reasons(&outcome, Figure::KsmdCpu)[..] else { panic!("two reasons") };
-        assert!((looks.0 - 0.001).abs() < 1e-9 && looks.1 == "looked again, or at others");
-        assert!((each.0 - 0.005).abs() < 1e-9 && each.1 == "a look took longer than reckoned");
+        assert!((looks.0 - 0.00004).abs() < 1e-9 && looks.1 == "looked again, or at others");
+        assert!((each.0 - 0.00596).abs() < 1e-9 && each.1 == "a look took longer than reckoned");
         outcome.looks = Err(crate::reading::Absent::NotOnThisKernel);
         assert_eq!(reasons(&outcome, Figure::KsmdCpu).len(), 1);
     }

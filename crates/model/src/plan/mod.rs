@@ -3,10 +3,12 @@
 //! [`plan`](fn@plan) makes one; [`crate::lasting`] judges afterwards what of it stays merged.
 
 mod assemble;
+mod search;
 #[cfg(test)]
 mod tests;
 
 pub use assemble::{Constraints, Speed, plan};
+pub use search::bytes_per_search;
 
 use crate::census::SubjectCensus;
 use crate::domain::Domain;
