@@ -55,8 +55,8 @@ typedef struct pagefold_merged {
 	uint64_t read;       /* zeros that were given back and were found read since, each once */
 	uint64_t left_alone; /* pages that were written too soon before, or looked at in vain too often */
 	uint64_t failed;     /* pages that could not be merged */
-	uint64_t cut_short;  /* merges that did not look at everything: there was no time for it, it was not expected to
-	                        pay, or all members are to merge at a later moment */
+	uint64_t cut_short;  /* merges that did not look at everything: there was no time or memory for it, it was not
+	                        expected to pay, or all members are to merge at a later moment */
 	uint64_t held_up;    /* merges that left something undone because another member had the lock too long,
 	                        or files of the domain were removed meanwhile */
 	uint64_t nanoseconds; /* of the program's time */

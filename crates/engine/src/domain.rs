@@ -187,9 +187,14 @@ impl Domain {
         self.number(Header::Generation) == self.generation
     }
 
+    /// How many members there are, or more.
+    pub fn members(&self) -> u64 {
+        self.number(Header::Members)
+    }
+
     /// Whether there is no other member.
     pub fn is_alone(&self) -> bool {
-        self.number(Header::Members) <= 1
+        self.members() <= 1
     }
 
     /// The moment that was named last for all to merge.
@@ -223,18 +228,19 @@ impl Domain {
             && self.store.identity() == (self.number(Header::StoreDevice), self.number(Header::StoreInode))
     }
 
-    /// See to it that the index is the present one and has room for the contents that are missing in it.
+    /// See to it that the index is the present one and has room for the contents that are missing in it, or for as many
+    /// as fit into so many bytes. For how many it has room.
     ///
     /// # Errors
     /// Those of files and of the lock; `ENOSPC` where there is no memory for a larger one.
-    pub fn make_room(&mut self, missing: impl Fn(&Index) -> usize) -> io::Result<()> {
+    pub fn make_room(&mut self, missing: impl Fn(&Index) -> usize, at_most: u64) -> io::Result<usize> {
         let _lock = loop {
             self.follow()?;
             // In this order: what others note meanwhile is not counted twice.
             let used = self.index.used();
             let contents = missing(&self.index);
             if used + contents <= self.index.capacity() / 8 * FULL {
-                return Ok(());
+                return Ok(self.index.room(used));
             }
             let lock = self.lock_whole()?;
             // Else a member has made a larger one meanwhile, which may have what is missing here: members that merge
@@ -247,6 +253,12 @@ impl Domain {
         let used = self.index.entries().filter(|&number| self.index.is_alive(number, epoch)).count();
         let contents = missing(&self.index);
         let capacity = ((used + contents) * 8 / FULL + 1).next_power_of_two().max(FIRST_ENTRIES);
+        let fitting = Index::entries_in(at_most).checked_ilog2().map_or(0, |exponent| 1 << exponent);
+        let capacity = if fitting < capacity && fitting <= self.index.capacity() {
+            return Err(rustix::io::Errno::NOSPC.into());
+        } else {
+            capacity.min(fitting)
+        };
         let generation = self.generation + 1;
         let path = index_path(&self.path, generation);
         let larger = Index::map(&incarnation::replace(&path)?, capacity)?;
@@ -256,7 +268,7 @@ impl Domain {
         fault::point("after an index is announced");
         let _ = std::fs::remove_file(index_path(&self.path, self.generation));
         (self.index, self.generation) = (larger, generation);
-        Ok(())
+        Ok(self.index.room(used))
     }
 
     /// Take up the present index, if this member has an older one.
@@ -488,13 +500,13 @@ mod tests {
             let count = (1..=FIRST_ENTRIES as u64).filter(|&print| index.find(print).is_none()).count();
             let mut first = first.borrow_mut();
             if counts.get() == 1 {
-                first.make_room(|_| FIRST_ENTRIES).unwrap();
+                first.make_room(|_| FIRST_ENTRIES, u64::MAX).unwrap();
             } else {
                 (1..=FIRST_ENTRIES as u64).for_each(|print| assert!(first.index.entry(print).is_some()));
             }
             count
         };
-        second.make_room(missing).unwrap();
+        second.make_room(missing, u64::MAX).unwrap();
         assert_eq!(counts.get(), 2);
         let first = first.borrow();
         assert!(first.is_present() && second.is_present(), "what the first does with its index is not in vain");

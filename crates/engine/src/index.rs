@@ -31,6 +31,9 @@ use std::sync::atomic::Ordering;
 /// Of a table that is filled as far as it may be, runs are a hundred times shorter.
 const MOST_PROBES: usize = 4096;
 
+/// So many of 8 entries are used at most, where there is no memory for a larger table.
+const FULLEST: usize = 7;
+
 /// Words of an entry.
 const ENTRY: usize = 2;
 
@@ -153,6 +156,11 @@ impl Index {
     /// How many entries there is room for.
     pub fn capacity(&self) -> usize {
         self.mask + 1
+    }
+
+    /// For how many contents beside so many there is room: of a table that is fuller, runs are too long to find anything.
+    pub fn room(&self, used: usize) -> usize {
+        (self.capacity() / 8 * FULLEST).saturating_sub(used)
     }
 
     /// The entry of a fingerprint, which is not 0, made if there is none; `None` if the table is as full as it may be

@@ -35,6 +35,8 @@
 //!   (`references`, `domain`). One that nobody maps any more leaves the store, as members find that out when they
 //!   merge; a few that a member could still refer to may stay.
 //! - A member may die at any point. Nobody waits for it, and what it had is free for others.
+//! - A merge takes no more memory than half of what its cgroup, those above it and the host have left, shared by the
+//!   members of its domain (`headroom`): it works in windows that fit, or does nothing.
 //! - A member may be stopped at any point. A merge waits at most a second for the lock of a domain, then leaves what
 //!   needs it for a later one, and says so ([`Merged::held_up`]).
 //! - With [`Options::max_slowdown`] the time that the engine takes from its program stays about that share, once what it
@@ -89,6 +91,7 @@ mod directory;
 mod domain;
 mod fits;
 mod freeing;
+mod headroom;
 mod incarnation;
 mod index;
 mod layout;
@@ -106,6 +109,7 @@ mod stillness;
 mod store;
 mod survey;
 mod turns;
+mod windows;
 mod words;
 
 pub use background::Background;
@@ -115,6 +119,7 @@ pub use statistics::{Merged, RegionStanding, Standing};
 
 use crate::claims::Claims;
 use crate::domain::Domain;
+use crate::headroom::Headroom;
 use crate::references::Bits;
 use crate::region::Region as Adopted;
 use crate::stillness::Stillness;
@@ -127,7 +132,6 @@ use pagefold_sys::signals::BlockedSignals;
 use pagefold_sys::userfault::UserFault;
 use rustix::rand::{GetRandomFlags, getrandom};
 use rustix::time::{ClockId, clock_gettime};
-use std::fs::File;
 use std::io;
 use std::mem::ManuallyDrop;
 use std::path::PathBuf;
@@ -291,6 +295,7 @@ struct State {
     surveying: Duration,
     /// Whether the next merge need not ask whether it has its turn: it has.
     granted: bool,
+    headroom: Headroom,
     /// Slots that memory maps which was forsaken: it may be anywhere, and be moved while others are looked for.
     strays: Bits,
 }
@@ -323,7 +328,7 @@ impl Engine {
                 joined => break (directory, joined.map_err(failed)?),
             }
         };
-        dump_merged_memory();
+        memory::dump_merged();
         Ok(Self {
             name: name.to_owned(),
             directory,
@@ -630,6 +635,7 @@ impl State {
             served: Duration::ZERO,
             surveying: Duration::ZERO,
             granted: false,
+            headroom: Headroom::default(),
             strays: Bits::default(),
         };
         state.tell(options);
@@ -778,14 +784,4 @@ fn random() -> io::Result<u64> {
     let mut bytes = [0; 8];
     getrandom(&mut bytes, GetRandomFlags::empty())?;
     Ok(u64::from_ne_bytes(bytes))
-}
-
-/// Have core dumps hold private mappings of files, which merged memory is. Where that cannot be, they do without.
-fn dump_merged_memory() {
-    const MAPPED_PRIVATE: u64 = 1 << 2;
-    let path = "/proc/self/coredump_filter";
-    let filter = std::fs::read_to_string(path).ok().and_then(|text| u64::from_str_radix(text.trim(), 16).ok());
-    if let (Some(filter), Ok(mut file)) = (filter, File::options().write(true).open(path)) {
-        let _ = io::Write::write_all(&mut file, format!("{:#x}", filter | MAPPED_PRIVATE).as_bytes());
-    }
 }

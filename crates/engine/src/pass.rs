@@ -41,7 +41,7 @@ use std::time::{Duration, Instant};
 
 /// Pages that are stored and mapped before the next ones are. The kernel has one process at a time write to a file
 /// (`inode_lock` in mm/shmem.c, 6.18): meanwhile other members map what is stored already.
-const BATCH: usize = 2048;
+pub const BATCH: usize = 2048;
 
 /// Contents that are stored at a time: what another member stores at the same time is stored in vain.
 const PIECE: usize = 64;
@@ -58,9 +58,9 @@ const SPARE: u64 = 64;
 
 /// How a merge is made.
 #[derive(Clone, Copy, Debug)]
-struct Terms<'s> {
+pub struct Terms<'s> {
     /// How much time there is for it, if that is bounded.
-    room: Option<Duration>,
+    pub room: Option<Duration>,
     threads: usize,
     /// When it began, of the clock that members share.
     now: Duration,
@@ -194,7 +194,7 @@ impl State {
         self.domain.wait_until(patience);
         let (known, cursor) = (std::mem::take(&mut self.promising), self.cursor);
         self.adopted = Bytes::ZERO;
-        let done = self.merge_within(Terms { room, threads: options.threads.max(1), now, stillness }, &mut merged);
+        let done = self.merge_in_windows(Terms { room, threads: options.threads.max(1), now, stillness }, &mut merged);
         merged.time = began.elapsed();
         let faults = |pages: Pages, each: Duration| each.mul_f64(pages.0 as f64);
         let faults = faults(merged.broken, self.faults.write) + faults(merged.read, self.faults.read);
@@ -248,7 +248,7 @@ impl State {
     }
 
     /// How many pages were there of which nothing was known.
-    fn merge_within(&mut self, terms: Terms<'_>, merged: &mut Merged) -> io::Result<Pages> {
+    pub fn merge_within(&mut self, terms: Terms<'_>, merged: &mut Merged) -> io::Result<Pages> {
         let Terms { room, threads, now, stillness, .. } = terms;
         let page = self.domain.page();
         let began = Instant::now();
@@ -300,7 +300,8 @@ impl State {
             Some(_) => CHUNK as usize,
         };
         // Members that merge together have the same to store: each begins elsewhere.
-        let mut batches = batches(&chosen);
+        let most = (self.headroom.budget.batch_pages as usize).clamp(1, BATCH);
+        let mut batches = batches(&chosen, most);
         let elsewhere = self.random % batches.len().max(1) as u64;
         batches.rotate_left(elsewhere as usize);
         // What a batch ends in the midst of becomes one mapping again.
@@ -314,8 +315,11 @@ impl State {
                 merged.not_worth += Pages(all as u64);
                 continue;
             }
-            // What is stored by an index that another member has replaced is found by nobody.
-            if !self.domain.is_present() {
+            // What is stored by an index that another member has replaced is found by nobody. Where memory is short,
+            // others may have taken what there was.
+            let needed = Bytes(contents.len() as u64 * page);
+            let fits = most == BATCH || self.headroom.has_room_for(needed, self.domain.members());
+            if !self.domain.is_present() || !fits {
                 merged.failed += Pages(all as u64);
                 continue;
             }
@@ -358,10 +362,13 @@ impl State {
         merged: &mut Merged,
     ) -> (Vec<Candidates>, Vec<Looked>) {
         let (page, sparing) = (self.domain.page(), room.is_some());
-        let chunks = in_turn(candidates, self.cursor, CHUNK * page);
+        let mut chunks = in_turn(candidates, self.cursor, CHUNK * page);
+        let sizes = chunks.iter().map(|chunk| chunk.range.bytes().0 / page);
+        let beyond = chunks.split_off(self.headroom.budget.holds(sizes).min(chunks.len()));
         let (looks, hasher) = (Looks { page, stillness, sparing }, &self.hasher);
         let sifted = parallel_until(deadline, threads, &chunks, |&chunk| Sifted::of(chunk, hasher, looks));
         let unsifted = sifted.iter().position(Option::is_none).map(|at| chunks[at].range.start);
+        let unsifted = unsifted.or(beyond.first().map(|chunk| chunk.range.start));
         let mut zeros: Vec<Candidates> = sifted.iter().flatten().flat_map(|sifted| &sifted.zeros).copied().collect();
         merged.looked_at += Pages(zeros.iter().map(|found| found.range.bytes().0 / page).sum());
 
@@ -415,10 +422,13 @@ impl State {
             let others = looked.iter().flat_map(|looked| looked.others(page));
             others.filter(|&(_, fingerprint)| index.find(fingerprint).is_none()).count()
         };
-        unless_held_up(self.domain.make_room(missing), merged)?;
+        let room = unless_held_up(self.domain.make_room(missing, self.headroom.budget.index_bytes), merged)?;
+        let room = AtomicUsize::new(room.unwrap_or_else(|| self.domain.index.room(self.domain.index.used())));
         let (index, random, epoch) = (&self.domain.index, self.random, self.domain.epoch());
         let sight = |(found, fingerprint): (Page, u64)| {
-            let entry = index.entry(fingerprint)?;
+            let has_room =
+                || room.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok();
+            let entry = index.find(fingerprint).or_else(|| has_room().then(|| index.entry(fingerprint)).flatten())?;
             index.see(entry, Tag::of(random, found.address), epoch);
             Some(Page { entry, ..found })
         };
@@ -579,18 +589,18 @@ fn in_turn(candidates: &[Candidates], cursor: u64, bytes: u64) -> Vec<Candidates
     chunks
 }
 
-/// What was chosen, in batches.
-fn batches(chosen: &[Range<usize>]) -> Vec<Vec<Range<usize>>> {
+/// What was chosen, in batches of so many pages at most.
+fn batches(chosen: &[Range<usize>], most: usize) -> Vec<Vec<Range<usize>>> {
     let parts = |range: &Range<usize>| {
         let end = range.end;
-        range.clone().step_by(BATCH).map(move |start| start..end.min(start + BATCH))
+        range.clone().step_by(most).map(move |start| start..end.min(start + most))
     };
     let mut batches: Vec<Vec<Range<usize>>> = Vec::new();
     let mut room = 0;
     for part in chosen.iter().flat_map(parts) {
         if part.len() > room {
             batches.push(Vec::new());
-            room = BATCH;
+            room = most;
         }
         room -= part.len();
         batches.last_mut().expect("one was just made").push(part);
@@ -674,12 +684,16 @@ mod tests {
     #[test]
     fn batches_hold_all_that_was_chosen_in_its_order_and_no_more_than_fits() {
         let chosen = [0..10, 20..20 + BATCH - 10, 5000..5001, 6000..6000 + 2 * BATCH + 7];
-        let batches = batches(&chosen);
+        let batches = batches(&chosen, BATCH);
         let pages = |batch: &Vec<Range<usize>>| batch.iter().map(Range::len).sum::<usize>();
         assert_eq!(batches.iter().map(pages).collect::<Vec<_>>(), [BATCH, 1, BATCH, BATCH, 7]);
-        let flat: Vec<usize> = batches.concat().into_iter().flatten().collect();
-        assert_eq!(flat, chosen.into_iter().flatten().collect::<Vec<_>>());
-        assert!(super::batches(&[]).is_empty());
+        let small = super::batches(&chosen, 8);
+        assert_eq!(small.iter().map(pages).max(), Some(8));
+        for batches in [batches, small] {
+            let flat: Vec<usize> = batches.concat().into_iter().flatten().collect();
+            assert_eq!(flat, chosen.iter().cloned().flatten().collect::<Vec<_>>());
+        }
+        assert!(super::batches(&[], BATCH).is_empty());
     }
 
     fn candidates(start: u64, end: u64, new: bool) -> Candidates {

@@ -37,8 +37,8 @@ pub struct Merged {
     pub failed: Pages,
     /// The time of the program that it took.
     pub time: Duration,
-    /// Merges that did not look at everything: there was no time for it, they were not expected to pay, or all members
-    /// are to merge at a later moment.
+    /// Merges that did not look at everything: there was no time or memory for it, they were not expected to pay, or all
+    /// members are to merge at a later moment.
     pub cut_short: u64,
     /// Merges that left something for a later one, because another member had the domain's lock for too long (it may
     /// be stopped), or because files of the domain were removed meanwhile.

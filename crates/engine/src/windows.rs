@@ -1,0 +1,40 @@
+//! Merging in windows that fit into the memory which is left ([`crate::headroom`]).
+
+use crate::State;
+use crate::headroom::Budget;
+use crate::pass::{BATCH, Terms};
+use crate::statistics::Merged;
+use pagefold_model::Pages;
+use std::io;
+
+/// Windows of one merge, where memory is short: each begins with a survey of everything.
+const WINDOWS: usize = 64;
+
+impl State {
+    /// Merge by windows that fit into the memory which there is. Where time is bounded the next merge goes on behind the
+    /// first of them. How many pages were there of which nothing was known.
+    pub fn merge_in_windows(&mut self, terms: Terms<'_>, merged: &mut Merged) -> io::Result<Pages> {
+        let (first, mut new, mut has_wrapped) = (self.cursor, None, false);
+        for _ in 0..WINDOWS {
+            let (page, members) = (self.domain.page(), self.domain.members());
+            let pages = self.regions.iter().map(|region| region.range().bytes().0 / page).sum();
+            let plenty = Budget::plenty(members, pages, BATCH as u64 * page);
+            let Some(budget) = Budget::new(self.headroom.left(plenty), members, pages, page) else {
+                merged.cut_short = 1;
+                break;
+            };
+            self.headroom.budget = budget;
+            let cursor = self.cursor;
+            merged.cut_short = 0;
+            let found = self.merge_within(terms, merged)?;
+            new.get_or_insert(found);
+            let wraps = self.cursor <= cursor;
+            let all = has_wrapped && wraps || (has_wrapped || wraps) && self.cursor >= first;
+            has_wrapped |= wraps;
+            if merged.cut_short == 0 || merged.held_up > 0 || terms.room.is_some() || all {
+                break;
+            }
+        }
+        Ok(new.unwrap_or_default())
+    }
+}
