@@ -213,6 +213,7 @@ impl Domain {
     pub fn is_whole(&self) -> bool {
         self.has_store()
             && self.references.is_listed()
+            && self.record.is_listed()
             && incarnation::is_named(&self.path, &self.header, self.identity, None)
             && index_path(&self.path, self.number(Header::Generation)).exists()
     }

@@ -70,6 +70,11 @@ impl Record {
         Ok(Self { words, path, process, backed: AtomicU64::new(0) })
     }
 
+    /// Whether the file is still where others look for it.
+    pub fn is_listed(&self) -> bool {
+        self.path.exists()
+    }
+
     /// Which process tells.
     pub fn process(&self) -> ProcessId {
         self.process

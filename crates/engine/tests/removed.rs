@@ -125,7 +125,7 @@ fn a_member_that_joins_anew_keeps_what_it_maps_of_the_former_store() {
     }
 }
 
-/// Remove a file of the domain, those that a cleaner takes by their age, or all.
+/// Remove a file of the domain, those that a cleaner takes by their age, or all; how many were removed.
 fn clean(domain: &Path, random: &mut impl FnMut(u64) -> u64) -> u64 {
     let found: Vec<_> = domain.read_dir().into_iter().flatten().flatten().map(|entry| entry.path()).collect();
     if found.is_empty() {
@@ -144,7 +144,8 @@ fn clean(domain: &Path, random: &mut impl FnMut(u64) -> u64) -> u64 {
     chosen.iter().map(|path| u64::from(std::fs::remove_file(path).is_ok())).sum()
 }
 
-/// One member after another that fills, copies, writes, merges, forks and checks at random until the end.
+/// One member after another that fills, copies, merges, forks, checks, leaves and is killed at random until the end: how
+/// many merges there were, and how many pages they merged.
 fn storm(root: &TempDir, seed: u64, is_over: &(dyn Fn() -> bool + Sync)) -> (u64, u64) {
     let mut random = generator(seed);
     let (mut merges, mut merged) = (0, 0);
@@ -166,11 +167,15 @@ fn storm(root: &TempDir, seed: u64, is_over: &(dyn Fn() -> bool + Sync)) -> (u64
                 member.tell("fork");
                 member.tell(&format!("fill {from} {count} 3"));
                 member.merge();
+                // It checks its memory, writes to it, merges and checks again.
                 assert_eq!(member.tell("child"), "same");
             }
             13 => {
-                let gone = std::mem::replace(&mut member, Member::start(root, PAGES, &[]));
-                gone.kill();
+                let mut killed = std::mem::replace(&mut member, Member::start(root, PAGES, &[]));
+                // At work, unless that is done by then.
+                killed.say("merge");
+                std::thread::sleep(Duration::from_micros(random(2000)));
+                killed.kill();
             }
             14 => {
                 assert_eq!(member.tell("leave"), "left");
