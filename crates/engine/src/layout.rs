@@ -3,6 +3,7 @@
 
 use crate::store::Identity;
 use pagefold_model::AddressRange;
+use pagefold_model::engine::STORE;
 use pagefold_sys::pagemap::Holds;
 use std::io::{self, BufRead, BufReader};
 
@@ -11,16 +12,22 @@ use std::io::{self, BufRead, BufReader};
 pub enum Kind {
     /// Private anonymous memory that may be read and written.
     Ordinary,
-    /// The store from a slot on.
+    /// A store from a slot on.
     Stored {
-        /// The first.
-        slot: u32,
+        /// The first, of the domain's store; none of a former one, which this process had before files of the domain
+        /// were removed.
+        slot: Option<u32>,
         /// Whether it is mapped as merging maps it: privately, to be read and written.
         plain: bool,
     },
 }
 
 impl Kind {
+    /// Whether it maps slots of the domain's store.
+    pub fn has_slots(self) -> bool {
+        matches!(self, Self::Stored { slot: Some(_), .. })
+    }
+
     /// What the kernel can find in such a part.
     pub fn holds(self) -> Holds {
         match self {
@@ -75,7 +82,9 @@ fn part(line: &str, store: Identity, page: u64) -> Option<Option<Part>> {
     let device = rustix::fs::makedev(hexadecimal(major)? as u32, hexadecimal(minor)? as u32);
     let inode: u64 = words.next()?.parse().ok()?;
     let kind = if (device, inode) == store {
-        Some(Kind::Stored { slot: (offset / page) as u32, plain: permissions == "rw-p" })
+        Some(Kind::Stored { slot: Some((offset / page) as u32), plain: permissions == "rw-p" })
+    } else if words.clone().next().and_then(|path| path.strip_prefix("/memfd:")) == Some(STORE) {
+        Some(Kind::Stored { slot: None, plain: permissions == "rw-p" })
     } else {
         // The main stack grows, and its pages are not where they seem to be.
         let ordinary = (device, inode) == (0, 0) && permissions == "rw-p" && words.next() != Some("[stack]");
@@ -103,10 +112,13 @@ mod tests {
         check("7f00-8000 rw-s 00000000 00:01 9 /dev/zero (deleted)", None);
         check(
             "7f00-8000 rw-p 00005000 00:01 77 /memfd:pagefold-store (deleted)",
-            Some(Kind::Stored { slot: 5, plain: true }),
+            Some(Kind::Stored { slot: Some(5), plain: true }),
         );
-        let protected = Some(Kind::Stored { slot: 5, plain: false });
+        let protected = Some(Kind::Stored { slot: Some(5), plain: false });
         check("7f00-8000 r--p 00005000 00:01 77 /memfd:pagefold-store (deleted)", protected);
+        let former = Some(Kind::Stored { slot: None, plain: true });
+        check("7f00-8000 rw-p 00005000 00:01 76 /memfd:pagefold-store (deleted)", former);
+        check("7f00-8000 rw-p 00005000 00:01 76 /memfd:pagefold-storehouse (deleted)", None);
         check("7f00-8000 rw-p 00005000 fd:01 77 /a b", None);
         // Some file systems number from 0.
         check("7f00-8000 rw-p 00000000 fd:01 0 /a", None);

@@ -343,7 +343,8 @@ impl State {
         }
         fault::point("after mapping");
         let healed: u64 = healed.iter().map(|range| range.bytes().0 / page).sum();
-        self.tidy(survey.stored - healed + merged.merged.0, stillness, merged)?;
+        // Some of what was healed was of a former store.
+        self.tidy((survey.stored + merged.merged.0).saturating_sub(healed), stillness, merged)?;
         Ok(new)
     }
 

@@ -98,8 +98,7 @@ impl Survey {
         let (parts, mappings) = layout::own(domain.store.identity(), page)?;
         let mut pagemap = pagemap::Own::open(patience)?;
         let must_last = must_last(page);
-        let stored =
-            parts.iter().filter(|part| part.kind != Kind::Ordinary).map(|part| part.range.bytes().0 / page).sum();
+        let stored = parts.iter().filter(|part| part.kind.has_slots()).map(|part| part.range.bytes().0 / page).sum();
         let mut survey = Self { mappings, stored, ..Self::default() };
         regions.sort_by_key(|region| region.range().start);
         for region in regions {
@@ -227,7 +226,7 @@ pub fn slots_mapped(domain: &Domain, within: AddressRange) -> io::Result<impl It
     let page = domain.page();
     let (parts, _) = layout::own(domain.store.identity(), page)?;
     Ok(parts.into_iter().flat_map(move |part| match (part.kind, part.range.overlap(within)) {
-        (Kind::Stored { slot, .. }, Some(range)) => {
+        (Kind::Stored { slot: Some(slot), .. }, Some(range)) => {
             let first = slot + ((range.start - part.range.start) / page) as u32;
             first..first + (range.bytes().0 / page) as u32
         }
