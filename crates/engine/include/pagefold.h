@@ -36,9 +36,10 @@ typedef struct pagefold_options {
 	                        max_slowdown allows of them from the beginning on */
 	int merge_while_pinned; /* not 0: merge although memory of this process is pinned for a device or io_uring; the
 	                        caller vouches that none of that memory is the engine's */
+	int split_huge_pages; /* not 0: split huge pages wherever that saves memory, though max_slowdown is a bound */
 } pagefold_options;
 
-#define PAGEFOLD_OPTIONS_INIT { sizeof(pagefold_options), NULL, 0.02, 1, 0, 0, 0 }
+#define PAGEFOLD_OPTIONS_INIT { sizeof(pagefold_options), NULL, 0.02, 1, 0, 0, 0, 0 }
 
 /* What merging did. */
 typedef struct pagefold_merged {

@@ -22,6 +22,7 @@ pub struct pagefold_options {
     per_node: c_int,
     lifetime: c_double,
     merge_while_pinned: c_int,
+    split_huge_pages: c_int,
 }
 
 /// `pagefold_merged`.
@@ -233,6 +234,7 @@ pub unsafe extern "C" fn pagefold_join(domain: *const c_char, options: *const pa
             options.threads = given.threads as usize;
             options.per_node = given.per_node != 0;
             options.merge_while_pinned = given.merge_while_pinned != 0;
+            options.split_huge_pages = given.split_huge_pages != 0;
             if !given.root.is_null() {
                 // SAFETY: not null, so a string by the caller's promise.
                 let root = unsafe { CStr::from_ptr(given.root) };

@@ -79,12 +79,12 @@ pub fn huge_page(address: u64, page: u64) -> u64 {
 }
 
 /// The runs that are worth it, at most so many, as ranges of positions among some pages. `follows` says whether one of
-/// them can be mapped as one with the one before, which lies right before it; `worth` what a page gives back. Huge
-/// pages that are split already have nothing to lose.
+/// them can be mapped as one with the one before, which lies right before it; `worth` what a page gives back, `None` if it
+/// is not to be merged. Huge /// pages that are split already have nothing to lose.
 pub fn choose(
     pages: &[Page],
     follows: impl Fn(usize) -> bool,
-    worth: impl Fn(usize) -> i64,
+    worth: impl Fn(usize) -> Option<i64>,
     split: &HashSet<u64>,
     page: u64,
     at_most: usize,
@@ -94,7 +94,7 @@ pub fn choose(
     let mut stretches: Vec<Stretch> = Vec::new();
     for (at, found) in pages.iter().enumerate() {
         let huge = found.huge.then(|| huge_page(found.address, page)).filter(|huge| !split.contains(huge));
-        let worth = Some(worth(at));
+        let worth = worth(at);
         let behind = at > 0 && pages[at - 1].address + page == found.address && follows(at);
         match stretches.last_mut() {
             Some(last) if behind && last.huge == huge && last.worth == worth => last.pages += 1,

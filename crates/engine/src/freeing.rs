@@ -1,6 +1,6 @@
-//! Freeing adopted memory, which waits for the pages that a merge has in hand, and not for the whole merge.
+//! Memory that the engine lends, and freeing adopted memory, which waits for the pages that a merge has in hand, and not for the whole merge.
 
-use crate::{Engine, Error, State, memory, whole};
+use crate::{Engine, Error, Region, State, memory, whole};
 use pagefold_model::AddressRange;
 use std::sync::{PoisonError, TryLockError};
 
@@ -50,5 +50,33 @@ impl Engine {
             given_up.into_iter().for_each(|range| state.leave_alone(range));
             state.tell(&self.options);
         }
+    }
+}
+
+impl Region<'_> {
+    /// Where it is.
+    pub fn range(&self) -> AddressRange {
+        self.range
+    }
+
+    /// Its bytes.
+    pub fn as_slice(&self) -> &[u8] {
+        // SAFETY: it is mapped until drop; merging, whose caller promises that nobody writes meanwhile, does not change
+        // what it reads as.
+        unsafe { memory::bytes(self.range) }
+    }
+
+    /// Its bytes, to write. Not while [`Engine::merge`] runs, as its caller promises.
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: as for `as_slice`; `&mut self` makes it the only borrow.
+        unsafe { memory::bytes_to_write(self.range) }
+    }
+}
+
+impl Drop for Region<'_> {
+    fn drop(&mut self) {
+        // A child that cannot use the engine keeps the memory until it ends.
+        // SAFETY: the region is its own, and no borrow of it outlives it.
+        let _ = unsafe { self.engine.release(self.range) };
     }
 }

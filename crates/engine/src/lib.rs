@@ -63,8 +63,8 @@
 //! - **`madvise(MADV_DONTNEED)`**: a merged page reads as what it was merged with afterwards, and not as zeros, because
 //!   it is a mapping of a file. Use [`Engine::clear`]. So it does once a guard region (`MADV_GUARD_INSTALL`) is
 //!   removed; while there is one, it is left alone.
-//! - **huge pages**: they are split where as much is merged as pays for that, and kept elsewhere; before Linux 6.7 they
-//!   cannot be told from others.
+//! - **huge pages**: without a bound on the slow-down they are split where as much is merged as pays for that; with one,
+//!   see [`Options::split_huge_pages`]. Before Linux 6.7 they cannot be told from others.
 //! - **core dumps**: merged memory is file memory, which `/proc/PID/coredump_filter` leaves out by default; joining a
 //!   domain puts it in (bit 2, core(5)).
 //! - **devices and direct I/O**: memory that is pinned for a device must not be merged, since the device would go on
@@ -92,6 +92,7 @@ mod domain;
 mod fits;
 mod freeing;
 mod headroom;
+mod huge;
 mod incarnation;
 mod index;
 mod layout;
@@ -220,6 +221,10 @@ pub struct Options {
     /// none of the pinned memory is adopted: what is written to pinned pages after they were merged is lost. Without
     /// it a merge fails with [`Error::Pinned`] while `VmPin` of `/proc/self/status` is above zero.
     pub merge_while_pinned: bool,
+    /// Split huge pages wherever that saves memory, for a program that was measured not to lose by it. Without it, and
+    /// with a bound on the slow-down, a huge page is split only if all of its pages merge, and what is not zeros only
+    /// as far as the TLB misses that this is expected to cost fit into the bound ([`pagefold_model::huge`]).
+    pub split_huge_pages: bool,
 }
 
 impl Default for Options {
@@ -233,6 +238,7 @@ impl Default for Options {
             per_node: false,
             patience: Duration::from_secs(10),
             merge_while_pinned: false,
+            split_huge_pages: false,
         }
     }
 }
@@ -275,6 +281,7 @@ struct State {
     random: u64,
     regions: Vec<Adopted>,
     allowance: Allowance,
+    split: huge::SplitLedger,
     rest: Rest,
     /// Memory that was adopted since the last merge and not given up.
     adopted: Bytes,
@@ -622,6 +629,7 @@ impl State {
             random: random()?,
             regions: Vec::new(),
             allowance: Allowance::new(options.max_slowdown, options.lifetime),
+            split: huge::SplitLedger::default(),
             rest: Rest::default(),
             adopted: Bytes::ZERO,
             promising: Pages::ZERO,
@@ -743,34 +751,6 @@ impl Drop for State {
         } else {
             self.domain.leave();
         }
-    }
-}
-
-impl Region<'_> {
-    /// Where it is.
-    pub fn range(&self) -> AddressRange {
-        self.range
-    }
-
-    /// Its bytes.
-    pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: it is mapped until drop; merging, whose caller promises that nobody writes meanwhile, does not change
-        // what it reads as.
-        unsafe { memory::bytes(self.range) }
-    }
-
-    /// Its bytes, to write. Not while [`Engine::merge`] runs, as its caller promises.
-    pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        // SAFETY: as for `as_slice`; `&mut self` makes it the only borrow.
-        unsafe { memory::bytes_to_write(self.range) }
-    }
-}
-
-impl Drop for Region<'_> {
-    fn drop(&mut self) {
-        // A child that cannot use the engine keeps the memory until it ends.
-        // SAFETY: the region is its own, and no borrow of it outlives it.
-        let _ = unsafe { self.engine.release(self.range) };
     }
 }
 

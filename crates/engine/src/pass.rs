@@ -17,6 +17,7 @@
 use crate::choose::{Page, Place, Run, choose, huge_page, map, places, runs, within};
 use crate::domain::PATIENCE;
 use crate::fits::is_full;
+use crate::huge::{self, Splits};
 use crate::incarnation::is_lost;
 use crate::index::{Index, Tag};
 use crate::memory;
@@ -65,6 +66,8 @@ pub struct Terms<'s> {
     /// When it began, of the clock that members share.
     now: Duration,
     stillness: &'s Stillness<'s>,
+    /// The bound that the loss of huge pages has to fit into, if there is one.
+    huge_bound: Option<f64>,
 }
 
 /// How pages are looked at.
@@ -173,6 +176,8 @@ impl State {
     /// Merge what is identical now.
     pub fn merge(&mut self, options: &Options, directory: &Path, stillness: &Stillness<'_>) -> io::Result<Merged> {
         let (began, now) = (Instant::now(), clock());
+        let lost = self.split.charge(self.started.elapsed(), self.tally().pages);
+        self.allowance.spend(lost);
         let room = self.room(Bytes::ZERO);
         let mut merged = Merged::default();
         self.merges += 1;
@@ -194,7 +199,9 @@ impl State {
         self.domain.wait_until(patience);
         let (known, cursor) = (std::mem::take(&mut self.promising), self.cursor);
         self.adopted = Bytes::ZERO;
-        let done = self.merge_in_windows(Terms { room, threads: options.threads.max(1), now, stillness }, &mut merged);
+        let huge_bound = options.max_slowdown.filter(|_| !options.split_huge_pages);
+        let terms = Terms { room, threads: options.threads.max(1), now, stillness, huge_bound };
+        let done = self.merge_in_windows(terms, &mut merged);
         merged.time = began.elapsed();
         let faults = |pages: Pages, each: Duration| each.mul_f64(pages.0 as f64);
         let faults = faults(merged.broken, self.faults.write) + faults(merged.read, self.faults.read);
@@ -249,7 +256,7 @@ impl State {
 
     /// How many pages were there of which nothing was known.
     pub fn merge_within(&mut self, terms: Terms<'_>, merged: &mut Merged) -> io::Result<Pages> {
-        let Terms { room, threads, now, stillness, .. } = terms;
+        let Terms { room, threads, now, stillness, huge_bound } = terms;
         let page = self.domain.page();
         let began = Instant::now();
         let patience = room.map_or(STILL, |room| STILL.min(room / SURVEYS));
@@ -267,11 +274,17 @@ impl State {
         let pages = self.sight(&looked, threads, merged)?;
         drop(looked);
 
+        let (partners, places, wanted) = places(&self.domain, &pages);
+        let others = merged.left_alone + Pages(survey.stored);
+        let resident = huge::resident(&survey.candidates, others, page);
+        let limit = huge_bound.map(|bound| self.split.limit(bound, resident));
+        let splits = Splits::among(&zeros, &partners, page, limit);
         let mut split = HashSet::new();
         for together in zeros.chunk_by(|found, next| found.is_bound_to(next, page)) {
             let zeros: Vec<Page> =
                 together.iter().flat_map(|found| found.pieces(page)).map(|one| one.first()).collect();
-            let chosen = choose(&zeros, |_| true, |_| page as i64, &split, page, usize::MAX);
+            let worth = |at: usize| splits.allow(&zeros[at], page).then_some(page as i64);
+            let chosen = choose(&zeros, |_| true, worth, &split, page, usize::MAX);
             self.note_alone(&zeros, chosen.iter().flat_map(|run| &zeros[run.clone()]), now);
             merged.not_worth += Pages((zeros.len() - chosen.iter().map(Range::len).sum::<usize>()) as u64);
             let runs = chosen.into_iter().map(|run| Run { pages: &zeros[run], slot: 0 }.range(page));
@@ -288,10 +301,10 @@ impl State {
         }
         fault::point("after giving zeros back");
 
-        let (partners, places, wanted) = places(&self.domain, &pages);
         let follows = |at: usize| places[at].follows(places[at - 1]);
         // Each of two that share a content that is to be stored gives back half of it.
-        let worth = |at: usize| if matches!(places[at], Place::Slot(_)) { page as i64 } else { page as i64 / 2 };
+        let gives_back = |at: usize| if matches!(places[at], Place::Slot(_)) { page as i64 } else { page as i64 / 2 };
+        let worth = |at: usize| splits.allow(&partners[at], page).then(|| gives_back(at));
         let chosen = choose(&partners, follows, worth, &split, page, survey.room(healed.len()));
         self.note_alone(&pages, chosen.iter().flat_map(|range| &partners[range.clone()]), now);
         merged.not_worth += Pages((partners.len() - chosen.iter().map(Range::len).sum::<usize>()) as u64);
@@ -337,6 +350,9 @@ impl State {
             for (run, _) in taken.iter().zip(outcomes).filter(|&(_, done)| done) {
                 merged.merged += Pages(run.pages.len() as u64);
                 merged.runs += 1;
+                if limit.is_some() {
+                    self.split.note(run);
+                }
                 merged.retried += self.note_merged(run.range(page), now, |tally| &mut tally.merged);
             }
             merged.failed += Pages(all as u64) - too_many - (merged.merged - before);
@@ -359,7 +375,7 @@ impl State {
         &mut self,
         candidates: &[Candidates],
         deadline: Option<Instant>,
-        Terms { room, threads, now, stillness }: Terms<'_>,
+        Terms { room, threads, now, stillness, .. }: Terms<'_>,
         merged: &mut Merged,
     ) -> (Vec<Candidates>, Vec<Looked>) {
         let (page, sparing) = (self.domain.page(), room.is_some());

@@ -22,7 +22,7 @@ pub struct Merged {
     /// Runs of pages, of 2,048 at most, that were mapped as one.
     pub runs: u64,
     /// Pages of zeros or with a partner that were not merged, because their run is too short to pay, would split a huge
-    /// page that is worth more, or would need more mappings than there may be.
+    /// page that is worth more or that the bound on the slow-down keeps, or would need more mappings than there may be.
     pub not_worth: Pages,
     /// Pages that were written since they were merged or given back.
     pub broken: Pages,

@@ -87,3 +87,60 @@ fn a_huge_page_of_zeros_is_read_by_one_fault() {
     assert!((3..=2048 - 3 * 512 + 3).contains(&merged.of("read")), "{merged:?}");
     assert_eq!((merged.of("broken"), member.merge().of("read")), (0, 0));
 }
+
+#[test]
+fn a_bound_on_the_slow_down_keeps_huge_pages_unless_all_of_them_merges() {
+    let _one = ONE.lock();
+    let root = root();
+    let start = |bound: &str, more: &[&str], seed: u64| {
+        let bound = ["--max-slowdown", bound, "--lifetime", "36000"];
+        let mut member = Member::start(&root, 4096, &[&bound, more].concat());
+        member.tell("huge");
+        member.tell(&format!("fill 0 4096 {seed}"));
+        member
+    };
+    let (mut first, mut second) = (start("2", &[], 3), start("2", &[], 3));
+    let before = [first.smaps("AnonHugePages:"), second.smaps("AnonHugePages:")];
+    if before[0] == 0 || before[1] == 0 {
+        println!("skipped: there are no huge pages");
+        return;
+    }
+    // Members merge at the same moments, and look at each page twice, so it takes some tries. What was merged, and what
+    // was found and kept.
+    let mut merges = |member: &mut Member| {
+        let (mut merged, mut kept) = (0, 0);
+        for _ in 0..300 {
+            first.merge();
+            let told = member.merge();
+            (merged, kept) = (merged + told.of("merged"), kept + told.of("not_worth"));
+            if merged.max(kept) >= 3 * 1024 {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        member.check();
+        (merged, kept)
+    };
+    let (merged, kept) = merges(&mut second);
+    // At either end there may be pages that are of no huge page.
+    assert!(merged < 1024 && kept >= 3 * 1024, "equal tables stay in huge pages: {merged} {kept}");
+    assert_eq!(second.smaps("AnonHugePages:"), before[1]);
+
+    let mut zeros = start("2", &[], 0);
+    let found = zeros.merge().of("zeros");
+    assert!((4096 - 2 * 511..=4096).contains(&found) && zeros.smaps("AnonHugePages:") == 0, "{found}");
+    let mut scattered = start("2", &[], 5);
+    (1024..2048).step_by(2).for_each(|page| drop(scattered.tell(&format!("fill {page} 1 0"))));
+    let huge = scattered.smaps("AnonHugePages:");
+    assert_eq!((scattered.merge().of("zeros"), scattered.smaps("AnonHugePages:")), (0, huge), "a part of huge pages");
+    scattered.check();
+
+    // The bound allows for it, or the caller does.
+    for (bound, more) in [("100", None), ("2", Some("--split-huge-pages"))] {
+        let mut member = start(bound, more.as_slice(), 3);
+        let (merged, _) = merges(&mut member);
+        assert!(merged >= 3 * 1024 && member.smaps("AnonHugePages:") <= 2048, "{bound}: {merged}");
+    }
+    first.check();
+    assert_eq!(first.smaps("AnonHugePages:"), before[0]);
+}

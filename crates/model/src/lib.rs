@@ -21,6 +21,7 @@ pub mod estimate;
 pub mod exclusion;
 pub mod guard;
 pub mod hot;
+pub mod huge;
 pub mod identity;
 pub mod ksm;
 pub mod lasting;

@@ -2,7 +2,7 @@
 //! sequence of lines is allowed: pages that a line is not for, as they are unmapped or protected, are passed over.
 //!
 //! ```text
-//! member DOMAIN PAGES [--threads N] [--max-slowdown PERCENT] [--lifetime SECONDS] [--per-node]
+//! member DOMAIN PAGES [--threads N] [--max-slowdown PERCENT] [--lifetime SECONDS] [--per-node] [--split-huge-pages]
 //!
 //! fill START COUNT SEED   pages from START on; SEED 0 is zeros, and equal seeds and places are equal contents
 //! copy START COUNT FROM   pages from START on become what those from FROM on hold
@@ -380,6 +380,7 @@ fn main() {
         lifetime: option("--lifetime").map_or(Duration::ZERO, Duration::from_secs_f64),
         threads: option("--threads").map_or(1, |threads| threads as usize),
         per_node: arguments.iter().any(|argument| argument == "--per-node"),
+        split_huge_pages: arguments.iter().any(|argument| argument == "--split-huge-pages"),
         ..Options::default()
     };
     let pages: usize = arguments[2].parse().expect("a number of pages");
