@@ -348,9 +348,10 @@ template <class Array> void simulate(const Options &options, Comm &comm)
     double seconds = trace.seconds() - began, cpu = cpu_seconds() - cpu_began;
     Drift drift = report(options.steps);
     pagefold_standing standing = memory.standing();
+    pagefold_merged so_far = memory.so_far();
     std::vector<double> ranks = comm.all_gather(
         { trace.own_peak(), double(memory.bytes()), double(solver.updates), solver.dropped, trace.spent(),
-          standing.so_far.nanoseconds * 1e-9, double(standing.merged), double(standing.so_far.zeros), cpu });
+          so_far.nanoseconds * 1e-9, double(standing.merged), double(so_far.zeros), cpu });
     if (comm.rank == 0) {
         double updates = 0, dropped = 0, cells = 0, masses = 0, all_cpu = 0;
         for (int r = 0; r < comm.size; r++) {

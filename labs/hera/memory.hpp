@@ -113,7 +113,16 @@ public:
     /* What the last merge did. */
     const pagefold_merged &merged() const { return merged_; }
 
-    /* What the engine did so far, and how it stands. */
+    /* What all merges did so far. */
+    pagefold_merged so_far() const
+    {
+        pagefold_merged so_far = {};
+        if (engine_ && pagefold_so_far_of(engine_, &so_far))
+            fail("the engine does not say what it did: %s", pagefold_error());
+        return so_far;
+    }
+
+    /* How the engine stands. */
     pagefold_standing standing() const
     {
         pagefold_standing standing = {};

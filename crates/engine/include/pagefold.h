@@ -7,6 +7,10 @@
  * Functions that return int give 0, or -1 with pagefold_error() saying why. All may be called by any thread. Sizes are
  * in bytes; addresses and sizes of ranges are of whole pages.
  *
+ * Structures that functions fill in may grow at their end. A caller says how large the one is that it was compiled with,
+ * and the library writes no more than that, and zeros to what it does not know: pagefold_merge(), for one, is an inline
+ * function that passes the size to pagefold_merge_sized(). Languages other than C and C++ call that.
+ *
  * SPDX-License-Identifier: MIT OR Apache-2.0
  */
 #ifndef PAGEFOLD_H
@@ -77,7 +81,6 @@ typedef struct pagefold_standing {
 	uint64_t elapsed;  /* nanoseconds since this process joined */
 	uint64_t spent;    /* of them, taken from the program: held against max_slowdown of elapsed - spent, but for what of
 	                      lifetime was taken in advance */
-	pagefold_merged so_far;
 } pagefold_standing;
 
 /* How a region of a member stands, in pages. */
@@ -145,7 +148,11 @@ int pagefold_clear(pagefold_engine *engine, void *memory, size_t bytes);
  * merge_while_pinned is set: what is written to pinned pages after they were merged would be lost. Pins of a moment, as
  * of O_DIRECT reads under way, are not seen. merged may be NULL.
  */
-int pagefold_merge(pagefold_engine *engine, pagefold_merged *merged);
+int pagefold_merge_sized(pagefold_engine *engine, pagefold_merged *merged, size_t size);
+static inline int pagefold_merge(pagefold_engine *engine, pagefold_merged *merged)
+{
+	return pagefold_merge_sized(engine, merged, sizeof(pagefold_merged));
+}
 
 /*
  * Merge what is identical while the program runs: who writes to pages that are in hand waits for as long as it takes to
@@ -154,7 +161,11 @@ int pagefold_merge(pagefold_engine *engine, pagefold_merged *merged);
  * memory is pinned, as pagefold_merge does. Nobody may unmap, move or replace memory of the engine but by its own
  * functions until it returns. The calling thread takes no signals meanwhile. merged may be NULL.
  */
-int pagefold_merge_while_running(pagefold_engine *engine, pagefold_merged *merged);
+int pagefold_merge_while_running_sized(pagefold_engine *engine, pagefold_merged *merged, size_t size);
+static inline int pagefold_merge_while_running(pagefold_engine *engine, pagefold_merged *merged)
+{
+	return pagefold_merge_while_running_sized(engine, merged, sizeof(pagefold_merged));
+}
 
 /*
  * Do so again and again, in a thread that takes at most a share of one CPU, from 0 to 1, and no signals, and rests
@@ -169,16 +180,35 @@ pagefold_background *pagefold_merge_in_background(pagefold_engine *engine, doubl
 int pagefold_end_background(pagefold_background *background);
 
 /* How this member stands, and what its domain's store takes. */
-int pagefold_standing_of(pagefold_engine *engine, pagefold_standing *standing);
+int pagefold_standing_of_sized(pagefold_engine *engine, pagefold_standing *standing, size_t size);
+static inline int pagefold_standing_of(pagefold_engine *engine, pagefold_standing *standing)
+{
+	return pagefold_standing_of_sized(engine, standing, sizeof(pagefold_standing));
+}
+
+/* What all merges of this member did so far, together. */
+int pagefold_so_far_of_sized(pagefold_engine *engine, pagefold_merged *merged, size_t size);
+static inline int pagefold_so_far_of(pagefold_engine *engine, pagefold_merged *merged)
+{
+	return pagefold_so_far_of_sized(engine, merged, sizeof(pagefold_merged));
+}
 
 /*
  * How each region of this member stands, by address. *count says for how many there is room, and then how many there
  * are; regions may be NULL to ask for that.
  */
-int pagefold_regions_of(pagefold_engine *engine, pagefold_region *regions, size_t *count);
+int pagefold_regions_of_sized(pagefold_engine *engine, pagefold_region *regions, size_t *count, size_t size);
+static inline int pagefold_regions_of(pagefold_engine *engine, pagefold_region *regions, size_t *count)
+{
+	return pagefold_regions_of_sized(engine, regions, count, sizeof(pagefold_region));
+}
 
 /* How the domain stands. */
-int pagefold_domain_of(pagefold_engine *engine, pagefold_domain *domain);
+int pagefold_domain_of_sized(pagefold_engine *engine, pagefold_domain *domain, size_t size);
+static inline int pagefold_domain_of(pagefold_engine *engine, pagefold_domain *domain)
+{
+	return pagefold_domain_of_sized(engine, domain, sizeof(pagefold_domain));
+}
 
 /* Why the last call of this thread failed. Valid until its next one. */
 const char *pagefold_error(void);

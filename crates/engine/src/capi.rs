@@ -1,5 +1,9 @@
 //! The C interface, `include/pagefold.h`: each function checks its pointers, calls the engine, and keeps the reason of
 //! a failure for `pagefold_error`. No panic crosses into C.
+//!
+//! A structure that a caller has filled in may be of an older or a newer version than this library, and smaller or
+//! larger: the caller says its size ([`fill`]). Such structures only grow at their end, hold words alone, and no other
+//! structure.
 
 use crate::{Advice, Background, Engine, JOBS, Merged, Options, RegionStanding, Standing, of_job};
 use pagefold_model::AddressRange;
@@ -59,7 +63,6 @@ pub struct pagefold_standing {
     merges: u64,
     elapsed: u64,
     spent: u64,
-    so_far: pagefold_merged,
 }
 
 /// `pagefold_region`.
@@ -123,7 +126,6 @@ impl From<Standing> for pagefold_standing {
             merges: standing.merges,
             elapsed: standing.spending.elapsed.as_nanos() as u64,
             spent: standing.spending.spent.as_nanos() as u64,
-            so_far: standing.so_far.into(),
         }
     }
 }
@@ -354,43 +356,76 @@ pub unsafe extern "C" fn pagefold_clear(engine: *mut Engine, memory: *mut c_void
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`, and what `Engine::merge` asks for; `merged` is null or to be written.
+/// As for `pagefold_allocate`, and what `Engine::merge` asks for; `merged` is null or so many
+/// bytes to be written.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pagefold_merge(engine: *mut Engine, merged: *mut pagefold_merged) -> c_int {
+pub unsafe extern "C" fn pagefold_merge_sized(engine: *mut Engine, merged: *mut pagefold_merged, size: usize) -> c_int {
+    if !is_size_of(merged, size) {
+        return -1;
+    }
     // SAFETY: the caller's promise.
     let merge = |engine: &Engine| unsafe { engine.merge() };
     // SAFETY: the caller's promise.
     let done = unsafe { call(engine, merge) };
     // SAFETY: the caller's promise.
-    unsafe { tell(done, merged) }
+    unsafe { fill(done, merged, size) }
 }
 
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`, and what `Engine::merge_while_running` asks for; `merged` is null or to be written.
+/// As for `pagefold_allocate`, and what `Engine::merge_while_running` asks for; `merged` is null or so many
+/// bytes to be written.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pagefold_merge_while_running(engine: *mut Engine, merged: *mut pagefold_merged) -> c_int {
+pub unsafe extern "C" fn pagefold_merge_while_running_sized(
+    engine: *mut Engine,
+    merged: *mut pagefold_merged,
+    size: usize,
+) -> c_int {
+    if !is_size_of(merged, size) {
+        return -1;
+    }
     // SAFETY: the caller's promise.
     let merge = |engine: &Engine| unsafe { engine.merge_while_running() };
     // SAFETY: the caller's promise.
     let done = unsafe { call(engine, merge) };
     // SAFETY: the caller's promise.
-    unsafe { tell(done, merged) }
+    unsafe { fill(done, merged, size) }
 }
 
-/// Tell what a merge did, if that is asked for.
+/// The largest structure of a caller that is believed.
+const LARGEST_STRUCTURE: usize = 4096;
+
+/// Whether a caller's structure is null or has a size that a version of it may have; otherwise the reason is kept.
+fn is_size_of<T>(structure: *mut T, size: usize) -> bool {
+    let sizes = size_of::<u64>()..=LARGEST_STRUCTURE;
+    let sound = structure.is_null() || (sizes.contains(&size) && size.is_multiple_of(size_of::<u64>()));
+    if !sound {
+        keep(&format!("{size} is no size of the structure to fill in: pass sizeof of it"));
+    }
+    sound
+}
+
+/// Fill a caller's structure in, unless it is null or there is nothing to tell: as much as its version has of this one,
+/// and zeros in what this one does not have.
 ///
 /// # Safety
-/// `merged` is null or to be written.
-unsafe fn tell(done: Option<Merged>, merged: *mut pagefold_merged) -> c_int {
-    if let Some(done) = done
-        && !merged.is_null()
+/// `structure` is null or so many bytes to be written.
+unsafe fn fill<V: Into<T>, T>(value: Option<V>, structure: *mut T, size: usize) -> c_int {
+    let told = status(value.as_ref().map(|_| ()));
+    if let Some(value) = value
+        && !structure.is_null()
     {
-        // SAFETY: not null, so to be written, by the caller's promise.
-        unsafe { merged.write(done.into()) };
+        let (value, bytes): (T, _) = (value.into(), structure.cast::<u8>());
+        let known = size.min(size_of::<T>());
+        // SAFETY: both have so many bytes, and the value is nobody else's.
+        unsafe { ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), bytes, known) };
+        // SAFETY: the caller's promise.
+        let rest = unsafe { bytes.add(known) };
+        // SAFETY: as above.
+        unsafe { rest.write_bytes(0, size - known) };
     }
-    status(done.map(|_| ()))
+    told
 }
 
 /// See `pagefold.h`.
@@ -430,34 +465,66 @@ pub unsafe extern "C" fn pagefold_end_background(background: *mut Background) ->
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`; `standing` is to be written.
+/// As for `pagefold_allocate`; `standing` is to be written, so many bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pagefold_standing_of(engine: *mut Engine, standing: *mut pagefold_standing) -> c_int {
+pub unsafe extern "C" fn pagefold_standing_of_sized(
+    engine: *mut Engine,
+    standing: *mut pagefold_standing,
+    size: usize,
+) -> c_int {
     if standing.is_null() {
         keep("standing is NULL");
         return -1;
     }
+    if !is_size_of(standing, size) {
+        return -1;
+    }
     // SAFETY: the caller's promise.
     let found = unsafe { call(engine, Engine::standing) };
-    if let Some(found) = found {
-        // SAFETY: not null, so to be written, by the caller's promise.
-        unsafe { standing.write(found.into()) };
-    }
-    status(found.map(|_| ()))
+    // SAFETY: the caller's promise.
+    unsafe { fill(found, standing, size) }
 }
 
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`; `count` is to be read and written, and so many `regions` to be written.
+/// As for `pagefold_allocate`; `merged` is to be written, so many bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pagefold_regions_of(
+pub unsafe extern "C" fn pagefold_so_far_of_sized(
+    engine: *mut Engine,
+    merged: *mut pagefold_merged,
+    size: usize,
+) -> c_int {
+    if merged.is_null() {
+        keep("merged is NULL");
+        return -1;
+    }
+    if !is_size_of(merged, size) {
+        return -1;
+    }
+    // SAFETY: the caller's promise.
+    let found = unsafe { call(engine, |engine| Ok(engine.standing()?.so_far)) };
+    // SAFETY: the caller's promise.
+    unsafe { fill(found, merged, size) }
+}
+
+/// See `pagefold.h`.
+///
+/// # Safety
+/// As for `pagefold_allocate`; `count` is to be read and written, and so many `regions`, of so many bytes each, to be
+/// written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagefold_regions_of_sized(
     engine: *mut Engine,
     regions: *mut pagefold_region,
     count: *mut usize,
+    size: usize,
 ) -> c_int {
     if count.is_null() {
         keep("count is NULL");
+        return -1;
+    }
+    if !is_size_of(regions, size) {
         return -1;
     }
     // SAFETY: the caller's promise.
@@ -467,10 +534,10 @@ pub unsafe extern "C" fn pagefold_regions_of(
     // SAFETY: not null, so to be read, by the caller's promise.
     let room = if regions.is_null() { 0 } else { unsafe { count.read() } };
     for (at, region) in found.into_iter().take(room).enumerate() {
-        // SAFETY: there is room for more than `at` of them, by the caller's promise.
-        let place = unsafe { regions.add(at) };
+        // SAFETY: there is room for more than `at` of them, of that size, by the caller's promise.
+        let place = unsafe { regions.cast::<u8>().add(at * size) };
         // SAFETY: it is to be written, by the caller's promise.
-        unsafe { place.write(region.into()) };
+        unsafe { fill(Some(region), place.cast::<pagefold_region>(), size) };
     }
     // SAFETY: not null, so to be written, by the caller's promise.
     unsafe { count.write(all) };
@@ -480,21 +547,24 @@ pub unsafe extern "C" fn pagefold_regions_of(
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`; `domain` is to be written.
+/// As for `pagefold_allocate`; `domain` is to be written, so many bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pagefold_domain_of(engine: *mut Engine, domain: *mut pagefold_domain) -> c_int {
+pub unsafe extern "C" fn pagefold_domain_of_sized(
+    engine: *mut Engine,
+    domain: *mut pagefold_domain,
+    size: usize,
+) -> c_int {
     if domain.is_null() {
         keep("domain is NULL");
         return -1;
     }
+    if !is_size_of(domain, size) {
+        return -1;
+    }
     // SAFETY: the caller's promise.
     let found = unsafe { call(engine, Engine::domain) };
-    let told = found.is_some();
-    if let Some(found) = found {
-        // SAFETY: not null, so to be written, by the caller's promise.
-        unsafe { domain.write(found.into()) };
-    }
-    status(told.then_some(()))
+    // SAFETY: the caller's promise.
+    unsafe { fill(found, domain, size) }
 }
 
 /// See `pagefold.h`.
