@@ -35,8 +35,8 @@
 //!   allocate much. A child of vfork(2) that changes its parent's blocks.
 //! - An allocator of the program's own, in front of or behind ours, that a fork leaves locked while a thread is made
 //!   for the child. The thread is made at the beginning there.
-//! - Domains of programs whose processes end at the same moment, as ranks do: the last one takes a domain's directory
-//!   (some KiB under `/dev/shm`) with it if it finds itself alone, else whoever next joins any domain of the user does.
+//! - The end of processes that are killed, all at once: their domain's directory (some KiB under `/dev/shm`) stays until
+//!   a process with this library ends that outlived them, as mpirun(1) does under `pagefold run`, or joins a domain.
 //! - A program that uses libpagefold itself: it would find this library's copy of it.
 //! - Allocators of the program's own that hand out pages past malloc(3) and mmap(2), and stacks of coroutines in blocks
 //!   that other threads run on while the kernel writes to them: none of that is merged, or all of it waits as others

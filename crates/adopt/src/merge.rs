@@ -380,4 +380,6 @@ pub fn ends() {
     if let Some(engine) = &merger.engine {
         engine.end();
     }
+    // What this process has outlived, as the launcher of ranks that were killed.
+    pagefold_engine::sweep_domains();
 }

@@ -41,19 +41,23 @@ fn compile(place: &TempDir, source: &str, flags: &[&str]) -> PathBuf {
 }
 
 /// Compile a program of which only `main` is given.
-fn compile_text(place: &TempDir, name: &str, text: &str) -> PathBuf {
+fn compile_text(place: &TempDir, name: &str, text: &str, flags: &[&str]) -> PathBuf {
     let source = place.path().join(name);
     std::fs::write(&source, format!("{HEAD}{text}")).unwrap();
-    compile(place, source.to_str().unwrap(), &[])
+    compile(place, source.to_str().unwrap(), flags)
 }
 
 /// A program with the library ahead, in the domain `x`, as fast as may be; ended after minutes if it hangs.
 fn preloaded(place: &TempDir, program: &Path) -> Command {
+    preloaded_by(place, library().to_str().unwrap(), program)
+}
+
+/// The same with more libraries. Nothing but the program loads them.
+fn preloaded_by(place: &TempDir, libraries: &str, program: &Path) -> Command {
     let mut command = Command::new("timeout");
-    command.args(["--signal=KILL", "300"]).arg(program);
-    command.env("LD_PRELOAD", library()).env("PAGEFOLD_RUNTIME", place.path().join("domains"));
-    command.env("PAGEFOLD_DOMAIN", "x").env("PAGEFOLD_MAX_SLOWDOWN", "100").env("PAGEFOLD_THRESHOLD", "65536");
-    command.env("PAGEFOLD_REPORT", "1");
+    command.args(["--signal=KILL", "300", "env", &format!("LD_PRELOAD={libraries}")]).arg(program);
+    command.env("PAGEFOLD_RUNTIME", place.path().join("domains")).env("PAGEFOLD_DOMAIN", "x");
+    command.env("PAGEFOLD_MAX_SLOWDOWN", "100").env("PAGEFOLD_THRESHOLD", "65536").env("PAGEFOLD_REPORT", "1");
     command
 }
 
@@ -98,7 +102,7 @@ static int threads(void)
 	return at ? atoi(at) : -1;
 }
 static void *volatile small;
-static int becomes(int count)
+static inline int becomes(int count)
 {
 	int tries = 0;
 	for (; threads() != count && tries < 12000; tries++) {
@@ -107,21 +111,22 @@ static int becomes(int count)
 	}
 	return tries < 12000;
 }
-static int merged(void)
+static int is_merged(void)
 {
-	for (int tries = 0; tries < 12000; tries++) {
-		char line[512];
-		int found = 0;
-		FILE *maps = fopen("/proc/self/maps", "r");
-		while (maps && fgets(line, sizeof line, maps))
-			found |= strstr(line, "pagefold-store") != NULL;
-		if (maps)
-			fclose(maps);
-		if (found)
-			return 1;
+	char line[512];
+	int found = 0;
+	FILE *maps = fopen("/proc/self/maps", "r");
+	while (maps && fgets(line, sizeof line, maps))
+		found |= strstr(line, "pagefold-store") != NULL;
+	if (maps)
+		fclose(maps);
+	return found;
+}
+static inline int merged(void)
+{
+	for (int tries = 0; tries < 12000 && !is_merged(); tries++)
 		usleep(10000);
-	}
-	return 0;
+	return is_merged();
 }
 static char *volatile block;
 static char *fill(void) { return memset(block = malloc(8 << 20), 3, 8 << 20); }
@@ -154,7 +159,7 @@ fn a_tool_that_has_mpi_before_the_library_is_named() {
     let mpi = compile(&place, "lonely_mpi.c", &["-shared", "-fPIC"]);
     let tool = compile(&place, "pmpi_tool.c", &["-shared", "-fPIC"]);
     let run = |program: &Path, preloads: &str| {
-        let output = preloaded(&place, program).args(["100000", "4"]).env("LD_PRELOAD", preloads).output().unwrap();
+        let output = preloaded_by(&place, preloads, program).args(["100000", "4"]).output().unwrap();
         assert!(output.status.success(), "{output:?}");
         text(&output.stderr)
     };
@@ -188,7 +193,7 @@ fn a_program_that_is_merged_may_change_its_user_namespace() {
 	return count > 1 && !becomes(2) ? 4 : block[77] != 3;
 }
 "#;
-    let program = compile_text(&place, "namespace.c", main);
+    let program = compile_text(&place, "namespace.c", main, &[]);
     if Command::new(&program).status().unwrap().code() != Some(0) {
         println!("skipped: user namespaces are not permitted");
         return;
@@ -221,7 +226,7 @@ fn a_program_that_forks_sees_its_own_threads_alone() {
 	return block[77] != 3;
 }
 "#;
-    let output = preloaded(&place, &compile_text(&place, "forks.c", main)).output().unwrap();
+    let output = preloaded(&place, &compile_text(&place, "forks.c", main, &[])).output().unwrap();
     assert_eq!(code(&output).unwrap_or(0), 0, "{output:?}");
 }
 
@@ -247,6 +252,72 @@ fn a_program_without_large_memory_has_no_thread_of_the_library() {
 	return 0;
 }
 "#;
-    let output = preloaded(&place, &compile_text(&place, "idles.c", main)).output().unwrap();
+    let output = preloaded(&place, &compile_text(&place, "idles.c", main, &[])).output().unwrap();
     assert_eq!(code(&output).unwrap_or(0), 0, "{output:?}");
+}
+
+/// A rank that goes from barrier to barrier until it is merged, says so, and ends when its input does; or kills itself
+/// at once. Or what starts such ranks, and outlives them.
+const RANKS: &str = r#"#include <signal.h>
+int MPI_Init(int *count, char ***words);
+int MPI_Barrier(void *comm);
+int main(int count, char **words)
+{
+	if (count > 1 && !strcmp(words[1], "launch")) {
+		for (int rank = 0; rank < 3; rank++)
+			if (fork() == 0)
+				return execl("/proc/self/exe", "rank", "killed", NULL), 2;
+		for (int status, rank = 0; rank < 3; rank++)
+			if (wait(&status) < 0 || !WIFSIGNALED(status))
+				return 3;
+		return 0;
+	}
+	MPI_Init(&count, &words);
+	for (fill(); !is_merged(); usleep(1000))
+		MPI_Barrier(NULL);
+	if (count > 1)
+		return raise(SIGKILL);
+	char none;
+	return write(1, "+", 1) != 1 || read(0, &none, 1) != 0;
+}
+"#;
+
+#[test]
+fn the_directory_of_a_domain_goes_with_ranks_that_end_at_once() {
+    if !has_compiler() {
+        return;
+    }
+    let place = place();
+    let mpi = compile(&place, "lonely_mpi.c", &["-shared", "-fPIC"]);
+    let program = compile_text(&place, "ranks.c", RANKS, &[mpi.to_str().unwrap()]);
+    let domain = place.path().join("domains/x");
+    for round in 0..3 {
+        let ((wait, ends), (merged, says)) = (std::io::pipe().unwrap(), std::io::pipe().unwrap());
+        let rank = || {
+            let (input, output) = (wait.try_clone().unwrap(), says.try_clone().unwrap());
+            preloaded(&place, &program).stdin(input).stdout(output).spawn().unwrap()
+        };
+        let mut ranks: Vec<_> = (0..6).map(|_| rank()).collect();
+        drop((wait, says));
+        let mut all = [0; 6];
+        std::io::Read::read_exact(&mut { merged }, &mut all).unwrap();
+        assert!(domain.exists(), "they are members of a domain");
+        drop(ends);
+        assert!(ranks.iter_mut().all(|rank| rank.wait().unwrap().success()));
+        assert!(!domain.exists(), "round {round}: {:?}", std::fs::read_dir(&domain).map(Iterator::count));
+    }
+}
+
+#[test]
+fn a_launcher_that_outlives_killed_ranks_removes_the_directory_of_their_domain() {
+    if !has_compiler() {
+        return;
+    }
+    let place = place();
+    let mpi = compile(&place, "lonely_mpi.c", &["-shared", "-fPIC"]);
+    let program = compile_text(&place, "ranks.c", RANKS, &[mpi.to_str().unwrap()]);
+    let output = preloaded(&place, &program).arg("launch").output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert!(place.path().join("domains").exists(), "there was a domain");
+    assert!(!place.path().join("domains/x").exists());
 }

@@ -9,6 +9,7 @@
 //! | `index-N` | contents ([`crate::index`]); N is the generation | by atomic operations |
 //! | `member-*` | slots that a member refers to ([`crate::references`]) | by its member |
 //! | `status-*` | what a member tells of itself ([`crate::record`]) | by its member |
+//! | `ending-*` | nothing; that a member is about to end ([`crate::ending`]) | by its member, under the lock |
 //!
 //! Any of them may be removed at any time; what belongs together is known by inodes: see [`incarnation`].
 //!
@@ -36,7 +37,6 @@
 //! The lock is fcntl(2)'s: who gets it has gone through the kernel after who gave it back, and sees all that was done
 //! before. Between threads of a process the number that says which process has it is acquired and released.
 
-use crate::directory;
 use crate::fits::is_full;
 use crate::incarnation::{self, DOMAIN, FIRST_ENTRIES, Incarnation, LOCK, SLOTS, index_path, new_index};
 use crate::index::Index;
@@ -45,6 +45,7 @@ use crate::record::{self, Record};
 use crate::references::{Everybody, References};
 use crate::store::{Identity, Slots, Store};
 use crate::words::Words;
+use crate::{directory, ending};
 use pagefold_sys::fault;
 use pagefold_sys::fingerprint::Hasher;
 use std::io;
@@ -434,12 +435,13 @@ impl Domain {
         }
     }
 
-    /// The process of this member is about to end: if there is no other member, the directory goes now. Who looks for
-    /// the domain afterwards founds it anew; what this process maps of the store stays as it is.
+    /// The process of this member is about to end: if all others are, the directory goes now. Who looks for the domain
+    /// afterwards founds it anew; what this process maps of the store stays as it is.
     pub fn end(&mut self) {
-        self.patience = Instant::now();
+        // Others that end at the same time have the lock for a moment each.
+        self.patience = Instant::now() + PATIENCE;
         let Ok(_lock) = self.lock_whole() else { return };
-        if Everybody::find(&self.path).is_ok_and(|everybody| everybody.count() <= 1) {
+        if ending::all_end(&self.path, self.references.path()).unwrap_or(false) {
             let _ = directory::remove(&self.path);
         }
     }

@@ -89,6 +89,7 @@ mod choose;
 mod claims;
 mod directory;
 mod domain;
+mod ending;
 mod fits;
 mod freeing;
 mod headroom;
@@ -115,6 +116,7 @@ mod words;
 
 pub use background::Background;
 pub use directory::{JOBS, VARIABLE, is_name, of_job};
+pub use ending::sweep_domains;
 pub use memory::pinned;
 pub use statistics::{Merged, RegionStanding, Standing};
 
@@ -416,8 +418,8 @@ impl Engine {
         })
     }
 
-    /// The process is about to end: if it is the domain's last member, the domain's directory goes now, and not with
-    /// the next who joins one. What is merged stays as it is. In a child that has not joined nothing is done.
+    /// The process is about to end: if all other members of the domain are, too, the domain's directory goes now, and not
+    /// with the next who joins one. What is merged stays as it is. In a child that has not joined nothing is done.
     pub fn end(&self) {
         let process = std::process::id();
         if let Ok(mut state) = self.lock(process)

@@ -31,7 +31,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// How the names of these files begin; the inode of the store that they are about follows, the process, its descriptor
 /// of the store, and a random number.
-const PREFIX: &str = "member-";
+pub const PREFIX: &str = "member-";
 
 /// So many words are given blocks at once: a page of them.
 const STEP: u64 = 512;
@@ -99,6 +99,11 @@ impl References {
         Ok(())
     }
 
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Whether the file is still where others look for it.
     pub fn is_listed(&self) -> bool {
         self.path.exists()
@@ -108,6 +113,18 @@ impl References {
     pub fn count(&self) -> u64 {
         let backed = self.backed.load(Ordering::Relaxed) as usize;
         self.words()[..backed].iter().map(|word| u64::from(word.load(Ordering::Relaxed).count_ones())).sum()
+    }
+}
+
+/// Whether a process has the references that are in a file.
+///
+/// # Errors
+/// Those of open(2) and flock(2).
+pub fn is_held(path: &Path) -> io::Result<bool> {
+    match flock(directory::open(path, false)?, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(false),
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(true),
+        Err(error) => Err(error.into()),
     }
 }
 
