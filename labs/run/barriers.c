@@ -11,6 +11,9 @@
 int MPI_Init(int *count, char ***words);
 int MPI_Barrier(void *comm);
 
+/* Called by its address, as tables of functions are. */
+static int (*volatile meet)(void *comm);
+
 static long milliseconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -22,10 +25,11 @@ int main(int count, char **words) {
     long barriers = atol(words[1]), allocations = atol(words[2]), bytes = 1 << 17, wrong = 0;
     char **memory = calloc(allocations, sizeof *memory);
     long began = milliseconds();
+    meet = MPI_Barrier;
     MPI_Init(&count, &words);
     for (long each = 0; each < allocations; each++) memset(memory[each] = malloc(bytes), 3, bytes);
     for (long each = 0; each < barriers; each++) {
-        MPI_Barrier(NULL);
+        meet(NULL);
         if (each < 3) usleep(1000);
     }
     for (long each = 0; each < allocations; each++) wrong += memory[each][bytes / 2] != 3;

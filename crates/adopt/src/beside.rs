@@ -193,7 +193,8 @@ pub fn resume() {
 
 #[cold]
 fn resume_if_due() {
-    if merge::is_over() {
+    // It is there again, or never will be.
+    if STATE.load(Ordering::Relaxed) == RUNS || merge::is_over() || MAIN_ENDED.load(Ordering::Relaxed) {
         return RESUMES.store(0, Ordering::Relaxed);
     }
     let ours = MERGER.is_own() || BLOCKS.is_own() || next::is_seeking();

@@ -65,14 +65,17 @@ pub fn is_plain() -> bool {
     is_own(c"malloc") && ptr::eq(next, __libc_malloc as *const c_void)
 }
 
-/// Whether the program finds this library's function by a name.
+/// Whether the program finds this library's function by a name. Where a program at a fixed address compares the function
+/// with others, its address is that of the program's own jump to it (the System V ABI has an undefined symbol with a
+/// value for that), which leads to whichever library comes first.
 pub fn is_own(name: &CStr) -> bool {
-    library_of(called_by(name)).dli_fbase == library_of(MEMORY.0.get().cast()).dli_fbase
+    let (found, is_jump) = library_of(called_by(name));
+    is_jump || found.dli_fbase == library_of(MEMORY.0.get().cast()).0.dli_fbase
 }
 
 /// The path of the library, or of the program, whose function the program finds by a name.
 pub fn library_that_has(name: &CStr) -> String {
-    let path = library_of(called_by(name)).dli_fname;
+    let path = library_of(called_by(name)).0.dli_fname;
     if path.is_null() {
         return "another library".to_owned();
     }
@@ -86,13 +89,25 @@ fn called_by(name: &CStr) -> *const c_void {
     unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) }
 }
 
-/// The library that has an address.
-fn library_of(address: *const c_void) -> libc::Dl_info {
+/// The library that has an address, and whether what it has there is a symbol that it does not define.
+fn library_of(address: *const c_void) -> (libc::Dl_info, bool) {
     let mut found = MaybeUninit::<libc::Dl_info>::zeroed();
-    // SAFETY: `found` is there to be written; any address may be asked about.
-    unsafe { libc::dladdr(address, found.as_mut_ptr()) };
+    let mut symbol: *const libc::Elf64_Sym = ptr::null();
+    let into = (&raw mut symbol).cast::<*mut c_void>();
+    // SAFETY: both are there to be written, the second as the flag says; any address may be asked about.
+    unsafe { dladdr1(address, found.as_mut_ptr(), into, RTLD_DL_SYMENT) };
+    // SAFETY: it is null, or of a table of a library that is loaded.
+    let undefined = unsafe { symbol.as_ref() }.is_some_and(|symbol| symbol.st_shndx == SHN_UNDEF);
     // SAFETY: zeros are a value of it, too.
-    unsafe { found.assume_init() }
+    (unsafe { found.assume_init() }, undefined)
+}
+
+/// dlfcn.h and elf.h of glibc.
+const RTLD_DL_SYMENT: c_int = 1;
+const SHN_UNDEF: u16 = 0;
+
+unsafe extern "C" {
+    fn dladdr1(address: *const c_void, info: *mut libc::Dl_info, extra: *mut *mut c_void, flags: c_int) -> c_int;
 }
 
 /// Whether the calling thread is looking a function up just now.
