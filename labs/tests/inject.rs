@@ -332,6 +332,8 @@ fn a_static_program_is_enrolled() {
 mod busy;
 #[path = "inject/changing.rs"]
 mod changing;
+#[path = "inject/identity.rs"]
+mod identity;
 #[cfg(feature = "fault-points")]
 #[path = "inject/killed.rs"]
 mod killed;

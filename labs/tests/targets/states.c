@@ -22,6 +22,7 @@
 #include <string.h>
 #include <sys/auxv.h>
 #include <sys/epoll.h>
+#include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/prctl.h>
@@ -879,6 +880,14 @@ static void compat_read(void)
 }
 #endif
 
+/* It locks its own list of mappings. */
+static void locked_maps(void)
+{
+	int file = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+	check(file >= 0 && flock(file, LOCK_EX) == 0, "flock");
+	wait_on_futex();
+}
+
 /* So many threads that reading of each of them shows. */
 static void *idle(void *argument)
 {
@@ -941,7 +950,7 @@ static const struct {
 	{"stack_in_pieces", stack_in_pieces}, {"stack_in_untouched_pieces", stack_in_untouched_pieces},
 	{"stack_in_big_pieces", stack_in_big_pieces},
 	{"stack_with_guard", stack_with_guard}, {"stack_above_memory", stack_above_memory},
-	{"stack_near_memory", stack_near_memory}, {"crowd", crowd}, {"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered},
+	{"stack_near_memory", stack_near_memory}, {"crowd", crowd}, {"locked_maps", locked_maps}, {"zombie", zombie_leader}, {"vfork", vforking}, {"filtered", filtered},
 	{"filtered_throughout", filtered_throughout}, {"sandboxed", sandboxed}, {"strict", strict},
 	{"forbidden", forbidden}, {"filtered_by_another", filtered_by_another},
 	{"signals", signals}, {"storm", storm}, {"execs", execs}, {"newborn", newborn}, {"churn", churn},

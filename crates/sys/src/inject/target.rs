@@ -7,7 +7,7 @@
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -100,6 +100,12 @@ pub(super) fn number<T: std::str::FromStr>(status: &str, name: &str) -> Option<T
     field(status, name)?.parse().ok()
 }
 
+/// Whether the main thread runs with a shadow stack (arch/x86/kernel/cpu/proc.c, `arch_proc_pid_thread_features`, 6.6).
+fn has_shadow_stack(status: &str) -> bool {
+    let features = field(status, "x86_Thread_features").unwrap_or_default();
+    features.split(' ').any(|feature| feature == "shstk")
+}
+
 /// Whether a thread has ended, from its status.
 fn has_ended(status: &str) -> bool {
     field(status, "State").is_some_and(|state| state.starts_with(['Z', 'X']))
@@ -123,8 +129,7 @@ impl Target {
         if flags.is_some_and(|flags: u64| flags & KERNEL_THREAD != 0) {
             return Err(Error::Unsupported("it is a thread of the kernel".to_owned()));
         }
-        let features = field(&status, "x86_Thread_features").unwrap_or_default();
-        if features.split(' ').any(|feature| feature == "shstk") {
+        if has_shadow_stack(&status) {
             return Err(Error::Unsupported("it runs with a shadow stack".to_owned()));
         }
         // Its memory comes first: what the thread that is stopped sees is held against that (`park`).
@@ -157,19 +162,42 @@ impl Target {
         Ok(Self { directory, pid, memory, maps, pagemap, stack_end, home, visited })
     }
 
-    /// Held while a thread of it is visited, so that no two of ours share its stack.
-    pub(super) fn lock(&self) -> Result<File, Error> {
+    /// Held while a thread of it is visited, so that no two of ours share its stack: a lock on its `maps`. Nothing where
+    /// the process itself has locked that: then [`Target::is_traced_beside`] tells whether another Pagefold visits it.
+    pub(super) fn lock(&self) -> Result<Option<File>, Error> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-        let file = openat(&self.directory, "maps", flags, Mode::empty()).map_err(|_| Error::Gone)?;
-        let deadline = Instant::now() + PATIENCE;
+        let file = openat(&self.directory, "maps", flags, Mode::empty()).map(File::from).map_err(|_| Error::Gone)?;
+        let begun = Instant::now();
+        let mut holder = None;
         loop {
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => return Ok(File::from(file)),
-                Err(Errno::WOULDBLOCK) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(1)),
-                Err(Errno::WOULDBLOCK) => return Err(Error::Busy("another pagefold is at it".to_owned())),
+                Ok(()) => return Ok(Some(file)),
+                Err(Errno::WOULDBLOCK) => {}
                 Err(errno) => return Err(failed("locking it")(errno.into())),
             }
+            let expired = begun.elapsed() > PATIENCE;
+            if holder.is_none() || expired {
+                let locks = std::fs::read_to_string("/proc/locks").unwrap_or_default();
+                holder = file.metadata().ok().and_then(|file| lock_holder(&locks, file.dev(), file.ino()));
+            }
+            match holder {
+                Some(pid) if pid == self.pid => return Ok(None),
+                _ if !expired => std::thread::sleep(Duration::from_millis(1)),
+                Some(pid) => return Err(Error::Busy(format!("process {pid} has locked /proc/{}/maps", self.pid))),
+                None => return Err(Error::Busy("another pagefold is at it".to_owned())),
+            }
         }
+    }
+
+    /// The tracer of another thread of it than `tid`.
+    pub(super) fn is_traced_beside(&self, tid: i32) -> Option<u32> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let entries = Dir::new(openat(&self.directory, "task", flags, Mode::empty()).ok()?).ok()?;
+        let mut others = entries.flatten().filter_map(|entry| {
+            let other: i32 = entry.file_name().to_str().ok()?.parse().ok()?;
+            (other != tid).then(|| text(&self.directory, &format!("task/{other}/status")).ok())?
+        });
+        others.find_map(|status| number(&status, "TracerPid").filter(|&tracer| tracer != 0))
     }
 
     /// The thread to try before any is looked for: the one that was visited last, at first the main one. None for a
@@ -311,6 +339,16 @@ impl Target {
     }
 }
 
+/// The process that has locked a file by flock(2), of `/proc/locks` (fs/locks.c, `lock_get_status`, 6.18).
+fn lock_holder(locks: &str, device: u64, inode: u64) -> Option<i32> {
+    let file = format!("{:02x}:{:02x}:{inode}", rustix::fs::major(device), rustix::fs::minor(device));
+    locks.lines().find_map(|line| match line.split_ascii_whitespace().collect::<Vec<_>>()[..] {
+        // A process that waits for the lock has an arrow in the second place.
+        [_, "FLOCK", _, _, pid, at, ..] if at == file => pid.parse().ok(),
+        _ => None,
+    })
+}
+
 /// A file of the process. `Gone` when it is.
 pub(super) fn text(directory: &OwnedFd, file: &str) -> Result<String, Error> {
     let mut bytes = Vec::new();
@@ -363,6 +401,27 @@ fn find_home(memory: &File, maps: &str) -> Result<Home, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_holder_of_a_lock_is_told_from_processes_that_wait_for_it() {
+        let locks = "1: POSIX  ADVISORY  WRITE 71 00:14:881 0 EOF\n\
+                     2: FLOCK  ADVISORY  WRITE 812 00:14:882 0 EOF\n\
+                     3: FLOCK  ADVISORY  WRITE 4711 00:14:881 0 EOF\n\
+                     3: -> FLOCK  ADVISORY  WRITE 9 00:14:881 0 EOF\n";
+        let device = rustix::fs::makedev(0, 0x14);
+        assert_eq!(lock_holder(locks, device, 881), Some(4711));
+        assert_eq!(lock_holder(locks, device, 88), None);
+        assert_eq!(lock_holder(locks, rustix::fs::makedev(8, 0x14), 881), None);
+    }
+
+    #[test]
+    fn a_shadow_stack_is_known_by_the_features_of_the_thread() {
+        let status = |features: &str| format!("Name:\tcat\nx86_Thread_features:\t{features}\nThreads:\t1\n");
+        assert!(has_shadow_stack(&status("shstk wrss ")));
+        assert!(!has_shadow_stack(&status("")) && !has_shadow_stack(&status("wrss ")));
+        // That they are locked says nothing of what they are.
+        assert!(!has_shadow_stack("Name:\tcat\nx86_Thread_features_locked:\tshstk wrss \n"));
+    }
 
     #[test]
     fn a_call_is_known_of_who_waits_in_one() {

@@ -1,0 +1,71 @@
+//! Which process is visited, and by how many tracers: locks, and process numbers that are used again.
+
+use super::*;
+
+#[test]
+fn a_lock_of_the_target_on_its_own_maps_holds_nothing_up() {
+    if !possible() {
+        return;
+    }
+    let victim = Victim::start("locked_maps");
+    done(victim.pid(), &["mergeable", "--cycles", "5"]);
+    // A tracer of another thread than the one to visit may use the same stack.
+    let tasks = fs::read_dir(format!("/proc/{}/task", victim.pid())).expect("it lives");
+    let tids = tasks.flatten().map(|task| task.file_name().to_string_lossy().parse::<i32>().expect("a number"));
+    let other = tids.filter(|&tid| tid != victim.pid().cast_signed()).max().expect("it has two threads");
+    ptrace::seize(Pid::from_raw(other), ptrace::Options::empty()).expect("we may trace it");
+    assert!(refused(victim.pid(), &["mergeable"]).contains("traces it"));
+    ptrace::interrupt(Pid::from_raw(other)).expect("it can be interrupted");
+    nix::sys::wait::waitpid(Pid::from_raw(other), Some(nix::sys::wait::WaitPidFlag::__WALL)).expect("it stops");
+    ptrace::detach(Pid::from_raw(other), None).expect("it is let go");
+    done(victim.pid(), &["mergeable"]);
+    victim.finish();
+    // Another process is told of by its number.
+    let victim = Victim::start("futex");
+    let maps = fs::File::open(format!("/proc/{}/maps", victim.pid())).expect("it lives");
+    maps.lock().expect("nobody else locks it");
+    let said = refused(victim.pid(), &["mergeable"]);
+    assert!(said.contains(&format!("process {} has locked /proc/{}/maps", std::process::id(), victim.pid())), "{said}");
+    maps.unlock().expect("it is ours");
+    done(victim.pid(), &["mergeable"]);
+    victim.finish();
+}
+
+#[cfg(feature = "fault-points")]
+#[test]
+fn a_process_with_the_number_of_one_that_ended_is_left_alone() {
+    const LAST_PID: &str = "/proc/sys/kernel/ns_last_pid";
+    if !possible() {
+        return;
+    }
+    if fs::OpenOptions::new().write(true).open(LAST_PID).is_err() {
+        return println!("skipped: needs a writable {LAST_PID} (CONFIG_CHECKPOINT_RESTORE)");
+    }
+    // The injector knows its target and has chosen a thread of it when that ends.
+    let mut first = Victim::start("futex");
+    let pid = first.pid();
+    let mut injector = Command::new(lab());
+    injector.args(["advise", &pid.to_string(), "mergeable"]).env("PAGEFOLD_FAULT_POINT", "stop 1 thread chosen");
+    let injector = injector.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the lab runs");
+    let injector_pid = Pid::from_raw(injector.id().cast_signed());
+    let stat = || fs::read_to_string(format!("/proc/{injector_pid}/stat")).unwrap_or_default();
+    eventually("the injector stops", || stat().rsplit(')').next().is_some_and(|rest| rest.starts_with(" T")));
+    first.child.kill().expect("it lives");
+    first.child.wait().expect("its end");
+    // Other processes of this machine may come first, and keep the number for a while.
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let second = loop {
+        assert!(Instant::now() < deadline, "number {pid} is not to be had again");
+        fs::write(LAST_PID, (pid - 1).to_string()).expect("it is writable");
+        let second = Victim::start("futex");
+        if second.pid() == pid {
+            break second;
+        }
+    };
+    kill(injector_pid, Signal::SIGCONT).expect("it lives");
+    let output = injector.wait_with_output().expect("its end");
+    let said = text(&output.stderr);
+    assert!(output.status.code() == Some(2) && said.contains("has ended"), "{:?}: {said}", output.status);
+    assert_eq!((enrolled(pid), second.status("TracerPid")), (0, "0".to_owned()));
+    second.finish();
+}
