@@ -14,6 +14,7 @@ use super::{Error, Home, failed};
 
 const NT_PRSTATUS: usize = 1;
 const NT_X86_XSTATE: usize = 0x202;
+const NT_X86_SHSTK: usize = 0x204;
 
 /// Number of `rt_sigreturn`.
 pub const SIGRETURN: i64 = 15;
@@ -128,6 +129,11 @@ impl State {
         let called = (registers.orig_rax as i64 >= 0).then_some(registers.orig_rax);
         if registers.cs != USER_CS || called.is_some_and(|number| number & X32_BIT != 0) {
             return Err(Error::Unsupported("it runs 32-bit code".to_owned()));
+        }
+        // `ssp_get` (arch/x86/kernel/fpu/regset.c, 6.6) answers for a thread that has one alone. `sigreturn` would look
+        // for a frame on that stack that only the kernel can put there. `Target::new` has seen the main thread's.
+        if thread.register_set(NT_X86_SHSTK, &mut [0; 8]).is_ok() {
+            return Err(Error::Unsupported("it runs with a shadow stack".to_owned()));
         }
         let mut vectors = vec![0; 64 << 10];
         let filled =
