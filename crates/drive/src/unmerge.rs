@@ -1,9 +1,13 @@
 //! Withdrawing processes from KSM, with the memory for it made sure of.
 //!
 //! [`plan`] counts what each process has merged and what it takes to give it pages of its own, exactly where frames may
-//! be looked at; [`carry_out`] withdraws, process by process or part by part, and asks [`pagefold_model::guard`] before
-//! each step. Who needs least comes first: so most processes are through when memory runs out, and each of the others
-//! but one is as it was. Within a process parts go by address, which cuts at most one region in two at a time.
+//! be looked at; [`carry_out`] withdraws part by part, and asks [`pagefold_model::guard`] before each part, since other
+//! processes take memory meanwhile. Who needs least comes first: so most processes are through when memory runs out, and
+//! each of the others but one is as it was. Within a process parts go by address, which cuts at most one region in two
+//! at a time. A part is at most [`PART`] pages; a guest that is reached by its control socket is one part.
+//!
+//! Unless it is staged, a process goes on only while all of the rest of it fits. So a neighbor that begins to grow finds
+//! what is left, instead of a limit that is filled to the last page.
 //!
 //! # Ways
 //! A process that is enrolled whole (`ksm_merge_any`) is withdrawn whole, regions marked by madvise region by region,
@@ -17,9 +21,15 @@
 //! Before 6.14 a process that is enrolled whole and has nothing marked now is taken for one that is not enrolled.
 //! A page table of a marked region is read whole, also where little is resident. Frames are kept in memory meanwhile, 8
 //! bytes for each merged page. Which zero pages KSM placed cannot be seen from outside: each zero page of a part could
-//! be one, and no more than `ksm_zero_pages` of a process are.
+//! be one, and no more than `ksm_zero_pages` of a process are. Where frames may not be looked at, which takes root, a
+//! process is one part.
+
+mod remains;
+
+pub use remains::Remains;
 
 use crate::session::{Error as SessionError, Session, Stays};
+use crate::verify::open as held;
 use pagefold_census::{Selection, survey};
 use pagefold_host::act::{Action, Advice};
 use pagefold_host::{Host, Process as Handle, observe, parse, room};
@@ -27,7 +37,7 @@ use pagefold_model::census::Unseen;
 use pagefold_model::guard::{self, Judgement, Need, Verdict};
 use pagefold_model::process::Process;
 use pagefold_model::region::{Region, VmFlags};
-use pagefold_model::{Absent, AddressRange, Bytes, Pages, Pfn, ProcessId, Reading};
+use pagefold_model::{Absent, AddressRange, Bytes, Pages, Pfn, Reading};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -395,7 +405,7 @@ fn count(host: &dyn Host, handle: &dyn Handle, range: AddressRange) -> Reading<F
 /// What may be done.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Limits {
-    /// Part by part, each as soon as it fits.
+    /// Each part as soon as it fits, whether the rest does or not.
     pub staged: bool,
     /// Whatever the guard says.
     pub force: bool,
@@ -430,23 +440,12 @@ pub struct Withdrawn {
 }
 
 impl Withdrawn {
-    /// Whether nothing of it is enrolled or merged any more.
+    /// Whether nothing of it is enrolled or merged any more, also because it has ended.
     pub fn is_whole(&self) -> bool {
         let clean = self.error.is_none() && self.missed.is_empty();
         let none = |remains: &Remains| remains.merged == Pages::ZERO && remains.zeros == Pages::ZERO;
         self.ended || (self.withdrawn && clean && self.remains.as_ref().is_some_and(|r| r.as_ref().is_ok_and(none)))
     }
-}
-
-/// What is still merged in a process.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Remains {
-    /// Pages on KSM frames.
-    pub merged: Pages,
-    /// Pages of zeros that KSM placed.
-    pub zeros: Pages,
-    /// Pages of either that the way in which it is withdrawn does not reach; in none of the others.
-    pub beside: Pages,
 }
 
 /// What was done.
@@ -480,6 +479,8 @@ pub struct Figures {
     pub anon: Reading<Bytes>,
     /// `cow_ksm`: copies made of KSM pages since boot.
     pub cow_ksm: Reading<u64>,
+    /// `oom_kill`: processes that the OOM killer ended since boot, on the host or in a cgroup.
+    pub oom_kills: Reading<u64>,
 }
 
 impl Figures {
@@ -487,10 +488,12 @@ impl Figures {
     pub fn observe(host: &dyn Host) -> Self {
         let memory = observe::memory(host);
         let vmstat = observe::vmstat(host);
+        let counter = |name: &str| vmstat.clone().and_then(|all| all.get(name).copied().ok_or(Absent::NotOnThisKernel));
         Self {
             available: memory.clone().and_then(|memory| memory.available),
             anon: memory.and_then(|memory| memory.anon),
-            cow_ksm: vmstat.and_then(|vmstat| vmstat.get("cow_ksm").copied().ok_or(Absent::NotOnThisKernel)),
+            cow_ksm: counter("cow_ksm"),
+            oom_kills: counter("oom_kill"),
         }
     }
 }
@@ -517,8 +520,9 @@ pub fn carry_out(
     }
     for (target, done) in plan.targets.iter().zip(&mut targets) {
         if !done.ended {
-            done.remains = Some(remains(host, target));
-            done.ended = done.remains == Some(Err(Absent::Vanished));
+            let remains = remains::remains(host, target);
+            done.ended = remains == Err(Absent::Vanished) || remains::has_ended(host, target.process.id);
+            done.remains = (!done.ended).then_some(remains);
         }
     }
     let after = Figures::observe(host);
@@ -531,41 +535,6 @@ pub fn carry_out(
     }
     let (stopped, interrupted) = (work.stopped, stop.load(Ordering::Relaxed));
     Ok(Done { targets, stopped, interrupted, before, after })
-}
-
-/// What is merged in a process now, by smaps: `ksm_merging_pages` is only right once ksmd comes by again.
-fn remains(host: &dyn Host, target: &Target) -> Reading<Remains> {
-    let handle = held(host, target.process.id)?;
-    let regions = observe::regions(&*handle)?;
-    let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
-    let pages = |reached: bool| -> Reading<Pages> {
-        let bytes: Reading<Bytes> = regions
-            .iter()
-            .filter(|region| (!is_marked(region) || target.way.reaches(region)) == reached)
-            .map(|region| region.ksm.clone())
-            .sum();
-        Ok(host.page_size().pages_in(bytes?))
-    };
-    let zeros = ksm.zero_pages.map_or(Pages::ZERO, |pages| Pages(u64::try_from(pages).unwrap_or(0)));
-    let (Ok(merged), Ok(beside)) = (pages(true), pages(false)) else {
-        // The count of the whole process is not that of some ranges.
-        if matches!(target.way, Way::Ranges(_)) {
-            let marked = regions.iter().filter(|region| is_marked(region)).flat_map(|region| target.way.within(region));
-            let found = marked.map(|range| count(host, &*handle, range)).collect::<Reading<Vec<Found>>>()?;
-            let merged = found.iter().flat_map(|found| &found.pages).filter(|(_, shared)| shared.is_some()).count();
-            return Ok(Remains { merged: Pages(merged as u64), ..Remains::default() });
-        }
-        return Ok(Remains { merged: Pages(ksm.merging_pages?), zeros, beside: Pages::ZERO });
-    };
-    // Which zero pages are whose cannot be seen. While nothing that is reached is marked, they are not there.
-    let reached = regions.iter().any(|region| is_marked(region) && target.way.reaches(region));
-    let elsewhere = if reached || matches!(target.way, Way::Whole | Way::Regions) { Pages::ZERO } else { zeros };
-    Ok(Remains { merged, zeros: zeros.saturating_sub(elsewhere), beside: beside + elsewhere })
-}
-
-fn held(host: &dyn Host, id: ProcessId) -> Reading<Box<dyn Handle + '_>> {
-    let handle = host.open(id.pid)?;
-    if handle.id() == id { Ok(handle) } else { Err(Absent::Vanished) }
 }
 
 struct Work<'w, 'h> {
@@ -588,39 +557,18 @@ impl Work<'_, '_> {
             done.error = Some(why.clone());
             return Ok(());
         }
-        let by_parts = self.limits.staged && matches!(target.way, Way::Whole | Way::Regions | Way::Ranges(_));
-        if !by_parts && (self.is_pressed(target, done) || !self.allowed(target, &target.parts)?) {
-            return Ok(());
-        }
-        let ranges = |part: &Part| Action::Advise { process, advice: Advice::Unmergeable, ranges: part.ranges.clone() };
-        if by_parts {
-            for part in &target.parts {
-                if done.ended
-                    || done.error.is_some()
-                    || self.is_over()
-                    || self.is_pressed(target, done)
-                    || !self.allowed(target, std::slice::from_ref(part))?
-                {
+        match &target.way {
+            Way::Guest { socket, backends } => {
+                if self.is_pressed(target, done) || !self.allowed(target, &target.parts, &[])? {
                     return Ok(());
                 }
-                self.apply(&ranges(part), done)?;
-                done.parts += usize::from(done.error.is_none() && !done.ended);
-            }
-        }
-        match &target.way {
-            Way::Whole => self.apply(&Action::MergeAny { process, on: false }, done)?,
-            Way::Regions | Way::Ranges(_) if !by_parts => {
-                let ranges = target.ranges();
-                if !ranges.is_empty() {
-                    self.apply(&Action::Advise { process, advice: Advice::Unmergeable, ranges }, done)?;
-                }
-            }
-            Way::Guest { socket, backends } => {
                 for (backend, _) in backends {
                     let (socket, backend) = (socket.clone(), backend.clone());
                     self.apply(&Action::GuestMerge { process, socket, backend, on: false }, done)?;
                 }
             }
+            _ if !self.withdraw_parts(target, done)? => return Ok(()),
+            Way::Whole => self.apply(&Action::MergeAny { process, on: false }, done)?,
             Way::Regions | Way::Ranges(_) | Way::Unreachable(_) => {}
         }
         if target.way == Way::Regions && target.process.ksm.merge_any.is_err() {
@@ -631,6 +579,26 @@ impl Work<'_, '_> {
             done.withdrawn = true;
         }
         Ok(())
+    }
+
+    /// Withdraw the parts of a process one after the other, each once the guard allows it. Tells whether all of them
+    /// were tried.
+    fn withdraw_parts(&mut self, target: &Target, done: &mut Withdrawn) -> Result<bool, SessionError> {
+        for (position, part) in target.parts.iter().enumerate() {
+            let rest = if self.limits.staged { &[] } else { &target.parts[position + 1..] };
+            if done.ended
+                || done.error.is_some()
+                || self.is_over()
+                || self.is_pressed(target, done)
+                || !self.allowed(target, std::slice::from_ref(part), rest)?
+            {
+                return Ok(false);
+            }
+            let (process, ranges) = (target.process.id, part.ranges.clone());
+            self.apply(&Action::Advise { process, advice: Advice::Unmergeable, ranges }, done)?;
+            done.parts += usize::from(done.error.is_none() && !done.ended);
+        }
+        Ok(true)
     }
 
     fn apply(&mut self, action: &Action, done: &mut Withdrawn) -> Result<(), SessionError> {
@@ -659,13 +627,14 @@ impl Work<'_, '_> {
         pressed
     }
 
-    /// Whether parts of a process, as they are now, fit; waits as long as may be waited. Remembers why not.
-    fn allowed(&mut self, target: &Target, parts: &[Part]) -> Result<bool, SessionError> {
+    /// Whether parts of a process, as they are now, fit together with the rest as it was planned; waits as long as may be
+    /// waited. Remembers why not.
+    fn allowed(&mut self, target: &Target, parts: &[Part], rest: &[Part]) -> Result<bool, SessionError> {
         if self.limits.force {
             return Ok(true);
         }
         loop {
-            let need = self.need_now(target, parts);
+            let need = self.need_now(target, parts, rest);
             let judgement = self.plan.judge(self.session.host(), &need);
             if judgement.verdict == Verdict::Fits {
                 return Ok(true);
@@ -681,16 +650,18 @@ impl Work<'_, '_> {
         }
     }
 
-    /// What parts of a process take now: since the plan was made pages were merged, written and unmapped. What cannot
-    /// be counted takes what was planned.
-    fn need_now(&self, target: &Target, parts: &[Part]) -> Need {
+    /// What parts of a process take now, since after the plan pages were merged, written and unmapped, with the rest of
+    /// it as it was planned. What cannot be counted takes what was planned.
+    fn need_now(&self, target: &Target, parts: &[Part], rest: &[Part]) -> Need {
         let host = self.session.host();
         let look = || -> Reading<Need> {
             target.exact.clone()?;
             let handle = held(host, target.process.id)?;
             let ksm = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel));
             let cap = ksm.zero_pages.map_or(0, |pages| u64::try_from(pages).unwrap_or(0));
-            let (mut merged, mut zeros, mut returned) = (0, 0, Pages::ZERO);
+            let mut merged = rest.iter().map(|part| part.merged).sum::<Pages>().0;
+            let mut zeros = rest.iter().map(|part| part.zeros).sum::<Pages>().0;
+            let mut returned: Pages = rest.iter().map(|part| part.returned).sum();
             let mut left = HashMap::new();
             for part in parts {
                 for range in &part.ranges {
@@ -708,7 +679,7 @@ impl Work<'_, '_> {
             Err(Absent::Vanished) => Need::default(),
             Err(_) => {
                 let mut sum = Need::default();
-                parts.iter().for_each(|part| sum += &target.part_need(part));
+                parts.iter().chain(rest).for_each(|part| sum += &target.part_need(part));
                 sum
             }
         }

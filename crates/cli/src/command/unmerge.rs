@@ -29,19 +29,20 @@ Examples:
 It first counts the frames that are needed: a frame for each merged page, less the frames whose last mapping goes, \
 and one for each page of zeros that KSM placed. These must fit into MemAvailable less min_free_kbytes and a hundredth \
 of all memory, and into memory.max, memory.high (v1: memory.limit_in_bytes, memory.memsw.limit_in_bytes) of each \
-process's cgroup and of all above it. Swap is no room. What does not fit is refused with the figures.
+process's cgroup and of all above it. Swap is no room. What does not fit is refused with the figures. It goes part by \
+part, 32 MiB at most, and asks again before each: where the rest no longer fits, it stops.
 
 Nothing is ever unmerged by writing 2 to /sys/kernel/mm/ksm/run, also not by --all: that asks nobody whether there is \
 memory, goes on while processes are killed for it, and leaves everything enrolled. ksmd's settings stay as they are.
 
 Exit status: 0 nothing is merged any more, 1 it does not fit and nothing was changed, 2 usage or failure, \
-3 something is still merged, or could not be seen.";
+3 something is still merged or could not be seen, or a process ended meanwhile.";
 
 /// Arguments of `unmerge`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Options {
-    /// Go part by part, least first, as long as each fits; stop where one does not
+    /// Begin though not all of it fits: least first, as long as the next part fits; stop where one does not
     ///
     /// A virtual machine that is reached by its control socket goes all at once: it is one part. With --inject it is
     /// withdrawn from within, and range by range.
@@ -237,6 +238,7 @@ fn process(target: &Target) -> UnmergedProcess {
 
 /// Enter what was done.
 fn carried_out(report: &mut UnmergeReport, plan: &Plan, done: &Done) {
+    let figures = (done.before.oom_kills.clone(), done.after.oom_kills.clone());
     for ((target, done), process) in plan.targets.iter().zip(&done.targets).zip(&mut report.processes) {
         process.parts_withdrawn = done.parts as u64;
         process.state = state(done);
@@ -254,13 +256,14 @@ fn carried_out(report: &mut UnmergeReport, plan: &Plan, done: &Done) {
             .missed
             .first()
             .map(|(range, why)| format!("{} ranges were not taken, the first {range}: {why}", done.missed.len()));
-        process.error = done.error.clone().or(missed);
+        process.error = if done.ended { Some(ended(&figures.0, &figures.1)) } else { done.error.clone().or(missed) };
     }
-    report.outcome = if done.targets.iter().all(Withdrawn::is_whole) { "done" } else { "partial" };
+    let succeeded = |done: &Withdrawn| done.is_whole() && !done.ended;
+    report.outcome = if done.targets.iter().all(succeeded) { "done" } else { "partial" };
     report.stopped = done.stopped.as_ref().map(GuardReport::of);
     report.interrupted = done.interrupted;
     let size = report.page_size;
-    let Figures { available, anon, cow_ksm } = &done.before;
+    let Figures { available, anon, cow_ksm, .. } = &done.before;
     let after = &done.after;
     let grown = |before: &Reading<Bytes>, after: &Reading<Bytes>| {
         let (before, after) = before.as_ref().ok().zip(after.as_ref().ok())?;
@@ -280,6 +283,17 @@ fn carried_out(report: &mut UnmergeReport, plan: &Plan, done: &Done) {
     });
 }
 
+/// What to say of a process that ended, by the OOM killer's counter before and after.
+fn ended(before: &Reading<u64>, after: &Reading<u64>) -> String {
+    let kills =
+        before.as_ref().ok().zip(after.as_ref().ok()).map_or(0, |(before, after)| after.saturating_sub(*before));
+    let ended = "it ended before it was unmerged";
+    if kills == 0 {
+        return ended.to_owned();
+    }
+    format!("{ended}; the OOM killer acted on this host meanwhile (oom_kill grew by {kills}): see the kernel log")
+}
+
 fn state(done: &Withdrawn) -> &'static str {
     match done {
         done if done.ended => "ended",
@@ -287,5 +301,19 @@ fn state(done: &Withdrawn) -> &'static str {
         done if done.parts > 0 || done.withdrawn => "partial",
         Withdrawn { error: Some(_), .. } => "failed",
         _ => "untouched",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn process_that_ended_names_the_oom_killer_only_if_it_acted() {
+        let said = |before, after| ended(&before, &after);
+        assert!(said(Ok(3), Ok(5)).contains("oom_kill grew by 2"));
+        for (before, after) in [(Ok(3), Ok(3)), (Ok(3), Err(pagefold_model::Absent::NotOnThisKernel))] {
+            assert!(!said(before, after).contains("OOM"));
+        }
     }
 }

@@ -5,7 +5,7 @@ use super::*;
 use pagefold_host::act::{Effect, Refusal};
 use pagefold_host::faulty::{Fault, Faulty};
 use pagefold_host::{FrameFlags, Mapping, PageView, Run, Way as Reader};
-use pagefold_model::{PageSize, Pid};
+use pagefold_model::{PageSize, Pid, ProcessId};
 use std::path::Path;
 use std::sync::Mutex;
 
@@ -28,6 +28,8 @@ struct Fake {
     refuses: fn(&Action) -> Option<Refusal>,
     /// Whether its kernel tells who is enrolled whole (6.14).
     tells: bool,
+    /// What happens beside an action that was carried out.
+    beside: fn(&mut State),
 }
 
 struct State {
@@ -36,6 +38,8 @@ struct State {
     /// Frames that may still be taken.
     free: u64,
     actions: Vec<Action>,
+    /// Killed, and its parent has not asked for its status.
+    zombies: BTreeSet<u32>,
 }
 
 impl State {
@@ -46,18 +50,24 @@ impl State {
 
     fn break_pages(&mut self, pid: u32, range: AddressRange) {
         let at = |address: u64| ((address - BASE) / PAGE) as usize;
-        for i in at(range.start)..at(range.end) {
-            let (page, _) = self.processes[&pid].0[i];
-            if page != Page::Own {
+        let mut mappings: BTreeMap<u64, u64> = BTreeMap::new();
+        for (page, _) in self.processes.values().flat_map(|(pages, _)| pages) {
+            if let Page::Merged(frame) = page {
+                *mappings.entry(*frame).or_default() += 1;
+            }
+        }
+        let (pages, _) = self.processes.get_mut(&pid).unwrap();
+        for page in &mut pages[at(range.start)..at(range.end)] {
+            if page.0 != Page::Own {
                 assert!(self.free > 0, "the OOM killer was woken");
                 self.free -= 1;
             }
-            self.processes.get_mut(&pid).unwrap().0[i] = (Page::Own, false);
-            if let Page::Merged(frame) = page
-                && self.mappings(frame) == 0
-            {
-                self.free += 1;
+            if let Page::Merged(frame) = page.0 {
+                let left = mappings.get_mut(&frame).unwrap();
+                *left -= 1;
+                self.free += u64::from(*left == 0);
             }
+            *page = (Page::Own, false);
         }
     }
 }
@@ -133,6 +143,7 @@ impl Host for Fake {
             }
             other => panic!("{other:?}"),
         }
+        (self.beside)(&mut state);
         Ok(Effect::default())
     }
 }
@@ -150,16 +161,26 @@ impl Handle for FakeProcess<'_> {
     fn read(&self, file: &str) -> Reading<Vec<u8>> {
         let state = self.host.state.lock().unwrap();
         let (pages, whole) = state.processes.get(&self.pid).ok_or(Absent::Vanished)?;
+        let ended = state.zombies.contains(&self.pid);
         Ok(match file {
-            "stat" => format!("{} (fake) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 1 0 0{}\n", self.pid, " 0".repeat(28)),
+            "stat" => {
+                let letter = if ended { 'Z' } else { 'S' };
+                format!("{} (fake) {letter} 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 1 0 0{}\n", self.pid, " 0".repeat(28))
+            }
+            "status" => "Threads:\t1\n".to_owned(),
+            "smaps" if ended => String::new(),
             "smaps" => {
                 let mut text = String::new();
-                for (i, (page, marked)) in pages.iter().enumerate() {
-                    let start = BASE + i as u64 * PAGE;
-                    let ksm = if matches!(page, Page::Merged(_)) { 4 } else { 0 };
-                    let flag = if *marked { " mg" } else { "" };
-                    text += &format!("{start:x}-{:x} rw-p 00000000 00:00 0 \nRss: 4 kB\n", start + PAGE);
-                    text += &format!("Anonymous: 4 kB\nKSM: {ksm} kB\nVmFlags: rd wr{flag}\n");
+                let mut start = BASE;
+                for region in pages.chunk_by(|(a, marked), (b, too)| {
+                    marked == too && matches!(a, Page::Merged(_)) == matches!(b, Page::Merged(_))
+                }) {
+                    let (end, kib) = (start + region.len() as u64 * PAGE, region.len() * 4);
+                    let ksm = if matches!(region[0].0, Page::Merged(_)) { kib } else { 0 };
+                    let flag = if region[0].1 { " mg" } else { "" };
+                    text += &format!("{start:x}-{end:x} rw-p 00000000 00:00 0 \nRss: {kib} kB\n");
+                    text += &format!("Anonymous: {kib} kB\nKSM: {ksm} kB\nVmFlags: rd wr{flag}\n");
+                    start = end;
                 }
                 text
             }
@@ -211,7 +232,8 @@ fn host(free: u64, processes: &[&str]) -> Fake {
     };
     let pages = |text: &&str| (text.chars().map(|letter| (page(letter), true)).collect(), false);
     let processes = (1..).zip(processes.iter().map(pages)).collect();
-    Fake { state: Mutex::new(State { processes, free, actions: Vec::new() }), refuses: |_| None, tells: true }
+    let state = State { processes, free, actions: Vec::new(), zombies: BTreeSet::new() };
+    Fake { state: Mutex::new(state), refuses: |_| None, tells: true, beside: |_| {} }
 }
 
 fn planned(host: &dyn Host) -> Plan {
@@ -372,6 +394,43 @@ fn what_is_under_way_stops_when_memory_gets_short() {
         assert!(done.targets[0].is_whole(), "{done:?}");
         assert_eq!((done.targets[1].parts, done.targets[1].is_whole()), if stops { (1, false) } else { (2, true) });
         assert_eq!(done.targets[1].error.as_deref(), stops.then_some("memory is short"));
+    }
+}
+
+/// Pages that all fit when it begins, in three parts; a neighbor takes memory once the first part is withdrawn.
+#[test]
+fn unmerge_stops_when_a_neighbor_takes_the_memory() {
+    let part = PART as u64;
+    let pages = "ab".repeat(PART + 500);
+    let little = |state: &mut State| state.free = state.free.min(1);
+    let for_one_part = |state: &mut State| state.free = PART as u64;
+    for (limits, grows, parts) in [
+        (Limits::default(), little as fn(&mut State), 1),
+        (STAGED, little, 1),
+        // One part would fit, and the rest would not: the room is left to the neighbor unless told otherwise.
+        (Limits::default(), for_one_part, 1),
+        (STAGED, for_one_part, 3),
+    ] {
+        let fake = Fake { beside: grows, ..host(2 * part + 1000, &[&pages]) };
+        let plan = planned(&fake);
+        assert_eq!((plan.targets[0].parts.len(), plan.judge(&fake, &plan.need()).verdict), (3, Verdict::Fits));
+        let (_, done) = run(&fake, limits);
+        assert_eq!((done.targets[0].parts, done.targets[0].is_whole()), (parts, parts == 3), "{:?}", done.stopped);
+        let stopped = done.stopped.as_ref().map(|judgement| judgement.verdict.clone());
+        assert_eq!(stopped, (parts < 3).then_some(Verdict::Short));
+    }
+}
+
+#[test]
+fn process_killed_during_unmerge_counts_as_ended_before_its_parent_waits() {
+    let killed = |state: &mut State| {
+        state.zombies.insert(1);
+    };
+    for limits in [Limits::default(), STAGED] {
+        let fake = Fake { beside: killed, ..host(10, &["ab"]) };
+        let (_, done) = run(&fake, limits);
+        assert!(done.targets[0].ended, "{done:?}");
+        assert_eq!(done.targets[0].remains, None, "an empty list of regions is not a process that has nothing merged");
     }
 }
 

@@ -19,7 +19,7 @@ pub struct UnmergeReport {
     /// Wall time in seconds.
     pub seconds: f64,
     /// `nothing`: no chosen process is enrolled. `planned`: a dry run. `refused`: it does not fit, and nothing was
-    /// changed. `done`: nothing is merged any more. `partial`: something is.
+    /// changed. `done`: nothing is merged any more. `partial`: something is, or a process ended meanwhile.
     pub outcome: &'static str,
     /// What the guard said of all of it, before anything was changed.
     pub guard: GuardReport,

@@ -45,7 +45,14 @@ fn title(report: &UnmergeReport) -> String {
         "done" => format!(
             "Unmerged on {host}: {they} with {merged} merged: pages of their own again, and none is merged any more."
         ),
-        _ => format!("Unmerged in part on {host}: of {they} with {merged} merged, {} still is.", left(report)),
+        _ => format!(
+            "Unmerged in part on {host}: of {they} with {merged} merged, {} still is{}.",
+            left(report),
+            match report.processes.iter().filter(|process| process.state == "ended").count() {
+                0 => String::new(),
+                ended => format!("; {} ended meanwhile", number(ended as u64)),
+            }
+        ),
     }
 }
 
