@@ -52,6 +52,10 @@ pub const PART: usize = 8192;
 /// How often memory is looked at while it is waited for.
 const TICK: Duration = Duration::from_millis(200);
 
+/// How long the memory backends of a guest may take in all, and how much longer for each GiB that is merged of it, which
+/// takes about 0.2 s.
+const GUEST: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(2));
+
 /// Huge pages put together between two looks at memory.
 const COLLAPSED_AT_ONCE: usize = 64;
 
@@ -562,7 +566,18 @@ impl Work<'_, '_> {
                 if self.is_pressed(target, done) || !self.allowed(target, &target.parts, &[])? {
                     return Ok(());
                 }
+                let gib =
+                    u32::try_from(self.session.host().page_size().of(target.merged()).0 >> 30).unwrap_or(u32::MAX);
+                let until = Instant::now() + GUEST.0 + GUEST.1 * gib;
                 for (backend, _) in backends {
+                    if self.is_over() {
+                        return Ok(());
+                    }
+                    if Instant::now() >= until {
+                        done.error =
+                            Some(format!("{} answers too slowly; `--inject` goes from within", socket.display()));
+                        return Ok(());
+                    }
                     let (socket, backend) = (socket.clone(), backend.clone());
                     self.apply(&Action::GuestMerge { process, socket, backend, on: false }, done)?;
                 }

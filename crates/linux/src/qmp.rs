@@ -7,7 +7,8 @@
 //!
 //! A socket is a path, and anything may listen there. So the peer's number (SO_PEERCRED, which is of whoever called
 //! listen) and start time must be the expected process's before a word is sent; what it then says is held to be of a
-//! guest that may have broken out: lines are bounded, and so is the time.
+//! guest that may have broken out, or of a program that only claims to be QEMU: lines, the number of backends and the
+//! time of the whole conversation are bounded.
 //!
 //! Limits: QEMU serves one client of a monitor at a time and lets others wait without a word, so a monitor that
 //! somebody holds is found busy by waiting [`PATIENCE`]. libvirt holds its guests' monitors, and opens the socket
@@ -16,20 +17,31 @@
 use pagefold_host::act::Refusal;
 use pagefold_host::{Process, parse};
 use pagefold_model::identity::{Monitor as Kind, Vm};
-use pagefold_model::{Bytes, ProcessId};
+use pagefold_model::{Bytes, PageSize, ProcessId};
 use pagefold_sys::fault;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use serde_json::{Value, json};
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// How long an answer may take.
 pub const PATIENCE: Duration = Duration::from_secs(3);
 
-/// How long switching a backend may take: about 0.2 s a GiB where all of it is merged, so this is for some TiB.
-const SWITCHING: Duration = Duration::from_secs(600);
+/// How long asking a guest for all its backends may take.
+const CONVERSATION: Duration = Duration::from_secs(10);
+
+/// How long switching a backend may take, and how much longer for each GiB that the process has resident. It takes about
+/// 0.2 s a GiB where all of it is merged.
+const SWITCHING: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(2));
+
+/// How often it is looked, while an answer is waited for, whether to stop.
+const STOP_CHECK: Duration = Duration::from_millis(100);
+
+/// The most memory backends that a guest is believed to have. QEMU has at most 256 DIMMs and 128 NUMA nodes.
+pub const MAX_BACKENDS: usize = 512;
 
 /// The longest line that is read. The list of objects of a large guest has some KiB.
 const LONGEST_LINE: usize = 1 << 20;
@@ -79,6 +91,20 @@ pub enum Error {
         /// The socket.
         path: PathBuf,
     },
+    /// It was asked to stop while it waited for an answer.
+    #[error("{path} had not answered when the command was told to stop")]
+    Stopped {
+        /// The socket.
+        path: PathBuf,
+    },
+    /// It claims more backends than a virtual machine can have.
+    #[error("{path} names {found} memory backends, and QEMU has at most {MAX_BACKENDS}: it is left alone")]
+    TooManyBackends {
+        /// The socket.
+        path: PathBuf,
+        /// How many.
+        found: usize,
+    },
     /// The connection broke.
     #[error("{path}: {source}")]
     Io {
@@ -117,12 +143,12 @@ impl From<Error> for Refusal {
     }
 }
 
-/// The memory backends of the guest that a process runs, by its control socket.
+/// The memory backends of the guest that a process runs, by its control socket. Ends early once `stop` is set.
 ///
 /// # Errors
 /// Whatever keeps the socket from being used; nothing was changed then.
-pub fn guests_backends(socket: &Path, process: ProcessId) -> Result<Vec<Backend>, Error> {
-    Monitor::connect(socket, process, PATIENCE)?.backends()
+pub fn guests_backends(socket: &Path, process: ProcessId, stop: &AtomicBool) -> Result<Vec<Backend>, Error> {
+    Monitor::connect(socket, process, (PATIENCE, CONVERSATION), stop)?.backends()
 }
 
 /// Mark a backend for KSM or withdraw it, and make sure that it took.
@@ -130,16 +156,28 @@ pub fn guests_backends(socket: &Path, process: ProcessId) -> Result<Vec<Backend>
 /// # Errors
 /// As [`guests_backends`].
 pub fn set_merge(socket: &Path, process: ProcessId, backend: &str, on: bool) -> Result<(), Error> {
-    let mut monitor = Monitor::connect(socket, process, PATIENCE)?;
-    monitor.patience = SWITCHING;
+    let never = AtomicBool::new(false);
+    let switching = switching(process);
+    let mut monitor = Monitor::connect(socket, process, (PATIENCE, switching + 3 * PATIENCE), &never)?;
+    monitor.patience = switching;
     fault::point("before switching a backend");
     monitor.execute("qom-set", &json!({"path": backend, "property": "merge", "value": on}))?;
     fault::point("after switching a backend");
+    monitor.patience = PATIENCE;
     let now = monitor.property(backend, "merge")?;
     if now == on {
         return Ok(());
     }
     Err(Error::Refused { command: "qom-set".to_owned(), why: format!("merge of {backend} is {now} afterwards") })
+}
+
+/// How long switching a backend of a process may take, by what the process has resident and not by what it says.
+fn switching(process: ProcessId) -> Duration {
+    let statm = std::fs::read(format!("/proc/{}/statm", process.pid)).ok().and_then(|bytes| parse::statm(&bytes).ok());
+    let page = PageSize::new(rustix::param::page_size() as u64);
+    let resident = statm.zip(page).map_or(Bytes::ZERO, |(statm, page)| page.of(statm.resident));
+    let gib = u32::try_from(resident.0 >> 30).unwrap_or(u32::MAX);
+    SWITCHING.0 + SWITCHING.1 * gib
 }
 
 /// The path at which a guest's control socket can be reached from here, if its command line names one. Its process may
@@ -155,17 +193,29 @@ pub fn socket_of(process: &dyn Process, vm: &Vm) -> Option<PathBuf> {
 }
 
 /// A conversation with a monitor.
-struct Monitor {
+struct Monitor<'a> {
     path: PathBuf,
     stream: UnixStream,
     /// What was received beyond the last line.
     received: Vec<u8>,
+    /// How long one answer may take.
     patience: Duration,
+    /// When the conversation ends, whatever was answered.
+    end: Instant,
+    /// Ends it at once.
+    stop: &'a AtomicBool,
     commands: u64,
 }
 
-impl Monitor {
-    fn connect(path: &Path, process: ProcessId, patience: Duration) -> Result<Self, Error> {
+impl<'a> Monitor<'a> {
+    /// Begin a conversation: how long one answer may take, and how long all of it.
+    fn connect(
+        path: &Path,
+        process: ProcessId,
+        (patience, conversation): (Duration, Duration),
+        stop: &'a AtomicBool,
+    ) -> Result<Self, Error> {
+        let end = Instant::now() + conversation;
         let stream = dial(path, patience)?;
         let failed = |source: io::Error| Error::Io { path: path.to_owned(), source };
         let peer = sockopt::socket_peercred(&stream).map_err(|errno| failed(errno.into()))?;
@@ -177,7 +227,8 @@ impl Monitor {
             return Err(Error::Stranger { path: path.to_owned(), found, expected: process });
         }
         stream.set_write_timeout(Some(patience)).map_err(failed)?;
-        let mut monitor = Self { path: path.to_owned(), stream, received: Vec::new(), patience, commands: 0 };
+        let (path, received) = (path.to_owned(), Vec::new());
+        let mut monitor = Self { path, stream, received, patience, end, stop, commands: 0 };
         let greeting = monitor.message(Instant::now() + patience)?;
         if greeting.get("QMP").is_none() {
             return Err(monitor.garbage(greeting.to_string().as_bytes()));
@@ -188,14 +239,14 @@ impl Monitor {
 
     fn backends(&mut self) -> Result<Vec<Backend>, Error> {
         let objects = self.execute("qom-list", &json!({"path": "/objects"}))?;
+        let objects = objects.as_array().map(Vec::as_slice).unwrap_or_default();
+        let named: Vec<(&str, &str)> = objects.iter().filter_map(backend_of).collect();
+        if named.len() > MAX_BACKENDS {
+            return Err(Error::TooManyBackends { path: self.path.clone(), found: named.len() });
+        }
         let mut backends = Vec::new();
-        for object in objects.as_array().into_iter().flatten() {
-            let text = |key: &str| object.get(key).and_then(Value::as_str).unwrap_or_default();
-            let kind = text("type").strip_prefix("child<").and_then(|kind| kind.strip_suffix('>')).unwrap_or_default();
-            if !kind.starts_with("memory-backend-") {
-                continue;
-            }
-            let path = format!("/objects/{}", text("name"));
+        for (name, kind) in named {
+            let path = format!("/objects/{name}");
             let size = self.execute("qom-get", &json!({"path": path, "property": "size"}))?;
             let size = Bytes(size.as_u64().ok_or_else(|| self.garbage(size.to_string().as_bytes()))?);
             let (share, merge) = (self.property(&path, "share")?, self.property(&path, "merge")?);
@@ -249,16 +300,19 @@ impl Monitor {
             if searched > LONGEST_LINE {
                 return Err(self.garbage(&self.received));
             }
-            let left = deadline.saturating_duration_since(Instant::now());
+            if self.stop.load(Ordering::Relaxed) {
+                return Err(Error::Stopped { path: self.path.clone() });
+            }
+            let left = deadline.min(self.end).saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Err(Error::Busy { path: self.path.clone() });
             }
-            self.stream.set_read_timeout(Some(left)).map_err(|source| self.broken(source))?;
+            self.stream.set_read_timeout(Some(left.min(STOP_CHECK))).map_err(|source| self.broken(source))?;
             let mut buffer = [0; 4096];
             match self.stream.read(&mut buffer) {
                 Ok(0) => return Err(self.broken(io::ErrorKind::UnexpectedEof.into())),
                 Ok(count) => self.received.extend_from_slice(&buffer[..count]),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {}
                 Err(source) => return Err(self.broken(source)),
             }
         }
@@ -275,6 +329,13 @@ impl Monitor {
         let said = String::from_utf8_lossy(&said[..said.len().min(80)]).trim().to_owned();
         Error::Garbage { path: self.path.clone(), said }
     }
+}
+
+/// The name and the type of an object of the list, if it is a memory backend.
+fn backend_of(object: &Value) -> Option<(&str, &str)> {
+    let text = |key: &str| object.get(key).and_then(Value::as_str).unwrap_or_default();
+    let kind = text("type").strip_prefix("child<").and_then(|kind| kind.strip_suffix('>')).unwrap_or_default();
+    kind.starts_with("memory-backend-").then(|| (text("name"), kind))
 }
 
 /// Connect without waiting for ever: where the queue of a listener is full, a blocking connect would.

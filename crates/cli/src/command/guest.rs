@@ -7,6 +7,8 @@ use pagefold_host::Process as Handle;
 use pagefold_linux::qmp::{self, Backend};
 use pagefold_model::process::Process;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 /// What a control socket is good for.
 pub enum Control {
@@ -16,6 +18,35 @@ pub enum Control {
     Answers(PathBuf, Vec<Backend>),
     /// There is one that is of no use, for this reason, which names what else can be done.
     Unreachable(String),
+}
+
+/// How long the control sockets of all processes may take in all. Any process may claim to be a virtual machine.
+const ALL_SOCKETS: Duration = Duration::from_secs(60);
+
+/// What one command asks control sockets for: for how long it has, and whether it is told to stop.
+pub struct Asked<'a> {
+    stop: &'a AtomicBool,
+    /// Milliseconds.
+    spent: AtomicU64,
+}
+
+impl<'a> Asked<'a> {
+    /// Nothing was asked for yet.
+    pub fn new(stop: &'a AtomicBool) -> Self {
+        Self { stop, spent: AtomicU64::new(0) }
+    }
+
+    fn backends(&self, socket: &Path, process: &Process) -> Result<Vec<Backend>, String> {
+        if Duration::from_millis(self.spent.load(Ordering::Relaxed)) >= ALL_SOCKETS {
+            let seconds = ALL_SOCKETS.as_secs();
+            return Err(format!("{} was not asked: other control sockets took {seconds} s", socket.display()));
+        }
+        let started = Instant::now();
+        let backends = qmp::guests_backends(socket, process.id, self.stop).map_err(|error| error.to_string());
+        let spent = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.spent.fetch_add(spent, Ordering::Relaxed);
+        backends
+    }
 }
 
 /// Refuse a control socket that is `named` where several virtual machines are among those chosen: it is of one.
@@ -37,6 +68,7 @@ pub fn control(
     named: Option<&Path>,
     inject: bool,
     global: &Global,
+    asked: &Asked<'_>,
 ) -> anyhow::Result<Control> {
     if inject || global.host != "live" {
         return Ok(Control::None);
@@ -51,7 +83,7 @@ pub fn control(
     let Some(socket) = named.map(Path::to_owned).or_else(|| qmp::socket_of(handle, vm)) else {
         return Ok(Control::None);
     };
-    match qmp::guests_backends(&socket, process.id) {
+    match asked.backends(&socket, process) {
         Ok(backends) => Ok(Control::Answers(socket, backends)),
         Err(error) => {
             let why = format!("{error}; `--inject` goes from within");

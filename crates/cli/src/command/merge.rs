@@ -1,7 +1,7 @@
 //! `pagefold merge`: census, plan, apply, settle, verify, report.
 
 use crate::arguments::{DomainBy, Global, Targets, bytes, duration, percent};
-use crate::command::guest::{Control, control, is_of_one};
+use crate::command::guest::{Asked, Control, control, is_of_one};
 use crate::command::neighbours::{self, Neighbours, SIDE_CHANNEL};
 use crate::command::recover::{self, explained, live, needs_ksm, refuse_tuner};
 use crate::config::Config;
@@ -20,7 +20,7 @@ use pagefold_model::process::Process;
 use pagefold_report::merge::{MergeReport, text};
 use pagefold_report::wire;
 use std::path::PathBuf;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const EXAMPLES: &str = "\
@@ -172,8 +172,12 @@ fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBo
     if options.whole {
         is_of_one(options.qmp.as_deref(), plan.targets.iter().map(|target| &target.process))?;
         prepared.others_hidden = one_domain(host, plan, &request.domains, options)?;
+        let asked = Asked::new(stop);
         for target in &mut plan.targets {
-            target.way = way(host, target, options, global)?;
+            target.way = way(host, target, options, global, &asked)?;
+        }
+        if stop.load(Ordering::Relaxed) {
+            bail!("stopped before anything was merged: nothing was changed");
         }
     }
     Ok(prepared)
@@ -200,11 +204,11 @@ fn one_domain(host: &dyn Host, plan: &Plan, domains: &Domains, options: &Options
 }
 
 /// How a process is enrolled whole.
-fn way(host: &dyn Host, target: &Target, options: &Options, global: &Global) -> anyhow::Result<Way> {
+fn way(host: &dyn Host, target: &Target, options: &Options, global: &Global, asked: &Asked<'_>) -> anyhow::Result<Way> {
     let process = &target.process;
     // What has become of it is told when it is enrolled.
     let Ok(handle) = host.open(process.id.pid) else { return Ok(Way::Within) };
-    Ok(match control(&*handle, process, options.qmp.as_deref(), options.inject, global)? {
+    Ok(match control(&*handle, process, options.qmp.as_deref(), options.inject, global, asked)? {
         Control::None => Way::Within,
         Control::Unreachable(why) => Way::Unreachable(why),
         Control::Answers(socket, backends) => {

@@ -1,7 +1,7 @@
 //! `pagefold unmerge`: gives processes pages of their own again, if the memory for it is there.
 
 use crate::arguments::{Global, Targets, duration};
-use crate::command::guest::{Control, control, is_of_one};
+use crate::command::guest::{Asked, Control, control, is_of_one};
 use crate::command::recover::{self, needs_ksm};
 use crate::{Outcome, output, progress, source};
 use anyhow::bail;
@@ -17,6 +17,7 @@ use pagefold_report::unmerge::{
 use pagefold_report::wire::{self, NotSeen, Who};
 use std::path::PathBuf;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const EXAMPLES: &str = "\
@@ -117,11 +118,11 @@ struct Work<'a> {
 }
 
 impl Work<'_> {
-    fn report(&self, stop: &std::sync::atomic::AtomicBool) -> anyhow::Result<UnmergeReport> {
+    fn report(&self, stop: &AtomicBool) -> anyhow::Result<UnmergeReport> {
         let options = self.options;
         // Taken before anything is counted, so that nobody merges in between.
         let mut session = if options.dry_run { None } else { Some(recover::begin(self.host, self.global)?) };
-        let plan = self.plan()?;
+        let plan = self.plan(stop)?;
         let need = plan.need();
         let mut judgement = plan.judge(self.host, &need);
         let parts = plan.affordable(self.host);
@@ -151,18 +152,19 @@ impl Work<'_> {
         Ok(report)
     }
 
-    fn plan(&self) -> anyhow::Result<Plan> {
+    fn plan(&self, stop: &AtomicBool) -> anyhow::Result<Plan> {
         let selection = source::selection(&self.options.targets, self.global)?;
-        let asked: Mutex<Vec<anyhow::Error>> = Mutex::new(Vec::new());
-        let plan = unmerge::plan(self.host, &selection, &|handle, process| match self.way(handle, process) {
+        let asked = Asked::new(stop);
+        let failed: Mutex<Vec<anyhow::Error>> = Mutex::new(Vec::new());
+        let plan = unmerge::plan(self.host, &selection, &|handle, process| match self.way(handle, process, &asked) {
             Ok(way) => way,
             Err(error) => {
-                asked.lock().expect("no thread panicked").push(error);
+                failed.lock().expect("no thread panicked").push(error);
                 None
             }
         })?;
         is_of_one(self.options.qmp.as_deref(), plan.targets.iter().map(|target| &target.process))?;
-        if let Some(error) = asked.into_inner().expect("no thread panicked").into_iter().next() {
+        if let Some(error) = failed.into_inner().expect("no thread panicked").into_iter().next() {
             return Err(error);
         }
         source::seen(!plan.targets.is_empty() || plan.idle > 0, &selection, &plan.unseen, self.global)?;
@@ -170,9 +172,9 @@ impl Work<'_> {
     }
 
     /// How a guest is reached.
-    fn way(&self, handle: &dyn Handle, process: &Process) -> anyhow::Result<Option<Way>> {
+    fn way(&self, handle: &dyn Handle, process: &Process, asked: &Asked<'_>) -> anyhow::Result<Option<Way>> {
         let Options { qmp, inject, .. } = self.options;
-        Ok(match control(handle, process, qmp.as_deref(), *inject, self.global)? {
+        Ok(match control(handle, process, qmp.as_deref(), *inject, self.global, asked)? {
             Control::None => None,
             Control::Unreachable(why) => Some(Way::Unreachable(why)),
             Control::Answers(socket, backends) => {
@@ -207,8 +209,8 @@ impl Work<'_> {
     }
 }
 
-fn is_set(stop: &std::sync::atomic::AtomicBool) -> bool {
-    stop.load(std::sync::atomic::Ordering::Relaxed)
+fn is_set(stop: &AtomicBool) -> bool {
+    stop.load(Ordering::Relaxed)
 }
 
 fn process(target: &Target) -> UnmergedProcess {

@@ -27,8 +27,11 @@ fn with<T>(serve: impl FnOnce(UnixStream) + Send, client: impl FnOnce(&Path) -> 
     })
 }
 
-fn connect(path: &Path) -> Result<Monitor, Error> {
-    Monitor::connect(path, own(), SHORT)
+/// Never set.
+static NEVER: AtomicBool = AtomicBool::new(false);
+
+fn connect(path: &Path) -> Result<Monitor<'static>, Error> {
+    Monitor::connect(path, own(), (SHORT, CONVERSATION), &NEVER)
 }
 
 /// A server that greets and then answers each command by `answer`.
@@ -113,7 +116,7 @@ fn strangers_hear_no_word() {
             let _ = stream.read_to_end(&mut bytes);
             sender.send(bytes).unwrap();
         };
-        let result = with(serve, |path| Monitor::connect(path, process, SHORT).map(|_| ()));
+        let result = with(serve, |path| Monitor::connect(path, process, (SHORT, CONVERSATION), &NEVER).map(|_| ()));
         assert!(matches!(result, Err(Error::Stranger { .. })), "{result:?}");
         assert_eq!(heard.recv().unwrap(), b"");
     }
@@ -163,7 +166,8 @@ fn garbage_is_no_qmp() {
 #[test]
 fn a_line_without_end_is_left() {
     let serve = |mut stream: UnixStream| while stream.write_all(&[b'x'; 65536]).is_ok() {};
-    let result = with(serve, |path| Monitor::connect(path, own(), Duration::from_secs(60)).map(|_| ()));
+    let result =
+        with(serve, |path| Monitor::connect(path, own(), (Duration::from_secs(60), CONVERSATION), &NEVER).map(|_| ()));
     assert!(matches!(result, Err(Error::Garbage { ref said, .. }) if said.len() == 80), "{result:?}");
 }
 
@@ -174,4 +178,59 @@ fn one_that_hangs_up_or_is_not_there_is_said_to() {
     assert!(matches!(missing, Error::Connect { .. }), "{missing}");
     let long = connect(Path::new(&"x".repeat(200))).map(|_| ());
     assert!(matches!(long, Err(Error::Connect { .. })));
+}
+
+/// A program that claims many backends and lets each answer take its time.
+fn slow(backends: usize, pause: Duration) -> impl FnMut(&str, &Value) -> Vec<Value> {
+    move |command, arguments| {
+        let objects = || (0..backends).map(|n| json!({"name": format!("m{n}"), "type": "child<memory-backend-ram>"}));
+        let result = match (command, arguments["property"].as_str()) {
+            ("qmp_capabilities", _) => json!({}),
+            ("qom-list", _) => json!(objects().collect::<Vec<_>>()),
+            (_, Some("size")) => json!(4096),
+            _ => json!(true),
+        };
+        if command == "qom-get" {
+            thread::sleep(pause);
+        }
+        vec![json!({"return": result})]
+    }
+}
+
+#[test]
+fn more_backends_than_qemu_has_are_not_asked_for() {
+    let error = with(|stream| qemu(stream, slow(MAX_BACKENDS + 1, Duration::ZERO)), |path| connect(path)?.backends());
+    assert!(matches!(error, Err(Error::TooManyBackends { found, .. }) if found == MAX_BACKENDS + 1), "{error:?}");
+}
+
+#[test]
+fn conversation_ends_at_its_deadline_though_each_answer_is_in_time() {
+    let (patience, all) = (Duration::from_secs(60), Duration::from_millis(500));
+    let asked = std::sync::atomic::AtomicUsize::new(0);
+    let mut answer = slow(MAX_BACKENDS, Duration::from_millis(50));
+    let counted = |command: &str, arguments: &Value| {
+        asked.fetch_add(1, Ordering::Relaxed);
+        answer(command, arguments)
+    };
+    let ask = |path: &Path| Monitor::connect(path, own(), (patience, all), &NEVER)?.backends();
+    let error = with(|stream| qemu(stream, counted), ask);
+    assert!(matches!(error, Err(Error::Busy { .. })), "{error:?}");
+    assert!(asked.load(Ordering::Relaxed) < 3 * MAX_BACKENDS, "it went on to the end");
+}
+
+#[test]
+fn stop_ends_a_conversation() {
+    let stop = AtomicBool::new(false);
+    let ask = |path: &Path| {
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                thread::sleep(Duration::from_millis(300));
+                stop.store(true, Ordering::Relaxed);
+            });
+            let long = Duration::from_secs(600);
+            Monitor::connect(path, own(), (long, long), &stop).map(|_| ())
+        })
+    };
+    let error = with(drain, ask);
+    assert!(matches!(error, Err(Error::Stopped { .. })), "{error:?}");
 }
