@@ -42,6 +42,11 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
+    // Before there are threads. What `run` starts is to see of cgroups what it would see without Pagefold. Where it is
+    // not permitted, limits are unknown, and said to be so.
+    if !matches!(arguments.command, Command::Run(_)) {
+        let _ = pagefold_linux::enter_cgroup_namespace_of_init();
+    }
     match &arguments.command {
         Command::Census(options) => command::census::run(options, &arguments.global),
         Command::Record(options) => command::record::run(options, &arguments.global),

@@ -357,6 +357,8 @@ fn what_does_not_fit_into_a_cgroup_is_refused_and_nobody_is_killed() -> Outcome 
 
 #[test]
 fn targets_must_be_named_and_exist() -> Outcome {
+    // One pagefold at a time may begin to change this host; without root none can keep another out.
+    let _ksm = Ksm::take().ok();
     let check = |arguments: &[&str], said: &str| -> Outcome {
         let (status, text, error) = unmerge(arguments)?;
         assert_eq!((status, text.as_str()), (Some(2), ""), "{arguments:?}");
@@ -403,6 +405,7 @@ fn a_process_that_is_not_enrolled_has_nothing_to_unmerge() -> Outcome {
     if !Path::new("/sys/kernel/mm/ksm/run").exists() {
         return skipped("this kernel has no KSM");
     }
+    let _ksm = Ksm::take().ok();
     let sleeper = Sleeper(Command::new("sleep").arg("600").spawn()?);
     let pid = sleeper.0.id().to_string();
     let (status, text, error) = unmerge(&["--pid", &pid])?;
@@ -557,5 +560,52 @@ fn a_process_is_withdrawn_part_by_part_until_its_cgroup_is_full() -> Outcome {
     let (status, rest) = report(&["--pid", &target, "--staged"])?;
     assert_eq!((status, &rest["outcome"]), (Some(0), &"done".into()), "{rest}");
     assert_eq!(checksum(pid, start, end)?, before);
+    Ok(())
+}
+
+/// Runs its arguments as the container of `deploy/kubernetes/daemonset.yaml` runs: beside the host's processes and with
+/// its KSM and cgroups mounted, in a cgroup, mount and network namespace of its own, with four capabilities.
+const CONTAINER: &str = "echo $$ > \"$0/cgroup.procs\" && exec unshare --cgroup --mount --net setpriv --no-new-privs \
+                         --inh-caps=-all --bounding-set=-all,+sys_ptrace,+sys_admin,+dac_override,+sys_nice -- \"$@\"";
+
+#[test]
+fn unmerge_in_a_container_finds_the_limits_of_other_cgroups() -> Outcome {
+    if !is_root() {
+        return skipped("needs root");
+    }
+    let (Some(pod), Some(own)) = (Cgroup::new("pod"), Cgroup::new("container")) else {
+        return skipped("no memory cgroup can be made");
+    };
+    let inside =
+        |arguments: &[&str]| Command::new("sh").args(["-c", CONTAINER]).arg(&own.directory).args(arguments).output();
+    if !inside(&["true"])?.status.success() {
+        return skipped("needs namespaces for cgroups, mounts and networks");
+    }
+    let lab: Lab<Region> = start_in(&pod, "layout", &["--mergeable", "within=4096,copies=64"])?;
+    let ksm = match Ksm::take() {
+        Ok(ksm) => ksm,
+        Err(why) => return skipped(&why),
+    };
+    ksm.settle();
+    let (pid, state) = (lab.pid().to_string(), tempfile::tempdir()?);
+    let unmerge = |arguments: &[&str]| -> Result<(Option<i32>, Value), Box<dyn Error>> {
+        let state = state.path().to_str().ok_or("a path")?;
+        let command = [env!("CARGO_BIN_EXE_pagefold"), "unmerge", "--state", state, "--pid", &pid, "--json"];
+        let output = inside(&[&command, arguments].concat())?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        let report = serde_json::from_slice(&output.stdout).map_err(|why| format!("{why}: {said}"))?;
+        Ok((output.status.code(), report))
+    };
+    pod.limit((pod.usage().ok_or("usage")? + MIB) & !4095)?;
+    let (status, refused) = unmerge(&[])?;
+    assert_eq!((status, &refused["outcome"]), (Some(1), &"refused".into()), "{refused}");
+    assert_eq!(refused["guard"]["unknown"], json!([]), "{refused}");
+    let name = pod.directory.file_name().and_then(|name| name.to_str()).ok_or("name")?;
+    let binds = &refused["guard"]["limits"][0];
+    assert!(binds["place"].as_str().is_some_and(|place| place.ends_with(name)), "{refused}");
+    pod.limit((pod.usage().ok_or("usage")? + 64 * MIB) & !4095)?;
+    let (status, done) = unmerge(&[])?;
+    assert_eq!((status, &done["outcome"]), (Some(0), &"done".into()), "{done}");
+    assert_eq!(done["processes"][0]["merged_pages_after"], 0, "{done}");
     Ok(())
 }

@@ -5,7 +5,7 @@
 //! `/sys/fs/cgroup/unified` beside v1 hierarchies without it. Each cgroup is read with all above it, since a limit
 //! holds for what is below.
 //!
-//! Limits: from within a cgroup namespace what lies above its root cannot be seen. A cgroup that cannot be found or
+//! Limits: from within a cgroup namespace what lies outside of it cannot be found. A cgroup that cannot be found or
 //! read is unknown and said to be so. The three files of a cgroup are not of one instant.
 
 use crate::{Host, observe, parse};
@@ -76,6 +76,17 @@ fn with_those_above(path: &str) -> impl Iterator<Item = &str> {
     ["/"].into_iter().chain(parts).chain((!path.is_empty()).then_some(path))
 }
 
+/// Why the limits of a cgroup like `/../other` are unknown.
+pub const OUTSIDE: &str = "it is outside the cgroup namespace of this process: run pagefold in the namespace of the \
+                           host's process 1, or with hostPID, CAP_SYS_ADMIN and CAP_SYS_PTRACE";
+
+/// The cgroups of running processes whose limits cannot be read, and why: what is merged there cannot be unmerged.
+pub fn unknown_limits(host: &dyn Host) -> Vec<(Place, Absent)> {
+    let cgroup = |pid| host.open(pid).and_then(|handle| parse::cgroup(&handle.read("cgroup")?)).ok();
+    let cgroups = host.pids().into_iter().flatten().filter_map(cgroup).collect();
+    room(host, &cgroups).unknown
+}
+
 /// The memory controller's hierarchy.
 struct Hierarchy<'h> {
     host: &'h dyn Host,
@@ -122,6 +133,9 @@ impl<'h> Hierarchy<'h> {
     }
 
     fn limits(&self, path: &str) -> Reading<Vec<Found>> {
+        if path.split('/').any(|part| part == "..") {
+            return Err(Absent::Malformed(OUTSIDE.to_owned()));
+        }
         let (files, usage): (&[(Rule, &str)], _) = if self.v1 {
             (&[(Rule::Max, "memory.limit_in_bytes")], "memory.usage_in_bytes")
         } else {
@@ -307,6 +321,10 @@ mod tests {
         let top = ("sys/fs/cgroup/cgroup.controllers", "memory\n");
         let root = ("sys/fs/cgroup/cgroup.procs", "");
         assert_eq!(places(of(&[top, root], "/gone")), ["/gone"]);
+        let outside = of(&[top, root], "/../other");
+        assert!(outside.unknown.iter().all(|(_, why)| why.to_string().ends_with(OUTSIDE)), "{outside:?}");
+        assert_eq!(outside.unknown.len(), 2);
+        assert_eq!(places(outside), ["/..", "/../other"]);
         let garbage = [top, root, ("sys/fs/cgroup/a/memory.max", "much\n")];
         assert_eq!(places(of(&garbage, "/a")), ["/a"]);
         let no_usage = [top, root, ("sys/fs/cgroup/a/memory.max", "1048576\n"), ("sys/fs/cgroup/a/cgroup.procs", "")];

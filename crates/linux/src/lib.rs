@@ -6,11 +6,13 @@ mod apply;
 mod contents;
 mod frames;
 pub mod launch;
+mod namespace;
 mod process;
 mod programs;
 pub mod qmp;
 
 pub use contents::BATCH_BYTES;
+pub use namespace::enter_cgroup_namespace_of_init;
 
 use pagefold_host::act::{Action, Effect, Refusal};
 use pagefold_host::{FrameFlags, Host, Process, Programs};

@@ -11,6 +11,7 @@ pub mod forked;
 pub mod inject;
 pub mod launch;
 pub mod mapping;
+pub mod namespace;
 pub mod node;
 pub mod pagemap;
 pub mod signals;

@@ -16,7 +16,7 @@ use clap::Args;
 use control::{Control, Request, ask};
 use notify::Notify;
 use pagefold_drive::daemon::{self, Message, Settings, Snapshot};
-use pagefold_host::Host;
+use pagefold_host::{Host, room};
 use pagefold_model::Pid;
 use pagefold_model::daemon::{Event, Mode, State};
 use pagefold_report::daemon::{Answer, Status, text};
@@ -173,6 +173,11 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
 
     let mut notify = Notify::from_environment();
     log(&format!("looking at {}, mode {}", host.describe(), mode(settings.rules.mode)));
+    if settings.rules.mode == Mode::Act
+        && let Some(warning) = unknown_limits(host)
+    {
+        log(&warning);
+    }
     let mut alive = |state: &State| {
         notify.alive(&state.standing().1);
         if let Some(kept) = &kept {
@@ -197,6 +202,17 @@ fn settings(options: &Options, global: &Global) -> anyhow::Result<Settings> {
         settings.rules.mode = mode.into();
     }
     Ok(settings)
+}
+
+/// What cannot be unmerged later because limits of memory cannot be read.
+fn unknown_limits(host: &dyn Host) -> Option<String> {
+    let unknown = room::unknown_limits(host);
+    let (place, why) = unknown.first()?;
+    Some(format!(
+        "warning: the memory limits of {} cgroups cannot be read, the first {place}: {why}. What is merged there will \
+         not be unmerged by the daemon",
+        unknown.len()
+    ))
 }
 
 fn mode(mode: Mode) -> &'static str {
