@@ -7,8 +7,9 @@ use pagefold_labs::lines::Region;
 use pagefold_labs::look::{self, until};
 use serde_json::Value;
 use std::collections::BTreeSet;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
 /// Memory that a lab enrolled itself, most of which does not pay.
 const SPECS: [&str; 3] = ["--mergeable", "unique=3000", "shared-content=m:8000"];
@@ -70,4 +71,54 @@ fn what_a_killed_merge_withdrew_is_enrolled_again() {
     assert_eq!(recovered.status.code(), Some(0), "{}", String::from_utf8_lossy(&recovered.stdout));
     // What pays besides is enrolled by then too.
     assert!(labs.iter().zip(&before).all(|(lab, before)| before.is_subset(&enrolled(lab))));
+}
+
+/// A policy that is followed, told to end and waited for when it is dropped.
+struct Follower(Child);
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        if let Some(pid) = rustix::process::Pid::from_raw(self.0.id().cast_signed()) {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+        }
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn second_pagefold_is_refused_whatever_its_state_directory_and_namespaces() {
+    let Some(_ksm) = ksm() else { return };
+    let [first, second] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let mut follow = pagefold_with(first.path(), &["policy", "set", "ksmtuned", "--follow"]);
+    let mut follower = Follower(follow.stderr(Stdio::piped()).spawn().unwrap());
+    let mut line = String::new();
+    BufReader::new(follower.0.stderr.as_mut().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.starts_with("Following ksmtuned"), "{line}");
+    let state = first.path().canonicalize().unwrap();
+    let named = format!("(process {}, state directory {})", follower.0.id(), state.display());
+    let own_sysfs = "mount -t sysfs none /sys && exec \"$0\" \"$@\"";
+    for namespaces in [&["env"][..], &["unshare", "--mount"], &["unshare", "--mount", "--net", "sh", "-c", own_sysfs]] {
+        if namespaces.len() > 1
+            && !Command::new("unshare").args(["--mount", "--net", "true"]).status().unwrap().success()
+        {
+            println!("skipped in part: needs namespaces for mounts and networks");
+            continue;
+        }
+        let recover = pagefold_with(second.path(), &["recover"]);
+        let mut inside = Command::new(namespaces[0]);
+        inside.args(&namespaces[1..]).arg(recover.get_program()).args(recover.get_args());
+        let output = inside.output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{namespaces:?}: {said}");
+        assert!(said.contains(&named), "{namespaces:?}: {said}, not {named}");
+    }
+    drop(follower);
+    let output = pagefold_with(second.path(), &["recover"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+fn pagefold_with(state: &Path, arguments: &[&str]) -> Command {
+    let mut pagefold = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+    pagefold.arg("--state").arg(state).args(arguments);
+    pagefold
 }

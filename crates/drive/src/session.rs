@@ -1,7 +1,8 @@
 //! Changing a host, with everything put back.
 //!
 //! A [`Session`] holds the one lock that lets somebody change KSM's settings and enrolments, and writes each change
-//! into the [`journal`] before it is made. What was changed for a time only comes back when the session
+//! into the [`journal`] before it is made. The lock is in the state directory; another one, which all Pagefolds on the
+//! host share ([`Host::claim`]), keeps those out that have a state directory of their own. What was changed for a time only comes back when the session
 //! ends, newest first: at the end of the work, on an error, in a panic. After `kill -9` the next session, or
 //! `pagefold recover`, finds the journal and puts it back. What cannot be put back now but may be later stays written
 //! down, and the next session tries again.
@@ -28,7 +29,7 @@ use crate::journal::{self, Directory, Entry, Journal, POLICY, SESSION, resting};
 use crate::verify;
 use extent::Extents;
 use pagefold_host::act::{self, Action, Advice, Effect, Refusal};
-use pagefold_host::{Host, parse, room};
+use pagefold_host::{Claim, Holder, Host, parse, room};
 use pagefold_model::guard::{self, Need, Verdict};
 use pagefold_model::ksm::{Setting, Settings};
 use pagefold_model::memory::PRESSURE;
@@ -65,9 +66,9 @@ pub enum Stays {
 /// Why a session could not begin or a change could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Another one is under way.
+    /// Another one is under way, perhaps with another state directory.
     #[error("another pagefold{} changes this host now: wait for it, or stop it", holder(.0))]
-    Busy(Option<u32>),
+    Busy(Holder),
     /// The lock cannot be had.
     #[error("cannot use {path} (as root it is made; elsewhere give --state DIR)")]
     State {
@@ -128,8 +129,12 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
 
-fn holder(pid: &Option<u32>) -> String {
-    pid.map(|pid| format!(" (process {pid})")).unwrap_or_default()
+fn holder(Holder { pid, state }: &Holder) -> String {
+    match (pid, state) {
+        (Some(pid), Some(state)) => format!(" (process {pid}, state directory {})", state.display()),
+        (Some(pid), None) => format!(" (process {pid})"),
+        (None, _) => " that is not seen from here, in another container or on its host,".to_owned(),
+    }
 }
 
 /// What to do about a setting that cannot be read.
@@ -192,6 +197,7 @@ pub struct Session<'a> {
     left: Vec<Entry>,
     stops: Vec<Duration>,
     _lock: File,
+    _claim: Claim,
 }
 
 /// What of an entry was put back.
@@ -222,10 +228,19 @@ impl<'a> Session<'a> {
     /// Take the lock in a directory, made if it is not there, and put back what a killed session left. Tells that too.
     pub fn begin(host: &'a dyn Host, directory: &Path) -> Result<(Self, Vec<Action>, Vec<Remains>), Error> {
         let (directory, lock) = lock(directory)?;
+        let claim = host.claim().map_err(Error::Busy)?;
+        if matches!(claim, Claim::Obstructed) {
+            let _ = writeln!(
+                io::stderr(),
+                "pagefold: another program holds a read lock on /sys/kernel/mm/ksm/run: a second pagefold with another \
+                 state directory would not be noticed"
+            );
+        }
         let boot = boot(host).map_err(Error::Unknown)?;
         let left = Journal::load(&directory, SESSION)?.filter(|journal| journal.boot == boot);
         let journal = Journal { boot, writer: std::process::id(), purpose: None, entries: Vec::new() };
-        let mut session = Self { host, directory, journal, left: Vec::new(), stops: Vec::new(), _lock: lock };
+        let mut session =
+            Self { host, directory, journal, left: Vec::new(), stops: Vec::new(), _lock: lock, _claim: claim };
         let Some(left) = left else { return Ok((session, Vec::new(), Vec::new())) };
         session.journal.entries = left.entries;
         let (undone, remains) = session.put_back()?;
@@ -730,7 +745,8 @@ fn lock(path: &Path) -> Result<(Directory, File), Error> {
         Err(TryLockError::WouldBlock) => {
             let mut holder = String::new();
             let read = lock.read_to_string(&mut holder);
-            return Err(Error::Busy(read.ok().and_then(|_| holder.trim().parse().ok())));
+            let pid = read.ok().and_then(|_| holder.trim().parse().ok());
+            return Err(Error::Busy(Holder { pid, state: None }));
         }
         Err(TryLockError::Error(source)) => return Err(Error::State { path, source }),
     }

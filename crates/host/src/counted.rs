@@ -1,7 +1,7 @@
 //! A host whose answers are counted, so that somebody else can see whether who asks it gets on.
 
 use crate::act::{Action, Effect, Refusal};
-use crate::{FrameFlags, Host, Mapping, PageView, Process, Programs, Run, Way};
+use crate::{Claim, FrameFlags, Holder, Host, Mapping, PageView, Process, Programs, Run, Way};
 use pagefold_model::{AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -60,6 +60,10 @@ impl Host for Counted<'_> {
 
     fn follow_programs(&self) -> Reading<Box<dyn Programs>> {
         self.host.follow_programs()
+    }
+
+    fn claim(&self) -> Result<Claim, Holder> {
+        self.host.claim()
     }
 
     fn apply(&self, action: &Action) -> Result<Effect, Refusal> {

@@ -23,6 +23,8 @@ use act::{Action, Effect, Refusal};
 use pagefold_model::content::ContentKind;
 use pagefold_model::{Absent, AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::collections::BTreeSet;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 
 /// A host: live, recorded or faulty.
 pub trait Host: Sync {
@@ -57,8 +59,36 @@ pub trait Host: Sync {
         Err(Absent::NotOnThisKernel)
     }
 
+    /// Take the lock that all Pagefolds on this host share, whatever their state directories. By default there is none.
+    ///
+    /// # Errors
+    /// The Pagefold that has it.
+    fn claim(&self) -> Result<Claim, Holder> {
+        Ok(Claim::Absent)
+    }
+
     /// Carry out an action. The only way in which anything is changed.
     fn apply(&self, action: &Action) -> Result<Effect, Refusal>;
+}
+
+/// The lock that all Pagefolds on a host share.
+#[derive(Debug)]
+pub enum Claim {
+    /// It is held until this is dropped.
+    Held(OwnedFd),
+    /// There is none, or it takes more privilege than this process has, which then cannot change KSM's settings either.
+    Absent,
+    /// A program that is no Pagefold keeps it from being taken.
+    Obstructed,
+}
+
+/// Which Pagefold changes a host, as far as that can be seen.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Holder {
+    /// Its process.
+    pub pid: Option<u32>,
+    /// Its state directory, by the path that it has there.
+    pub state: Option<PathBuf>,
 }
 
 /// Programs as they begin.

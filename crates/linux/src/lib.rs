@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod apply;
+mod claim;
 mod contents;
 mod frames;
 pub mod launch;
@@ -15,7 +16,7 @@ pub use contents::BATCH_BYTES;
 pub use namespace::enter_cgroup_namespace_of_init;
 
 use pagefold_host::act::{Action, Effect, Refusal};
-use pagefold_host::{FrameFlags, Host, Process, Programs};
+use pagefold_host::{Claim, FrameFlags, Holder, Host, Process, Programs};
 use pagefold_model::{Absent, PageSize, Pfn, Pid, Reading};
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -92,6 +93,10 @@ impl Host for LiveHost {
 
     fn follow_programs(&self) -> Reading<Box<dyn Programs>> {
         Ok(Box::new(programs::Connector::open()?))
+    }
+
+    fn claim(&self) -> Result<Claim, Holder> {
+        claim::claim()
     }
 
     fn apply(&self, action: &Action) -> Result<Effect, Refusal> {

@@ -10,6 +10,7 @@ pub mod fingerprint;
 pub mod forked;
 pub mod inject;
 pub mod launch;
+pub mod lock;
 pub mod mapping;
 pub mod namespace;
 pub mod node;

@@ -1,0 +1,69 @@
+//! The lock that all Pagefolds on a host share: a write lock of the open file `/sys/kernel/mm/ksm/run`.
+//!
+//! The lock belongs to the inode, which is one for each instance of sysfs; and there is an instance for each network
+//! namespace. So the file is opened as process 1 has it, where that is permitted: a container that sees the host's
+//! processes then locks the host's file, though a `/sys` of its own may be mounted there. It takes a file that is open
+//! for writing, so that no unprivileged user can hold it.
+//!
+//! Limits: a container that neither sees the host's processes nor has the host's `/sys/kernel/mm/ksm` mounted, and may
+//! write its own, is not kept out.
+
+use pagefold_host::{Claim, Holder};
+use pagefold_sys::lock::{Lock, lock_for_writing};
+use std::fs::{self, File, OpenOptions};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+const FILES: [&str; 2] = ["/proc/1/root/sys/kernel/mm/ksm/run", "/sys/kernel/mm/ksm/run"];
+
+/// Take the lock.
+pub fn claim() -> Result<Claim, Holder> {
+    let mut options = OpenOptions::new();
+    options.write(true).custom_flags(rustix::fs::OFlags::CLOEXEC.bits().cast_signed());
+    let Some(file) = FILES.iter().find_map(|path| options.open(path).ok()) else { return Ok(Claim::Absent) };
+    match lock_for_writing(&file) {
+        Ok(Lock::Taken) => Ok(Claim::Held(OwnedFd::from(file))),
+        Ok(Lock::HeldForReading) => Ok(Claim::Obstructed),
+        Ok(Lock::HeldForWriting) => Err(holder(&file)),
+        Err(_) => Ok(Claim::Absent),
+    }
+}
+
+/// The Pagefold that has the lock, if it can be seen: by the locks of its open files (`/proc/PID/fdinfo`).
+fn holder(file: &File) -> Holder {
+    let Ok(about) = file.metadata() else { return Holder::default() };
+    let device = about.dev();
+    let key = format!("{:02x}:{:02x}:{} ", rustix::fs::major(device), rustix::fs::minor(device), about.ino());
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    processes
+        .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
+        .filter(|pid| fs::read(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.starts_with(b"pagefold")))
+        .find_map(|pid| {
+            let locks = locks(pid);
+            let ours = |(_, lock): &&(PathBuf, String)| lock.contains("OFDLCK") && lock.contains(&key);
+            locks.iter().find(ours)?;
+            Some(Holder { pid: Some(pid), state: state(&locks) })
+        })
+        .unwrap_or_default()
+}
+
+/// The directory of the lock that a session has in its state directory.
+fn state(locks: &[(PathBuf, String)]) -> Option<PathBuf> {
+    let is_session = |path: &Path, lock: &str| lock.contains("FLOCK") && path.file_name().is_some_and(|n| n == "lock");
+    let (path, _) = locks.iter().find(|(path, lock)| is_session(path, lock))?;
+    path.parent().map(Path::to_owned)
+}
+
+/// The open files of a process that are locked, with what is told of their locks.
+fn locks(pid: u32) -> Vec<(PathBuf, String)> {
+    let files = fs::read_dir(format!("/proc/{pid}/fdinfo")).into_iter().flatten().flatten();
+    files
+        .filter_map(|entry| {
+            let told = fs::read_to_string(entry.path()).ok()?;
+            let lock = told.lines().find_map(|line| line.strip_prefix("lock:"))?.to_owned();
+            let path = fs::read_link(format!("/proc/{pid}/fd/{}", entry.file_name().to_str()?)).ok()?;
+            Some((path, lock))
+        })
+        .collect()
+}
