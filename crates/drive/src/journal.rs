@@ -1,8 +1,11 @@
 //! What is written down before a host is changed, so that it can be put back by whoever comes after a crash.
 //!
-//! One JSON file in a directory on a file system that does not outlive the kernel (`/run/pagefold`), replaced
-//! atomically. It names the boot it belongs to: after a reboot there is nothing to put back. A second file of the same
-//! form keeps what the host had before a policy was set, which lasts beyond the command that set it.
+//! A file in a directory on a file system that does not outlive the kernel (`/run/pagefold`). Its first line is JSON of
+//! the whole journal, replaced atomically; each further line is JSON of changes to it ([`Change`]), so that what is
+//! written for an action does not grow with the number of actions before it. A last line without an end was cut off
+//! while it was written: what it was to allow was not done. The journal names the boot it belongs to: after a reboot
+//! there is nothing to put back. A second file of the same form keeps what the host had before a policy was set, which
+//! lasts beyond the command that set it.
 
 use pagefold_host::act::{Action, Advice};
 use pagefold_model::ksm::Setting;
@@ -47,6 +50,17 @@ pub struct Entry {
     pub within: Vec<AddressRange>,
     /// Whether it stays once what it was made for is done.
     pub until_done: bool,
+}
+
+/// A change to the entries of a journal.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// One more, the newest.
+    Push(Entry),
+    /// Without the newest.
+    Pop,
+    /// Other values that were written to the setting of an entry, counted from the oldest.
+    Written(usize, Vec<String>),
 }
 
 /// What a setting is to be put back to. `run` stays readable as 2 after everything was unmerged, and ksmd rests then
@@ -121,6 +135,19 @@ impl Directory {
         Ok(())
     }
 
+    /// Add to the end of a file that is there.
+    ///
+    /// # Errors
+    /// Those of openat(2), write(2) and fdatasync(2). A part may have been added then.
+    pub fn append(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
+        let mut file = self.file(name, OFlags::WRONLY | OFlags::APPEND)?;
+        fault::point("before appending to a journal");
+        file.write_all(bytes)?;
+        file.sync_data()?;
+        fault::point("after appending to a journal");
+        Ok(())
+    }
+
     /// Remove a file.
     ///
     /// # Errors
@@ -163,26 +190,60 @@ impl Journal {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(source) => return Err(Error::Io { path, source }),
         };
-        match serde_json::from_slice::<Wire>(&bytes) {
-            Ok(wire) => Ok(Some(wire.into())),
-            Err(source) => Err(Error::Malformed { path, source }),
-        }
+        Self::parse(&bytes).map(Some).map_err(|source| Error::Malformed { path, source })
     }
 
-    /// Replace the one of a name in a directory; remove it if there is nothing to put back.
-    pub fn store(&self, directory: &Directory, file: &str) -> Result<(), Error> {
+    fn parse(bytes: &[u8]) -> Result<Self, serde_json::Error> {
+        let mut lines = bytes.split_inclusive(|&byte| byte == b'\n');
+        let mut journal = Self::from(serde_json::from_slice::<Wire>(lines.next().unwrap_or_default())?);
+        for line in lines.filter(|line| line.ends_with(b"\n")) {
+            for change in serde_json::from_slice::<Vec<WireChange>>(line)? {
+                journal.change(change.into())?;
+            }
+        }
+        Ok(journal)
+    }
+
+    /// Make a change.
+    fn change(&mut self, change: Change) -> Result<(), serde_json::Error> {
+        let none = || serde::de::Error::custom("a change to an entry that is not there");
+        match change {
+            Change::Push(entry) => self.entries.push(entry),
+            Change::Pop => drop(self.entries.pop().ok_or_else(none)?),
+            Change::Written(at, written) => self.entries.get_mut(at).ok_or_else(none)?.written = written,
+        }
+        Ok(())
+    }
+
+    /// Replace the one of a name in a directory; remove it if there is nothing to put back. Tells its size in bytes.
+    pub fn store(&self, directory: &Directory, file: &str) -> Result<usize, Error> {
         let stored = if self.entries.is_empty() {
-            directory.remove(file).or_else(|error| match error.kind() {
-                io::ErrorKind::NotFound => Ok(()),
+            directory.remove(file).map(|()| 0).or_else(|error| match error.kind() {
+                io::ErrorKind::NotFound => Ok(0),
                 _ => Err(error),
             })
         } else {
-            serde_json::to_vec(&Wire::from(self))
-                .map_err(io::Error::from)
-                .and_then(|text| directory.replace(file, &text))
+            line(&Wire::from(self)).and_then(|text| directory.replace(file, &text).map(|()| text.len()))
         };
         stored.map_err(|source| Error::Io { path: directory.path.join(file), source })
     }
+
+    /// Add changes to the one of a name in a directory. Tells how many bytes that took.
+    ///
+    /// # Errors
+    /// Then the file is as it was, or ends in a line that is cut off: it has to be replaced before anything is added.
+    pub fn append(directory: &Directory, file: &str, changes: &[Change]) -> Result<usize, Error> {
+        let changes: Vec<WireChange> = changes.iter().filter_map(WireChange::of).collect();
+        let appended = line(&changes).and_then(|text| directory.append(file, &text).map(|()| text.len()));
+        appended.map_err(|source| Error::Io { path: directory.path.join(file), source })
+    }
+}
+
+/// JSON with the end of a line.
+fn line(value: &impl Serialize) -> io::Result<Vec<u8>> {
+    let mut text = serde_json::to_vec(value)?;
+    text.push(b'\n');
+    Ok(text)
 }
 
 #[derive(Serialize, Deserialize)]
@@ -205,6 +266,14 @@ struct WireEntry {
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     until_done: bool,
     undo: WireAction,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+enum WireChange {
+    Push(WireEntry),
+    Pop,
+    Written { entry: usize, written: Vec<String> },
 }
 
 #[derive(Serialize, Deserialize)]
@@ -292,34 +361,63 @@ impl From<WireAction> for Action {
     }
 }
 
+impl WireEntry {
+    /// An entry for the file, if anything puts it back.
+    fn of(entry: &Entry) -> Option<Self> {
+        Some(Self {
+            written: entry.written.clone(),
+            within: pairs(&entry.within),
+            until_done: entry.until_done,
+            undo: WireAction::of(&entry.undo)?,
+        })
+    }
+}
+
+impl From<WireEntry> for Entry {
+    fn from(entry: WireEntry) -> Self {
+        Self {
+            undo: entry.undo.into(),
+            written: entry.written,
+            within: ranges(entry.within),
+            until_done: entry.until_done,
+        }
+    }
+}
+
+impl WireChange {
+    fn of(change: &Change) -> Option<Self> {
+        Some(match change {
+            Change::Push(entry) => Self::Push(WireEntry::of(entry)?),
+            Change::Pop => Self::Pop,
+            Change::Written(entry, written) => Self::Written { entry: *entry, written: written.clone() },
+        })
+    }
+}
+
+impl From<WireChange> for Change {
+    fn from(change: WireChange) -> Self {
+        match change {
+            WireChange::Push(entry) => Self::Push(entry.into()),
+            WireChange::Pop => Self::Pop,
+            WireChange::Written { entry, written } => Self::Written(entry, written),
+        }
+    }
+}
+
 impl From<&Journal> for Wire {
     fn from(journal: &Journal) -> Self {
-        let entry = |entry: &Entry| {
-            Some(WireEntry {
-                written: entry.written.clone(),
-                within: pairs(&entry.within),
-                until_done: entry.until_done,
-                undo: WireAction::of(&entry.undo)?,
-            })
-        };
         Self {
             boot: journal.boot.clone(),
             writer: journal.writer,
             purpose: journal.purpose.clone(),
-            entries: journal.entries.iter().filter_map(entry).collect(),
+            entries: journal.entries.iter().filter_map(WireEntry::of).collect(),
         }
     }
 }
 
 impl From<Wire> for Journal {
     fn from(wire: Wire) -> Self {
-        let entry = |entry: WireEntry| Entry {
-            undo: entry.undo.into(),
-            written: entry.written,
-            within: ranges(entry.within),
-            until_done: entry.until_done,
-        };
-        let entries = wire.entries.into_iter().map(entry).collect();
+        let entries = wire.entries.into_iter().map(Entry::from).collect();
         Self { boot: wire.boot, writer: wire.writer, purpose: wire.purpose, entries }
     }
 }
@@ -355,6 +453,37 @@ mod tests {
         assert_eq!(Journal::load(&directory, POLICY).unwrap(), None);
         Journal { entries: Vec::new(), ..journal }.store(&directory, SESSION).unwrap();
         assert_eq!(Journal::load(&directory, SESSION).unwrap(), None);
+    }
+
+    /// Entries of one setting each, by the value that it had.
+    fn entry(value: &str) -> Entry {
+        let undo = Action::Set { setting: Setting::PagesToScan, value: value.to_owned() };
+        Entry { undo, written: Vec::new(), within: Vec::new(), until_done: false }
+    }
+
+    #[test]
+    fn changes_are_loaded_and_one_that_was_cut_off_is_not() {
+        let temporary = tempfile::tempdir().unwrap();
+        let directory = open(&temporary);
+        let journal = Journal { boot: "b".to_owned(), entries: vec![entry("1")], ..Journal::default() };
+        journal.store(&directory, SESSION).unwrap();
+        let changes = [Change::Push(entry("2")), Change::Push(entry("3")), Change::Written(1, vec!["9".to_owned()])];
+        Journal::append(&directory, SESSION, &changes).unwrap();
+        Journal::append(&directory, SESSION, &[Change::Pop]).unwrap();
+        let expected = [entry("1"), Entry { written: vec!["9".to_owned()], ..entry("2") }];
+        let loaded = || Journal::load(&directory, SESSION).map(|journal| journal.unwrap().entries);
+        assert_eq!(loaded().unwrap(), expected);
+        let whole = directory.read(SESSION).unwrap();
+        Journal::append(&directory, SESSION, &[Change::Push(entry("4"))]).unwrap();
+        let longer = directory.read(SESSION).unwrap();
+        for length in whole.len()..longer.len() {
+            directory.replace(SESSION, &longer[..length]).unwrap();
+            assert_eq!(loaded().unwrap(), expected, "cut off after {length} of {} bytes", longer.len());
+        }
+        for wrong in [&b"[\"pop\",\"pop\",\"pop\"]\n"[..], b"[{\"written\":{\"entry\":2,\"written\":[]}}]\n", b"x\n"] {
+            directory.replace(SESSION, &[&whole, wrong].concat()).unwrap();
+            assert!(matches!(loaded(), Err(Error::Malformed { .. })), "{}", String::from_utf8_lossy(wrong));
+        }
     }
 
     #[test]

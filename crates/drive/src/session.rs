@@ -25,7 +25,7 @@
 
 mod extent;
 
-use crate::journal::{self, Directory, Entry, Journal, POLICY, SESSION, resting};
+use crate::journal::{self, Change, Directory, Entry, Journal, POLICY, SESSION, resting};
 use crate::verify;
 use extent::Extents;
 use pagefold_host::act::{self, Action, Advice, Effect, Refusal};
@@ -48,8 +48,9 @@ use std::time::{Duration, Instant};
 /// Where lock and journal are kept unless said otherwise.
 pub const DIRECTORY: &str = "/run/pagefold";
 
-/// How long processes that are ending are waited for in all where that keeps something from being put back.
-const ENDING: Duration = Duration::from_secs(2);
+/// How long processes are waited for in all that are ending or do not stop, where that keeps something from being put
+/// back.
+const ENDING: Duration = Duration::from_secs(5);
 
 /// Whether a change comes back when the session ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -195,10 +196,24 @@ pub struct Session<'a> {
     journal: Journal,
     /// What could not be put back and may be later, oldest first.
     left: Vec<Entry>,
+    written: Written,
     stops: Vec<Duration>,
     _lock: File,
     _claim: Claim,
 }
+
+/// What the journal's file has in bytes.
+#[derive(Clone, Copy, Default)]
+struct Written {
+    /// When it was last written whole; 0 where there is none, or where it has to be written whole again.
+    whole: usize,
+    /// Since then.
+    appended: usize,
+}
+
+/// Changes may be appended to a journal until they are as large as it was, and as this: all that is written is so within
+/// a small multiple of what is to be kept.
+const APPENDED: usize = 64 << 10;
 
 /// What of an entry was put back.
 #[derive(Default)]
@@ -239,8 +254,9 @@ impl<'a> Session<'a> {
         let boot = boot(host).map_err(Error::Unknown)?;
         let left = Journal::load(&directory, SESSION)?.filter(|journal| journal.boot == boot);
         let journal = Journal { boot, writer: std::process::id(), purpose: None, entries: Vec::new() };
+        let written = Written::default();
         let mut session =
-            Self { host, directory, journal, left: Vec::new(), stops: Vec::new(), _lock: lock, _claim: claim };
+            Self { host, directory, journal, left: Vec::new(), written, stops: Vec::new(), _lock: lock, _claim: claim };
         let Some(left) = left else { return Ok((session, Vec::new(), Vec::new())) };
         session.journal.entries = left.entries;
         let (undone, remains) = session.put_back()?;
@@ -290,28 +306,17 @@ impl<'a> Session<'a> {
         Ok(effect)
     }
 
-    /// Put something back, or find that its process has ended: while that is ending it cannot be acted upon. Waits
-    /// until some time for it.
+    /// Put something back, or find that its process has ended. A process that does not stop at once is tried again until
+    /// some time: it may be ending, wait in the kernel, or get no processor, and one that is given up stays as it is.
     fn effect_or_end(&mut self, undo: &Action, until: Instant) -> Result<Effect, Refusal> {
         loop {
             let effect = self.effect(undo);
-            let busy = matches!(effect, Err(Refusal::Busy(_))) && Instant::now() < until;
-            if !busy || !self.is_ending(undo) {
+            let of_process = whose(undo).is_some();
+            if !of_process || !matches!(effect, Err(Refusal::Busy(_))) || Instant::now() >= until {
                 return effect;
             }
             thread::sleep(Duration::from_millis(10));
         }
-    }
-
-    /// Whether the process that something is done to is there, and its main thread has ended or is about to.
-    fn is_ending(&self, action: &Action) -> bool {
-        let (Action::Advise { process, .. } | Action::MergeAny { process, .. } | Action::GuestMerge { process, .. }) =
-            action
-        else {
-            return false;
-        };
-        let stat = verify::open(self.host, *process).and_then(|handle| parse::stat(&handle.read("stat")?));
-        stat.is_ok_and(|stat| matches!(stat.state, 'Z' | 'X') || stat.flags & parse::PF_EXITING != 0)
     }
 
     /// Write settings for now, in the order in which the kernel takes them. Those that have the value are not written.
@@ -409,7 +414,10 @@ impl<'a> Session<'a> {
         let all = self.journal.entries.clone();
         self.journal.entries.retain(|entry| !settings(entry));
         // While its own journal has them, they come back.
-        self.store().inspect_err(|_| self.journal.entries = all)?;
+        if let Err(error) = self.store() {
+            self.journal.entries = all;
+            return Err(error);
+        }
         self.finish()
     }
 
@@ -469,8 +477,16 @@ impl<'a> Session<'a> {
                 self.journal.entries.push(Entry { undo, written: Vec::new(), within, until_done });
             }
         }
-        self.store()?;
+        self.log(&self.changes(&noted))?;
         Ok(noted)
+    }
+
+    /// What was changed since an action was noted.
+    fn changes(&self, noted: &Noted) -> Vec<Change> {
+        let entries = &self.journal.entries;
+        let older = self.left.len();
+        let written = noted.written.iter().map(|(at, _)| Change::Written(older + at, entries[*at].written.clone()));
+        written.chain(entries[noted.length..].iter().cloned().map(Change::Push)).collect()
     }
 
     /// What each range of advice is part of now.
@@ -501,21 +517,44 @@ impl<'a> Session<'a> {
 
     /// Take back what was noted, because it was not done.
     fn forget(&mut self, noted: Noted) -> Result<(), Error> {
+        let mut changes = vec![Change::Pop; self.journal.entries.len() - noted.length];
+        self.journal.entries.truncate(noted.length);
         for (position, written) in noted.written.into_iter().rev() {
+            changes.push(Change::Written(self.left.len() + position, written.clone()));
             self.journal.entries[position].written = written;
         }
-        self.journal.entries.truncate(noted.length);
-        self.store()
+        self.log(&changes)
     }
 
     fn known(&self, setting: Setting) -> bool {
         self.journal.entries.iter().any(|entry| sets(entry, setting))
     }
 
-    fn store(&self) -> Result<(), Error> {
+    /// Write the journal whole.
+    fn store(&mut self) -> Result<(), Error> {
         let entries = self.left.iter().chain(&self.journal.entries).cloned().collect();
         let journal = Journal { boot: self.journal.boot.clone(), writer: self.journal.writer, purpose: None, entries };
-        Ok(journal.store(&self.directory, SESSION)?)
+        self.written = Written::default();
+        self.written.whole = journal.store(&self.directory, SESSION)?;
+        Ok(())
+    }
+
+    /// Write changes down that were made to the journal.
+    fn log(&mut self, changes: &[Change]) -> Result<(), Error> {
+        let Written { whole, appended } = self.written;
+        let empty = self.left.is_empty() && self.journal.entries.is_empty();
+        if changes.is_empty() {
+            return Ok(());
+        }
+        if empty || whole == 0 || appended > whole.max(APPENDED) {
+            return self.store();
+        }
+        match Journal::append(&self.directory, SESSION, changes) {
+            Ok(bytes) => self.written.appended += bytes,
+            // A part of a line may be there, after which no other may come.
+            Err(_) => self.store()?,
+        }
+        Ok(())
     }
 
     /// Put back all there is, newest first, whatever happens to one of them or to the journal.
@@ -526,14 +565,16 @@ impl<'a> Session<'a> {
         while let Some(entry) = self.journal.entries.pop() {
             let back = self.put_back_one(&entry, until);
             undone.extend(back.done);
+            let left = self.left.len();
             for (entry, why, kept) in back.remains {
                 remains.push(Remains { undo: entry.undo.clone(), why, kept });
                 if kept {
                     self.left.insert(older, entry);
                 }
             }
-            // Each time it is written whole.
-            stored = self.store();
+            // Where something stays, what comes after it in the file has another place.
+            let same = stored.is_ok() && self.left.len() == left;
+            stored = if same { self.log(&[Change::Pop]) } else { self.store() };
         }
         match stored {
             Ok(()) => Ok((undone, remains)),

@@ -36,6 +36,8 @@ const JOURNAL: &[&str] = &[
     "before writing a journal",
     "between writing a journal and renaming it",
     "after renaming a journal",
+    "before appending to a journal",
+    "after appending to a journal",
     "before removing a journal",
     "after removing a journal",
 ];

@@ -190,7 +190,8 @@ fn who_drives_beside_a_program_is_not_enrolled_with_it_and_keeps_nothing_open() 
         let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
         until("the policy", || ksm.counter("pages_to_scan") == 20_000);
         let enrolled = |pid: &str| fs::read_to_string(format!("/proc/{pid}/ksm_stat")).unwrap().contains(YES);
-        let journal: Value = serde_json::from_slice(&fs::read(folder.path().join("journal.json")).unwrap()).unwrap();
+        let journal = fs::read_to_string(folder.path().join("journal.json")).unwrap();
+        let journal: Value = serde_json::from_str(journal.lines().next().unwrap()).unwrap();
         let driver = journal["writer"].to_string();
         assert_eq!([enrolled(&child.id().to_string()), enrolled(&driver)], [is_enrolled, false]);
         let keeps = |pid: &str| {

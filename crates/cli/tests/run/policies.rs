@@ -35,7 +35,8 @@ fn command(state: &Path, arguments: &[&str]) -> Command {
 
 /// The process beside a program, by whom the journal names.
 fn driver(state: &Path) -> rustix::process::Pid {
-    let journal: Value = serde_json::from_slice(&fs::read(state.join("journal.json")).unwrap()).unwrap();
+    let journal = fs::read_to_string(state.join("journal.json")).unwrap();
+    let journal: Value = serde_json::from_str(journal.lines().next().unwrap()).unwrap();
     rustix::process::Pid::from_raw(journal["writer"].as_i64().unwrap() as i32).unwrap()
 }
 
