@@ -68,11 +68,13 @@ fn expect(status: i32, state: &Path, arguments: &[&str]) -> String {
     format!("{out}{error}")
 }
 
+/// For env(1): the signals that nohup(1) and shells have background jobs ignore, the tests among them.
+const DEFAULT_SIGNALS: &str = "--default-signal=HUP,INT,QUIT";
+
 /// A follower that has said that it follows.
 fn follower(state: &Path) -> Child {
-    // Whoever runs the tests may ignore it, as nohup(1) does.
     let mut child = Command::new("env")
-        .args(["--default-signal=HUP", env!("CARGO_BIN_EXE_pagefold"), "--state"])
+        .args([DEFAULT_SIGNALS, env!("CARGO_BIN_EXE_pagefold"), "--state"])
         .arg(state)
         .args(["policy", "set", "ksmtuned", "--follow"])
         .stderr(Stdio::piped())
@@ -200,8 +202,8 @@ fn a_hangup_that_is_ignored_stays_ignored() {
     let Some((_ksm, state)) = take("a_hangup_that_is_ignored_stays_ignored") else { return };
     let before = values();
     let script = r#"trap '' HUP && exec "$0" --state "$1" policy set ksmtuned --follow"#;
-    let mut child = Command::new("sh")
-        .args(["-c", script, env!("CARGO_BIN_EXE_pagefold")])
+    let mut child = Command::new("env")
+        .args([DEFAULT_SIGNALS, "sh", "-c", script, env!("CARGO_BIN_EXE_pagefold")])
         .arg(state.path())
         .stderr(Stdio::piped())
         .spawn()

@@ -1,7 +1,8 @@
 //! `pagefold run` leaves no trace on the program that it becomes: everything but its memory's enrolment is compared
 //! with a run without it. The ways that need a process beside the program, or a library in it, are held to the same.
 
-use crate::programs::{self, PAGEFOLD, ksm, present, refusal, run, run_refused, text};
+use crate::programs::{self, Bound, DEFAULT_SIGNALS, PAGEFOLD, ksm, present, refusal, run, run_refused, text};
+use nix::sys::wait::{Id as WaitId, WaitPidFlag};
 use pagefold_labs::client::install;
 use std::fs;
 use std::io::{Read, Write};
@@ -158,13 +159,14 @@ fn a_terminal_is_the_programs() {
             "stty cols 91 rows 33; {prefix} stty size; \
              exec {prefix} sh -c 'test -t 0 && test -t 1 && echo waiting; exec sleep 1000'"
         );
-        let mut script = Command::new("script")
-            .args(["--quiet", "--return", "--command", &command, "/dev/null"])
+        let mut script = Command::new("env")
+            .args([DEFAULT_SIGNALS, "script", "--quiet", "--return", "--command", &command, "/dev/null"])
             .env("PAGEFOLD_PRELOAD", programs::library())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
+        let bound = Bound::new(&script);
         let (mut input, mut output) = (script.stdin.take().unwrap(), script.stdout.take().unwrap());
         let mut said = Vec::new();
         while !text(&said).contains("waiting") {
@@ -176,7 +178,10 @@ fn a_terminal_is_the_programs() {
         // Ctrl-C, which the terminal turns into a signal for its foreground group.
         input.write_all(b"\x03").unwrap();
         input.flush().unwrap();
-        assert_eq!(script.wait().unwrap().code(), Some(128 + 2), "{prefix}");
+        // To the end of what it says, which comes when it ends: the bound must not outlive it.
+        output.read_to_end(&mut said).unwrap();
+        drop(bound);
+        assert_eq!(script.wait().unwrap().code(), Some(128 + 2), "{prefix}: {}", text(&said));
     }
 }
 
@@ -190,15 +195,19 @@ fn it_stops_and_goes_on() {
         command.args(&starter[1..]).args(["--", "sh", "-c", "echo ready; read line; exit 7"]);
         command.env("PAGEFOLD_PRELOAD", programs::library()).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().unwrap();
+        let bound = Bound::new(&child);
         let mut ready = [0; 6];
         child.stdout.take().unwrap().read_exact(&mut ready).unwrap();
         let pid = nix::unistd::Pid::from_raw(child.id() as i32);
         let stopped = nix::sys::wait::WaitStatus::Stopped(pid, nix::sys::signal::Signal::SIGSTOP);
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP).unwrap();
-        let wait = nix::sys::wait::waitpid(pid, Some(nix::sys::wait::WaitPidFlag::WUNTRACED));
+        let wait = nix::sys::wait::waitpid(pid, Some(WaitPidFlag::WUNTRACED));
         assert_eq!(wait, Ok(stopped), "whoever waits for pagefold waits for the program");
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGCONT).unwrap();
         drop(child.stdin.take());
+        let ended = WaitId::Pid(pid);
+        nix::sys::wait::waitid(ended, WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT).unwrap();
+        drop(bound);
         assert_eq!(child.wait().unwrap().code(), Some(7));
     }
 }

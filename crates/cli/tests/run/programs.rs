@@ -5,10 +5,46 @@ use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output};
 use std::sync::OnceLock;
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 pub const PAGEFOLD: &str = env!("CARGO_BIN_EXE_pagefold");
+
+/// For env(1): the signals that nohup(1) and shells have background jobs ignore, the tests among them.
+pub const DEFAULT_SIGNALS: &str = "--default-signal=HUP,INT,QUIT";
+
+/// How long a program of a test may take.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Kills a child that takes longer than [`PATIENCE`], so that no test waits for it without end. Dropped before the
+/// child is waited for or after it has ended.
+pub struct Bound(Option<(Sender<()>, JoinHandle<()>)>);
+
+impl Bound {
+    pub fn new(child: &Child) -> Self {
+        let pid = rustix::process::Pid::from_child(child);
+        let (sender, dropped) = mpsc::channel::<()>();
+        let watch = thread::spawn(move || {
+            if dropped.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+                eprintln!("process {pid:?} was killed after {PATIENCE:?}");
+                let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+            }
+        });
+        Self(Some((sender, watch)))
+    }
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        if let Some((sender, watch)) = self.0.take() {
+            drop(sender);
+            let _ = watch.join();
+        }
+    }
+}
 
 /// Whether there is a program; says that the test is skipped otherwise.
 pub fn present(program: &str) -> bool {
@@ -75,8 +111,8 @@ pub fn run() -> Command {
 
 /// The same, within its trust domain.
 pub fn run_within() -> Command {
-    let mut command = Command::new(PAGEFOLD);
-    command.arg("run").env("PAGEFOLD_PRELOAD", library());
+    let mut command = Command::new("env");
+    command.args([DEFAULT_SIGNALS, PAGEFOLD, "run"]).env("PAGEFOLD_PRELOAD", library());
     command
 }
 
