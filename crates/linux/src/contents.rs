@@ -169,6 +169,12 @@ impl<'a> Batch<'a> {
 
     /// Read by `process_vm_readv` what may be read so. Pages it did not get are left for `/proc/PID/mem`.
     fn read_remote(&mut self) -> Reading<()> {
+        if self.process.main_ended() {
+            // Its number leads to no memory, and those of its threads may be given to others.
+            let remote = self.pages.iter_mut().filter(|page| page.outcome == Outcome::Remote);
+            remote.for_each(|page| page.outcome = Outcome::Memory);
+            return Ok(());
+        }
         let pid = NixPid::from_raw(self.process.id().pid.0 as i32);
         for stretches in self.stretches(Outcome::Remote).chunks(PIECES) {
             let remote: Vec<RemoteIoVec> = stretches

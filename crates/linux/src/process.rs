@@ -115,6 +115,11 @@ impl<'a> LiveProcess<'a> {
         self.threads().find(lives)
     }
 
+    /// Whether the main thread had ended when the process was taken hold of.
+    pub(crate) fn main_ended(&self) -> bool {
+        self.main_ended
+    }
+
     /// Why a file of the process could not be read: a missing one is one that this kernel has not, unless the whole
     /// process is missing.
     fn why(&self, error: &io::Error) -> Absent {
