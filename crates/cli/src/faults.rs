@@ -197,7 +197,7 @@ fn account_report(taken: &Taken) -> AccountReport {
 
 #[test]
 fn an_account_has_the_true_figures_or_says_that_they_are_not() {
-    let account = |host: &dyn Host| take(host, &Selection::default(), true);
+    let account = |host: &dyn Host| take(host, &Selection::default(), true, Ok(Default::default()));
     let truth = account(&recording()).unwrap().0;
     assert!(truth.len() == 5 && truth.iter().all(|account| account.footprint.basis == Basis::Exact));
     each_fault(account, |path, fault, outcome| {

@@ -175,6 +175,59 @@ impl Drop for Program {
 /// Nine tenths of what two programs have in common, in pages of one of them.
 const MOST: u64 = 4096 * 9 / 10;
 
+/// Zeros that the kernel frees as it splits a huge page are in no counter of KSM.
+#[test]
+fn what_splitting_huge_pages_freed_is_part_of_what_is_saved() {
+    let Some(_ksm) = Ksm::take_as_others_set_it() else { return };
+    let place = Place::new(11);
+    place.write("mode = \"act\"");
+    let daemon = place.daemon(&[]);
+    let programs = [(); 2].map(|()| place.lab(&["layout", "huge-zero=8192"]));
+    if programs.iter().any(|program| program.kib("AnonHugePages:") < Some(24 << 10)) {
+        return println!("skipped: the kernel gave no huge pages");
+    }
+    until("the merge", || daemon.status()["passes"]["merges"].as_u64() >= Some(1));
+    let status = daemon.status();
+    let saved = |name: &str| status["saved"][name].as_u64().unwrap_or(0);
+    if saved("split_zero") == 0 && programs.iter().all(|program| program.kib("AnonHugePages:") < Some(8 << 10)) {
+        return println!("skipped: this kernel frees no zeros as it splits huge pages (before 6.12)");
+    }
+    assert!(saved("split_zero") >= 16 << 20, "{}", status["saved"]);
+    assert_eq!(saved("gross"), saved("duplicate") + saved("zero") + saved("split_zero"));
+    let net = status["saved"]["net"].as_i64().unwrap();
+    assert_eq!(net, saved("gross").cast_signed() - saved("metadata").cast_signed());
+    // What the merge reached is in it, whatever else is merged on this host.
+    let reached = status["passes"]["reached"].as_i64().unwrap();
+    assert!(net >= reached - (1 << 20), "{reached} reached, {net} saved");
+    let text = String::from_utf8(place.run(&["status"]).stdout).unwrap();
+    assert!(text.contains("zeros in split huge pages, which KSM does not count"), "{text}");
+    let pids = programs.iter().flat_map(|program| ["--pid".to_owned(), program.pid()]).collect::<Vec<_>>();
+    let account = place.pagefold(&["account", "--json"]).args(&pids).output().unwrap();
+    let account: Value = serde_json::from_slice(&account.stdout).unwrap();
+    assert_eq!(account["total"]["split_zero_pages"].as_u64().map(|pages| pages * 4096), Some(saved("split_zero")));
+}
+
+#[test]
+fn a_full_disk_under_the_history_is_told_and_the_daemon_runs() {
+    let Some(_ksm) = Ksm::take_as_others_set_it() else { return };
+    let place = Place::new(12);
+    place.write("mode = \"advise\"");
+    let disk = place.directory.path().join("disk");
+    fs::create_dir(&disk).unwrap();
+    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=4k", "pagefold-test"]).arg(&disk).status();
+    if !mounted.is_ok_and(|status| status.success()) {
+        return println!("skipped: no file system can be mounted here");
+    }
+    let history = disk.join("history.db");
+    let daemon = place.daemon(&["--history", history.to_str().unwrap()]);
+    let answered = daemon.status()["state"].is_string();
+    let (code, said) = daemon.stop();
+    let unmounted = Command::new("umount").arg("--lazy").arg(&disk).status();
+    assert!(answered && code == Some(0), "{code:?}: {said}");
+    assert!(said.contains("going on without a history") && said.contains("history.db"), "{said}");
+    assert!(unmounted.is_ok_and(|status| status.success()));
+}
+
 #[test]
 fn who_comes_is_merged_and_whoever_has_a_say_is_heeded() {
     let Some(ksm) = Ksm::take_as_others_set_it() else { return };

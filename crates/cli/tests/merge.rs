@@ -146,6 +146,51 @@ fn what_is_predicted_comes_and_settings_come_back() {
     assert!(again["plan"]["savings"]["gross"].as_u64() <= Some(200 * page), "nothing is left to merge: {again}");
 }
 
+/// Zeros that the kernel frees as it splits a huge page are in no counter of KSM. Every command has them in its figure
+/// all the same, and names them.
+#[test]
+fn merge_and_account_tell_the_same_of_guests_with_huge_pages() {
+    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+    ksm.set("run", 0);
+    let state = tempfile::tempdir().unwrap();
+    let layout = || Lab::layout(&["shared-content=split:600", "huge-zero=2048"]).unwrap();
+    let labs = [layout(), layout()];
+    let labs: Vec<&Lab<Region>> = labs.iter().collect();
+    let merged = report(&merge(state.path(), &labs, &["--json"]), 0);
+    let (outcome, page) = (&merged["outcome"], merged["page_size"].as_u64().unwrap());
+    if outcome["huge_before"].as_u64() < Some(8 << 20) {
+        return println!("skipped: the kernel gave no huge pages");
+    }
+    let by_splitting = outcome["saved_by_splitting"].as_u64().unwrap();
+    if by_splitting == 0 {
+        return println!("skipped: this kernel frees no zeros as it splits huge pages (before 6.12)");
+    }
+    assert!(by_splitting > 2048 * page, "half of the zeros at least: {outcome}");
+    assert!(by_splitting <= outcome["saved"].as_u64().unwrap());
+    let account = |arguments: &[&str], state: &Path| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+        command.arg("account").args(arguments).arg("--state").arg(state);
+        let output = command.args(labs.iter().map(|lab| format!("--pid={}", lab.pid()))).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let told: Value = serde_json::from_str(&account(&["--json"], state.path())).unwrap();
+    let total = &told["total"];
+    assert_eq!(total["split_zero_pages"].as_u64().map(|pages| pages * page), Some(by_splitting), "{total}");
+    let (net, profit) = (outcome["net"].as_i64().unwrap(), total["profit"].as_i64().unwrap());
+    let few = 16 * page.cast_signed();
+    assert!((net - profit).abs() <= few, "merge tells {net}, account {profit}: {outcome} {total}");
+    // Both name it by the same words.
+    let name = "zeros in split huge pages";
+    assert!(account(&[], state.path()).contains(name));
+    let again = merge(state.path(), &labs, &[]);
+    assert!(!String::from_utf8_lossy(&again.stdout).contains(name), "nothing is split a second time: {again:?}");
+    // Where no merge has noted it, it is in no figure.
+    let elsewhere: Value = serde_json::from_str(&account(&["--json"], &state.path().join("none"))).unwrap();
+    assert_eq!(elsewhere["total"]["split_zero_pages"], 0);
+    assert!(profit - elsewhere["total"]["profit"].as_i64().unwrap() >= by_splitting.cast_signed() - few);
+}
+
 /// What is told of the difference between what was reached and what was predicted is all of it.
 fn explained(merged: &Value) {
     let (plan, outcome) = (&merged["plan"], &merged["outcome"]);

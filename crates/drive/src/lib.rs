@@ -15,6 +15,7 @@ pub mod merge;
 pub mod policy;
 pub mod prepare;
 pub mod session;
+pub mod splitting;
 pub mod trial;
 pub mod unmerge;
 pub mod verify;

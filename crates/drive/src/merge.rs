@@ -18,8 +18,8 @@
 use crate::ksmd::{self, Gauge, Ksmd, Walk, full_scans, looks};
 use crate::session::{self, Session, Stays};
 use crate::trial::{self, Trial, Withdrawn};
-use crate::verify;
 use crate::watch::{Moment, Whom};
+use crate::{splitting, verify};
 use pagefold_census::Probes;
 use pagefold_host::act::{self, Action, Advice};
 use pagefold_host::observe;
@@ -196,6 +196,7 @@ pub fn carry_out<'h>(
     }
     let after = verify::found(host, &plan).map_err(unknown)?;
     let nets = verify::nets(host, &plan, &before, &after);
+    let zeros_by_splitting = verify::zeros_by_splitting(&plan, &before, &after);
     // What somebody had who has ended is no loss.
     let lives = |position: &usize| after[*position].is_some();
     let ended: Vec<usize> = (0..plan.targets.len()).filter(|position| !lives(position)).collect();
@@ -229,6 +230,9 @@ pub fn carry_out<'h>(
     };
     let fates = probes.look(host, given_up).map_err(unknown)?;
     session.done()?;
+    // Without the note later commands lack this part, and say so.
+    let unnoted = splitting::note(host, session.directory(), &zeros_by_splitting).err();
+    let unnoted = unnoted.map(|error| format!("what huge pages freed is not noted in {}: {error}", splitting::FILE));
     if options.after.ended_by(&end) == After::Slowly {
         let slowly = session.set(&Settings::from([
             (Setting::PagesToScan, DEFAULT_PAGES_TO_SCAN.to_string()),
@@ -250,6 +254,7 @@ pub fn carry_out<'h>(
         before,
         after,
         nets,
+        zeros_by_splitting,
         timeline,
         census,
         ksmd,
@@ -269,7 +274,7 @@ pub fn carry_out<'h>(
         ended,
         bystanders,
         missed,
-        remains: remains.into_iter().map(|remains| remains.to_string()).collect(),
+        remains: remains.into_iter().map(|remains| remains.to_string()).chain(unnoted).collect(),
         plan,
     };
     Ok(outcome)

@@ -268,6 +268,11 @@ impl<'a> Session<'a> {
         self.host
     }
 
+    /// Where its journal is.
+    pub(crate) fn directory(&self) -> &Directory {
+        &self.directory
+    }
+
     /// For how long threads of targets were stopped, each time, by all changes and by putting them back.
     pub fn stops(&self) -> &[Duration] {
         &self.stops

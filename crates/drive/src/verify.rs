@@ -4,13 +4,17 @@
 //! the truth, and with ksmd stopped they tell one moment. It takes the privilege to see frames.
 
 use pagefold_host::{Host, Process, observe, parse};
-use pagefold_model::ksm::RMAP_ITEM_BYTES;
+use pagefold_model::ksm::{ProcessKsm, RMAP_ITEM_BYTES};
 use pagefold_model::outcome::Found;
 use pagefold_model::plan::{Plan, Target};
 use pagefold_model::region::VmFlags;
 use pagefold_model::{Absent, AddressRange, Bytes, NetBytes, Pages, Pfn, Pid, ProcessId, Reading};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
+
+/// The largest region in which zero pages are counted. Larger ones are address space that is hardly used, as a
+/// sanitizer's, and take seconds to walk.
+const LARGEST_REGION: Bytes = Bytes(1 << 40);
 
 /// Pages looked at at once.
 const BATCH: u64 = 1 << 16;
@@ -54,6 +58,8 @@ pub fn look_at(host: &dyn Host, process: ProcessId, range: AddressRange) -> Read
 #[derive(Debug, Default)]
 pub struct Held {
     found: Found,
+    /// Pages of zeros that KSM has placed in the whole of the process, by its counter.
+    counted_zeros: Pages,
     /// Ascending, each once.
     frames: Vec<Shared>,
 }
@@ -141,6 +147,40 @@ pub fn nets(
     there.map(|(position, target)| (target.process.id, net(position))).collect()
 }
 
+/// Pages of zeros that came back between two looks in each target that lives on, without those that KSM counts. The
+/// kernel frees them when it splits a huge page.
+pub fn zeros_by_splitting(plan: &Plan, before: &[Option<Held>], after: &[Option<Held>]) -> BTreeMap<ProcessId, Pages> {
+    let looks = before.iter().zip(after).zip(&plan.targets);
+    let freed = looks.filter_map(|((before, after), target)| {
+        let (before, after) = (before.as_ref()?, after.as_ref()?);
+        let zeros = after.found.zero.saturating_sub(before.found.zero);
+        let freed = zeros.saturating_sub(after.counted_zeros.saturating_sub(before.counted_zeros));
+        (freed > Pages::ZERO).then_some((target.process.id, freed))
+    });
+    freed.collect()
+}
+
+/// Pages of zeros that KSM has placed, by its counter, which is signed and below zero where it means none.
+fn counted_zeros(ksm: &ProcessKsm) -> Pages {
+    Pages(ksm.zero_pages.as_ref().map_or(0, |pages| (*pages).max(0).unsigned_abs()))
+}
+
+/// Pages mapped to the kernel's zero page that KSM does not count, in memory that can be enrolled: the most that splitting
+/// huge pages can have freed of those that are there still, enrolled or not by now. Memory that was read and never written
+/// is among them.
+pub fn uncounted_zeros(host: &dyn Host, handle: &dyn Process) -> Reading<Pages> {
+    let ksm = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel));
+    let mut zeros = Pages::ZERO;
+    for region in observe::regions(handle)? {
+        // The kernel's half has `[vsyscall]` alone.
+        let is_user = region.range.end <= 1 << 63;
+        if is_user && region.ineligible().is_none() && region.range.bytes() <= LARGEST_REGION {
+            zeros += count(host, handle, region.range, &mut Vec::new())?.zero;
+        }
+    }
+    Ok(zeros.saturating_sub(counted_zeros(&ksm)))
+}
+
 /// Pages that each saves: a frame that several map, and nobody else, is a part of each.
 fn saved_by_each(held: &[Option<&Held>]) -> Vec<f64> {
     let pages = |held: &Option<&Held>| held.map_or(0.0, |held| (held.found.merged + held.found.zero).0 as f64);
@@ -168,6 +208,7 @@ fn look(host: &dyn Host, target: &Target) -> Reading<Held> {
         held.frames.iter_mut().zip(mappings).for_each(|(shared, all)| shared.all = all);
     }
     let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
+    held.counted_zeros = counted_zeros(&ksm);
     held.found.rmap_items.0 += ksm.rmap_items.unwrap_or(0);
     Ok(held)
 }
@@ -312,7 +353,12 @@ mod tests {
     fn held_among(merged: u64, frames: &[u64], rmap_items: u64, all: u64) -> Held {
         let found = Found { merged: Pages(merged), rmap_items: Pages(rmap_items), ..Found::default() };
         let own = merged / (frames.len() as u64).max(1);
-        Held { found, frames: frames.iter().map(|&frame| Shared { frame: Pfn(frame), own, all }).collect() }
+        let counted_zeros = Pages::ZERO;
+        Held {
+            found,
+            counted_zeros,
+            frames: frames.iter().map(|&frame| Shared { frame: Pfn(frame), own, all }).collect(),
+        }
     }
 
     /// Who comes after others have merged: the frames are theirs.
@@ -339,6 +385,22 @@ mod tests {
             way: Way::Within,
         };
         Plan { targets: (0..targets).map(target).collect(), ..Plan::default() }
+    }
+
+    #[test]
+    fn zeros_that_ksm_does_not_count_were_freed_by_splitting() {
+        let zeros = |all: u64, counted: u64| {
+            let found = Found { zero: Pages(all), ..Found::default() };
+            Some(Held { found, counted_zeros: Pages(counted), ..Held::default() })
+        };
+        let freed = |before: [Option<Held>; 1], after: [Option<Held>; 1]| {
+            zeros_by_splitting(&plan(1), &before, &after).into_values().map(|pages| pages.0).sum::<u64>()
+        };
+        assert_eq!(freed([zeros(5, 0)], [zeros(105, 0)]), 100, "five were read and never written");
+        assert_eq!(freed([zeros(5, 5)], [zeros(105, 45)]), 60, "40 more are counted by KSM");
+        assert_eq!(freed([zeros(0, 0)], [zeros(40, 40)]), 0);
+        assert_eq!(freed([zeros(50, 0)], [zeros(10, 0)]), 0, "written since");
+        assert_eq!(freed([zeros(0, 0)], [None]), 0, "its process has ended");
     }
 
     /// In bytes, by number.

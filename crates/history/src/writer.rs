@@ -144,7 +144,10 @@ impl Writer {
         if self.samples.len() < PENDING {
             self.samples.push(sample);
         }
-        self.remember(sample);
+        // The course of a pass is what KSM counts: what splitting huge pages frees is known only at its end.
+        let split_zero = status.saved.split_zero.unwrap_or(0);
+        let counted = sample.saved_gross.map(|gross| gross.saturating_sub(split_zero));
+        self.remember(Sample { saved_gross: counted, ..sample });
         self.note_arrivals(status);
         self.note_pass(status);
         // By their number, since clocks are set back.
@@ -165,9 +168,9 @@ impl Writer {
         }
     }
 
-    /// Note what merging saves, gross, at a time (seconds since 1970): to know the course of a pass, and not to be
-    /// kept.
-    pub fn note_saved(&mut self, time: f64, gross: u64) {
+    /// Note what KSM counts of what merging saves, gross, at a time (seconds since 1970): to know the course of a pass,
+    /// and not to be kept.
+    pub fn note_counted(&mut self, time: f64, gross: u64) {
         self.remember(Sample { time, run: self.run, saved_gross: Some(gross), ..Sample::default() });
     }
 

@@ -25,6 +25,10 @@ pub struct Outcome {
     /// What came back by each target that lives on, less ksmd's metadata for it: a frame that several of them map is a
     /// part of each.
     pub nets: BTreeMap<ProcessId, NetBytes>,
+    /// Pages of zeros that were freed when huge pages were split, by each target that lives on. They are part of what
+    /// came back, and in no counter of KSM: the kernel maps them to its zero page as it splits a huge page for ksmd
+    /// (mm/migrate.c, `try_to_map_unused_to_zeropage`, since 6.12).
+    pub zeros_by_splitting: BTreeMap<ProcessId, Pages>,
     /// What is merged, over time from the start of the command.
     pub timeline: Vec<Sample>,
     /// From the start of the command to the first enrolment: the census and the plan.
@@ -223,6 +227,11 @@ impl Outcome {
         self.after.saved().saturating_sub(self.before.saved())
     }
 
+    /// The part of [`Self::saved`] that KSM does not count.
+    pub fn saved_by_splitting(&self) -> Pages {
+        self.zeros_by_splitting.values().copied().sum::<Pages>().min(self.saved())
+    }
+
     /// Bytes that came back less ksmd's metadata for the targets.
     pub fn net(&self, page_size: PageSize) -> NetBytes {
         let metadata = self.after.rmap_items.saturating_sub(self.before.rmap_items).0 * RMAP_ITEM_BYTES;
@@ -357,6 +366,7 @@ pub(crate) mod tests {
             before: Found::default(),
             after: Found { merged: Pages(2 * saved), frames: Pages(saved), rmap_items: Pages(200), ..Found::default() },
             nets: BTreeMap::new(),
+            zeros_by_splitting: BTreeMap::new(),
             timeline: vec![sample(10, 0), sample(20, 60), sample(30, 180), sample(40, 200)],
             census: Duration::ZERO,
             ksmd: Err(Absent::Denied),

@@ -139,6 +139,19 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     safe.into()
 }
 
+/// What the parts of a saving are called in every report: what KSM's counters have, and what they do not have.
+pub const COUNTED_BY_KSM: &str = "counted by KSM";
+/// Pages of zeros that the kernel freed when it split huge pages for ksmd.
+pub const ZEROS_BY_SPLITTING: &str = "zeros in split huge pages";
+
+/// The part of a saving that KSM does not count, for the end of a sentence; nothing if there is none.
+pub fn by_splitting(bytes: u64) -> String {
+    match bytes {
+        0 => String::new(),
+        bytes => format!(" ({} of it {ZEROS_BY_SPLITTING}, which KSM does not count)", Bytes(bytes)),
+    }
+}
+
 /// Text cut to so many characters, with an ellipsis in the place of what is missing. Printable, whatever it was.
 pub fn cut(text: &str, width: usize) -> String {
     let text = printable(text);

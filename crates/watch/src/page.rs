@@ -16,7 +16,7 @@ pub const HTML: &str = concat!(
 /// What a browser may do for a document of ours (Content Security Policy): run this script, apply this style, and ask
 /// this server. The hashes are SHA-256 of what stands between the tags.
 pub const POLICY: &str = "default-src 'none'; connect-src 'self'; img-src data:; \
-     script-src 'sha256-lOfdE2AUlPuMZ2pA1DHsuvHVnXtGmahLrPp4jui/CXs='; \
+     script-src 'sha256-y8EStWOVDRQgTchoieE6txcV5/BPX7mH6CXOIj4AwDE='; \
      style-src 'sha256-K5cNmtRX/BKIkuT7IAvj3sLJtn/29jh3kqUxtw9FCSc='; \
      base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 

@@ -9,6 +9,7 @@ use crate::arguments::{Global, Targets};
 use crate::{Outcome, output, progress, source};
 use clap::{Args, ValueEnum};
 use pagefold_census::{Selection, survey};
+use pagefold_drive::splitting::{self, Freed};
 use pagefold_host::footprint::{self, Ledger};
 use pagefold_host::{Host, Process as Handle, observe, parse};
 use pagefold_model::account::reconcile::{Reconciliation, reconcile};
@@ -94,7 +95,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let started = Instant::now();
     let never = AtomicBool::new(false);
     let (accounts, unseen, whole) =
-        progress::show(host.page_size(), &never, |_| take(&*host, &selection, options.explain))?;
+        progress::show(host.page_size(), &never, |_| take(&*host, &selection, options.explain, noted(&*host, global)))?;
     source::seen(!accounts.is_empty(), &selection, &unseen, global)?;
     let report = AccountReport::of(&Input {
         host: host.describe(),
@@ -121,10 +122,24 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
 /// with the number of its processes and those not seen of them.
 pub type Taken = (Vec<Account>, Vec<Unseen>, Option<(Reconciliation, u64, Vec<Unseen>)>);
 
-/// Enter the chosen processes, and with `explain` everybody else.
-pub fn take(host: &dyn Host, selection: &Selection, explain: bool) -> Result<Taken, pagefold_census::Error> {
-    let books =
-        Books { host, frames: footprint::frames_readable(host), ledger: Mutex::new(Ledger::new(host)), ksm: ksm(host) };
+/// What merges have noted of zeros in huge pages that they had split. A recording has no notes.
+fn noted(host: &dyn Host, global: &Global) -> Reading<Freed> {
+    if global.host != "live" {
+        return Err(Absent::NotOnThisKernel);
+    }
+    splitting::noted(host, &global.state).map_err(|error| splitting::why(&error))
+}
+
+/// Enter the chosen processes, and with `explain` everybody else. `noted` is what merges have noted of zeros in huge
+/// pages that they had split.
+pub fn take(
+    host: &dyn Host,
+    selection: &Selection,
+    explain: bool,
+    noted: Reading<Freed>,
+) -> Result<Taken, pagefold_census::Error> {
+    let (frames, ledger) = (footprint::frames_readable(host), Mutex::new(Ledger::new(host)));
+    let books = Books { host, frames, ledger, ksm: ksm(host), noted };
     let (accounts, unseen) = survey::choose(host, selection, |handle, process| books.enter(handle, process))?;
     if !explain {
         return Ok((accounts, unseen, None));
@@ -155,6 +170,8 @@ struct Books<'h> {
     ledger: Mutex<Ledger<'h>>,
     /// For the estimates.
     ksm: Ksm,
+    /// What merges have noted of zeros in huge pages that they had split.
+    noted: Reading<Freed>,
 }
 
 impl Books<'_> {
@@ -175,7 +192,14 @@ impl Books<'_> {
                 ..Footprint::estimated(page, &rollup?, &process.ksm, &self.ksm, why)?
             },
         };
-        Ok(Account { process, footprint })
+        let zeros_by_splitting = self.zeros_by_splitting(handle, &process);
+        Ok(Account { footprint: Footprint { zeros_by_splitting, ..footprint }, process })
+    }
+
+    /// What of the noted zeros in split huge pages is still free.
+    fn zeros_by_splitting(&self, handle: &dyn Handle, process: &Process) -> Reading<Pages> {
+        let noted = self.noted.as_ref().map_err(Absent::clone)?.get(&process.id).copied();
+        splitting::held(self.host, handle, noted.unwrap_or(Pages::ZERO))
     }
 
     /// The pages of a process that map a store of the engine: what its own regions say, without the frames.

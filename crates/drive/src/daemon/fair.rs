@@ -62,6 +62,15 @@ impl Fair {
     }
 }
 
+/// A walk that is to be made.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Walk {
+    /// Through the page tables of which process.
+    pub process: ProcessId,
+    /// Whether to count the zero pages that KSM does not count, too.
+    pub counts_zeros: bool,
+}
+
 /// When it is somebody's turn.
 #[derive(Clone, Copy, Debug)]
 struct Turn {
@@ -152,12 +161,15 @@ impl Turns {
 }
 
 /// Walk one process after the other, until nobody asks any more.
-pub(super) fn walk(host: &dyn Host, processes: &Receiver<ProcessId>, tell: &Sender<Message>) {
-    for process in processes {
+pub(super) fn walk(host: &dyn Host, walks: &Receiver<Walk>, tell: &Sender<Message>) {
+    for Walk { process, counts_zeros } in walks {
         let before = thread_cpu();
         let fair = read(host, process);
+        let count = || verify::uncounted_zeros(host, &*verify::open(host, process)?);
+        let uncounted_zeros = counts_zeros.then(count).and_then(Reading::ok);
+        let cost = thread_cpu().saturating_sub(before);
         // Nobody listens once the daemon ends.
-        let _ = tell.send(Message::Told(Told::Walked { process, fair, cost: thread_cpu().saturating_sub(before) }));
+        let _ = tell.send(Message::Told(Told::Walked { process, fair, uncounted_zeros, cost }));
     }
 }
 
@@ -291,7 +303,8 @@ mod tests {
         let (ask, asked) = mpsc::channel();
         let (tell, told) = mpsc::channel();
         let reborn = ProcessId { start_time: 2, ..process(5) };
-        [process(5), reborn, process(6)].into_iter().for_each(|process| ask.send(process).unwrap());
+        let walk_of = |process| Walk { process, counts_zeros: false };
+        [process(5), reborn, process(6)].into_iter().for_each(|process| ask.send(walk_of(process)).unwrap());
         drop(ask);
         walk(&host, &asked, &tell);
         let fair = told.try_iter().map(|message| match message {

@@ -26,8 +26,9 @@ pub use snapshot::{Pass, Said, Shared, Snapshot, Told, Used};
 
 use crate::ksmd::Ksmd;
 use crate::merge::own_cpu;
-use crate::session;
+use crate::{session, splitting};
 use cgroups::Cgroups;
+use fair::Walk;
 use jiff::tz::TimeZone;
 use operator::Operator;
 use pagefold_census::tally::Party;
@@ -109,7 +110,7 @@ pub struct Daemon<'h, 'a> {
     operator: Option<Operator>,
     orders: Sender<Order>,
     /// Whose page tables are to be walked.
-    walks: Sender<ProcessId>,
+    walks: Sender<Walk>,
     turns: fair::Turns,
     /// Ends the work under way soon.
     halt: Arc<AtomicBool>,
@@ -127,7 +128,7 @@ pub struct Daemon<'h, 'a> {
 /// What goes to the other threads, and what is seen of them.
 struct Threads {
     orders: Sender<Order>,
-    walks: Sender<ProcessId>,
+    walks: Sender<Walk>,
     /// What the host has answered to whoever does the work.
     answers: Arc<AtomicU64>,
 }
@@ -204,6 +205,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             counts: BTreeMap::new(),
             census: None,
             shared: Shared::default(),
+            by_splitting: BTreeMap::new(),
             fair: BTreeMap::new(),
             ranges: BTreeMap::new(),
             passes: (0, 0),
@@ -284,8 +286,12 @@ impl<'h, 'a> Daemon<'h, 'a> {
         }
     }
 
-    /// Go on with what an operator said to a daemon that was killed.
+    /// Go on with what an operator said to a daemon that was killed, and with what merges noted.
     fn take_up(&mut self, directory: &Path) {
+        match splitting::noted(self.host, directory) {
+            Ok(noted) => self.snapshot.by_splitting = noted,
+            Err(why) => (self.log)(&format!("what earlier merges freed by splitting huge pages is not known: {why}")),
+        }
         let taken = session::boot(self.host).map_err(std::io::Error::other);
         let lives = |process| worker::lives(self.host, process);
         match taken.and_then(|boot| Operator::take_up(directory, boot, lives)) {
@@ -377,6 +383,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
                     self.snapshot.counts.remove(process);
                     self.snapshot.ranges.remove(process);
                     self.snapshot.fair.remove(process);
+                    self.snapshot.by_splitting.remove(process);
                 }
                 // It may be another program.
                 Event::Came(arrival) if self.snapshot.fair.remove(&arrival.process).is_some() => {
@@ -411,7 +418,8 @@ impl<'h, 'a> Daemon<'h, 'a> {
         let members = self.state.as_ref().into_iter().flat_map(|state| state.members());
         let small = members.filter(|(_, member)| member.resident <= fair::LARGEST).map(|(process, _)| *process);
         if let Some(process) = self.turns.next(now, small) {
-            let _ = self.walks.send(process);
+            let counts_zeros = self.snapshot.by_splitting.contains_key(&process);
+            let _ = self.walks.send(Walk { process, counts_zeros });
         }
         Ok(())
     }
@@ -480,7 +488,10 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 snapshot.counts.extend(counts);
                 snapshot.shared.add(&matrix);
             }
-            Told::Merge { ranges, predicted, net, seconds, cost } => {
+            Told::Merge { ranges, by_splitting, predicted, net, seconds, cost } => {
+                for (process, pages) in by_splitting {
+                    *snapshot.by_splitting.entry(process).or_default() += pages;
+                }
                 snapshot.passes.1 += 1;
                 snapshot.took.0 += seconds;
                 snapshot.took.1 += cost;
@@ -495,7 +506,10 @@ impl<'h, 'a> Daemon<'h, 'a> {
                     (last.predicted, last.net) = (predicted, Some(net));
                 }
             }
-            Told::Walked { process, fair, cost } => {
+            Told::Walked { process, fair, uncounted_zeros, cost } => {
+                if let (Some(noted), Some(there)) = (snapshot.by_splitting.get_mut(&process), uncounted_zeros) {
+                    *noted = (*noted).min(there);
+                }
                 let before = snapshot.fair.get(&process);
                 let news = !before.zip(fair.as_ref().ok()).is_some_and(|(before, fair)| before.is_like(fair));
                 self.turns.walked(self.now, process, cost, news);
@@ -520,6 +534,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
         self.snapshot.counts.retain(|process, _| lives.contains(process));
         self.snapshot.ranges.retain(|process, _| lives.contains(process));
         self.snapshot.fair.retain(|process, _| lives.contains(process));
+        self.snapshot.by_splitting.retain(|process, _| lives.contains(process));
         Snapshot {
             state: self.state().clone(),
             settings: Arc::clone(&self.settings),

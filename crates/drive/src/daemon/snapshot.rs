@@ -1,6 +1,7 @@
 //! How the daemon stands, for whoever asks.
 
 use super::{Fair, Settings};
+use crate::splitting::Freed;
 use pagefold_model::census::Matrix;
 use pagefold_model::daemon::{Decision, Reason, State};
 use pagefold_model::process::Process;
@@ -38,6 +39,8 @@ pub enum Told {
     Merge {
         /// Ranges that are enrolled by now of those of whom any was.
         ranges: BTreeMap<ProcessId, u64>,
+        /// Pages of zeros that came back as huge pages were split, which KSM does not count.
+        by_splitting: Freed,
         /// What should have come back.
         predicted: Bytes,
         /// What came back.
@@ -53,6 +56,8 @@ pub enum Told {
         process: ProcessId,
         /// What it takes by fair share, or why that cannot be read.
         fair: Reading<Fair>,
+        /// Zero pages that it maps and KSM does not count, where they were asked for.
+        uncounted_zeros: Option<Pages>,
         /// CPU time of it.
         cost: Duration,
     },
@@ -155,6 +160,9 @@ pub struct Snapshot {
     pub census: Option<(SystemTime, u64)>,
     /// Who shares with whom.
     pub shared: Shared,
+    /// Pages of zeros that came back as huge pages of each were split, which KSM does not count: as merges measured them,
+    /// and no more than its page tables had when they were walked last.
+    pub by_splitting: Freed,
     /// What each takes by fair share, of those whose page tables were walked.
     pub fair: BTreeMap<ProcessId, Fair>,
     /// Ranges that are enrolled of each, neighbours as one.

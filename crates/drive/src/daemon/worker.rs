@@ -277,7 +277,9 @@ impl<'h> Worker<'h> {
             self.tell(Message::Told(Told::Remains(remains)));
         }
         let net = outcome.net(page_size);
-        self.tell(Message::Told(Told::Merge { ranges, predicted, net, seconds: started.elapsed(), cost }));
+        let by_splitting = outcome.zeros_by_splitting.clone();
+        let seconds = started.elapsed();
+        self.tell(Message::Told(Told::Merge { ranges, by_splitting, predicted, net, seconds, cost }));
         Ok(Merged {
             enrolled,
             predicted,

@@ -118,7 +118,7 @@ fn a_short_pass_is_followed_between_samples() {
     // A pass of one second, of which the second half merges.
     for quarter in 1..8_u32 {
         let at = f64::from(quarter) / 4.0;
-        writer.note_saved(NOW + at, (((at - 0.5).clamp(0.0, 0.5) * 200.0) as u64) << 20);
+        writer.note_counted(NOW + at, (((at - 0.5).clamp(0.0, 0.5) * 200.0) as u64) << 20);
     }
     let (seconds, cpu_seconds, processes, predicted) = (1.0, 0.5, 1, 100 << 20);
     let reached = Some(100 << 20);

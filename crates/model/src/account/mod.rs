@@ -207,6 +207,9 @@ pub struct Footprint {
     pub ksm: Pages,
     /// Pages that KSM mapped to the kernel's zero page; they are in neither RSS nor PSS.
     pub ksm_zero: Reading<Pages>,
+    /// Pages of zeros that the kernel freed when it split huge pages for ksmd, as merges noted it and page tables still
+    /// have it; in no counter of KSM, and in neither RSS nor PSS.
+    pub zeros_by_splitting: Reading<Pages>,
     /// Each page divided by the mappings of its frame.
     pub fair: FairShare,
     /// The KSM pages' part of `fair`.
@@ -237,6 +240,7 @@ impl Footprint {
             private: Bytes::ZERO,
             ksm: Pages::ZERO,
             ksm_zero: Ok(Pages::ZERO),
+            zeros_by_splitting: Ok(Pages::ZERO),
             fair: FairShare::default(),
             ksm_fair: FairShare::default(),
             engine: Ok(Pages::ZERO),
@@ -317,8 +321,15 @@ impl Footprint {
         }
     }
 
-    /// What KSM saves this process, gross: each page it merged in full, less what the process still pays for it.
+    /// What merging saves this process, gross: what KSM counts, and the zeros in split huge pages as far as they are
+    /// known.
     pub fn saved(&self, page: PageSize) -> Reading<Bytes> {
+        let by_splitting = self.zeros_by_splitting.as_ref().map_or(Bytes::ZERO, |pages| page.of(*pages));
+        Ok(self.counted_by_ksm(page)? + by_splitting)
+    }
+
+    /// The part of it that KSM counts: each page it merged in full, less what the process still pays for it.
+    pub fn counted_by_ksm(&self, page: PageSize) -> Reading<Bytes> {
         let merged = page.of(self.ksm).saturating_sub(self.ksm_fair.bytes(page));
         Ok(merged + page.of(self.ksm_zero.clone()?))
     }
@@ -329,16 +340,25 @@ impl Footprint {
         Ok(page.of(self.engine.clone()?).saturating_sub(self.engine_fair.clone()?.bytes(page)))
     }
 
-    /// What the process would cost if all that KSM merged in it were unmerged: its fair share with every KSM page and
-    /// every zero page KSM placed in full. What is shared for other reasons (page cache, fork) stays shared.
+    /// What the process would cost if all that was merged in it were unmerged: its fair share with every KSM page and
+    /// every zero page that KSM or the splitting of a huge page placed in full. What is shared for other reasons (page cache, fork) stays shared.
     pub fn unmerged(&self, page: PageSize) -> Reading<Bytes> {
         Ok(self.fair.bytes(page) + self.saved(page)?)
     }
 
-    /// What KSM saves this process net of the metadata that ksmd keeps for it.
+    /// What merging saves this process net of the metadata that ksmd keeps for it.
     pub fn profit(&self, page: PageSize) -> Reading<NetBytes> {
+        self.less_metadata(self.saved(page)?)
+    }
+
+    /// The part of it that KSM counts, which is what the kernel's own figures of profit are held against.
+    pub fn profit_counted_by_ksm(&self, page: PageSize) -> Reading<NetBytes> {
+        self.less_metadata(self.counted_by_ksm(page)?)
+    }
+
+    fn less_metadata(&self, saved: Bytes) -> Reading<NetBytes> {
         let metadata = self.rmap_items.clone()?.saturating_mul(RMAP_ITEM_BYTES);
-        Ok(NetBytes(signed(self.saved(page)?.0) - signed(metadata)))
+        Ok(NetBytes(signed(saved.0) - signed(metadata)))
     }
 }
 
@@ -360,6 +380,7 @@ impl AddAssign<&Self> for Footprint {
         self.private += other.private;
         self.ksm += other.ksm;
         self.ksm_zero = sum(&self.ksm_zero, &other.ksm_zero);
+        self.zeros_by_splitting = sum(&self.zeros_by_splitting, &other.zeros_by_splitting);
         self.fair += &other.fair;
         self.ksm_fair += &other.ksm_fair;
         self.engine = sum(&self.engine, &other.engine);

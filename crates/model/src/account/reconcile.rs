@@ -155,7 +155,8 @@ impl Counter {
             ),
             Self::ZeroPages => (
                 "zero pages of processes or of sparse regions that were not seen",
-                "the rest is memory that was read and never written; KSM has no part in it",
+                "the rest is memory that was read and never written, or zeros that were freed when huge pages were split; \
+                 KSM counts neither",
             ),
             Self::Chains => (
                 "further copies are not full: mappings left them, and ksmd moves none from one frame to another",
@@ -289,7 +290,7 @@ pub fn reconcile(page: PageSize, accounts: &[Account], frames: &Frames, ksm: &Ks
         (Counter::Hugetlb, bytes(frames.hugetlb), memory.hugetlb.clone().map(|hugetlb| signed(hugetlb.0))),
         (Counter::HugeZeroPage, signed(frames.huge_zero.0), Err(Absent::NotOnThisKernel)),
     ];
-    let profits = all.profit(page).into_iter().flat_map(|NetBytes(profit)| {
+    let profits = all.profit_counted_by_ksm(page).into_iter().flat_map(|NetBytes(profit)| {
         [
             (Counter::GeneralProfit, profit, ksm.general_profit.clone()),
             (Counter::ProcessProfit, profit, all.kernel_profit.clone().map(|profit| profit.0)),

@@ -84,6 +84,23 @@ fn a_footprint_pays_its_part_of_merged_frames() {
 }
 
 #[test]
+fn zeros_in_split_huge_pages_are_saved_and_not_counted_by_ksm() {
+    let split = |pages| Footprint { zeros_by_splitting: pages, ..footprint(6) };
+    let (with, without) = (split(Ok(Pages(5))), split(Ok(Pages::ZERO)));
+    let five = page().of(Pages(5));
+    assert_eq!(with.saved(page()).unwrap(), without.saved(page()).unwrap() + five);
+    assert_eq!(with.profit(page()).unwrap().0, without.profit(page()).unwrap().0 + five.0.cast_signed());
+    assert_eq!(with.unmerged(page()).unwrap(), without.unmerged(page()).unwrap() + five);
+    assert_eq!(with.profit_counted_by_ksm(page()), without.profit(page()), "what the kernel's profit is held against");
+    assert_eq!(split(Err(Absent::Denied)).saved(page()), without.saved(page()), "what is known is told");
+    let mut sum = with.clone();
+    sum += &with;
+    assert_eq!(sum.zeros_by_splitting, Ok(Pages(10)));
+    sum += &split(Err(Absent::Denied));
+    assert_eq!(sum.zeros_by_splitting, Err(Absent::Denied), "a sum that lacks a part says so");
+}
+
+#[test]
 fn hugetlb_is_in_the_share_and_not_in_rss() {
     let mapped = Mapped { shares: shares(&[(1, 512), (2, 512)]), hugetlb: Pages(512), ..Mapped::default() };
     let footprint = Footprint::exact(page(), mapped, Ok(Bytes(0)), Ok(Bytes(0)), &process_ksm(0, 0, 0));

@@ -2,7 +2,7 @@
 
 use super::{AccountReport, FootprintReport, GroupAccount, LineReport, ProcessAccount, ReconciliationReport};
 use crate::census::text::unseen;
-use crate::text::{Style, bar, bytes, coloured, cut, net, number, printable};
+use crate::text::{Style, ZEROS_BY_SPLITTING, bar, by_splitting, bytes, coloured, cut, net, number, printable};
 use comfy_table::{Cell, CellAlignment, Color};
 use pagefold_model::Bytes;
 use std::fmt::Write;
@@ -33,8 +33,11 @@ fn title(report: &AccountReport) -> String {
         _ => format!("{estimated} of them by estimate."),
     };
     let saved = match total.profit {
-        Some(profit) => format!("KSM saves them {} net", net(profit)),
-        None => "what KSM saves them is not known".to_owned(),
+        Some(profit) => {
+            let by_splitting = by_splitting(total.split_zero_pages.unwrap_or(0) * report.page_size);
+            format!("merging saves them {} net{by_splitting}", net(profit))
+        }
+        None => "what merging saves them is not known".to_owned(),
     };
     let engine = match total.engine_saved {
         Some(saved) if saved > 0 => format!("; the user-space engine saves them {}", Bytes(saved)),
@@ -78,7 +81,7 @@ struct Column {
     cell: fn(&FootprintReport, u64) -> String,
 }
 
-const COLUMNS: [Column; 11] = [
+const COLUMNS: [Column; 12] = [
     Column { heading: "RSS", rank: 7, silent: &[], cell: |footprint, _| bytes(footprint.rss) },
     Column { heading: "PSS", rank: 3, silent: &[], cell: |footprint, _| known(footprint.pss) },
     Column { heading: "private", rank: 4, silent: &[], cell: |footprint, _| bytes(footprint.private) },
@@ -88,6 +91,12 @@ const COLUMNS: [Column; 11] = [
         rank: 1,
         silent: &["·"],
         cell: |footprint, page| known(footprint.ksm_zero_pages.map(|n| n * page)),
+    },
+    Column {
+        heading: "split zero",
+        rank: 1,
+        silent: &["·", "?"],
+        cell: |footprint, page| known(footprint.split_zero_pages.map(|n| n * page)),
     },
     Column {
         heading: "fair share",
@@ -340,6 +349,16 @@ fn notes(report: &AccountReport, remedy: &str, style: Style) -> String {
                 report.estimated(),
                 report.processes.len(),
                 if why == "permission denied" { "Run as root for exact figures." } else { "" },
+            ),
+            0,
+        ));
+    }
+    if report.total.split_zero_pages.is_none() && report.processes.iter().any(|process| process.footprint.ksm_pages > 0)
+    {
+        text.push_str(&style.paragraph(
+            &format!(
+                "The figures lack {ZEROS_BY_SPLITTING}, which KSM does not count: what merges noted of them cannot be \
+                 read. They are told on a live host, to root, with the --state of the merge."
             ),
             0,
         ));

@@ -61,7 +61,7 @@ pub struct Status {
     /// KSM's settings and counters; absent where the kernel has no KSM.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ksm: Option<Ksm>,
-    /// What merging saves on this host, by the kernel's counters.
+    /// What merging saves on this host, by the kernel's counters and what merges measured that these do not have.
     pub saved: Saved,
     /// What it costs.
     pub cpu: Cpu,
@@ -238,9 +238,9 @@ pub struct Ksm {
     pub cow_ksm: Option<u64>,
 }
 
-/// What merging saves. `net = gross - metadata` and `gross = duplicate + zero`. What `net` is less than `duplicate_net`
-/// and `zero` together is the metadata of pages that were not merged. For pages of zeros ksmd keeps none beyond the
-/// pass after.
+/// What merging saves. `net = gross - metadata` and `gross = duplicate + zero + split_zero`. What `net` is less than
+/// `duplicate_net`, `zero` and `split_zero` together is the metadata of pages that were not merged. For pages of zeros
+/// ksmd keeps none beyond the pass after.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Saved {
     /// Frames that came back.
@@ -253,6 +253,11 @@ pub struct Saved {
     /// Of them, those of pages that KSM mapped to the kernel's page of zeros (`ksm_zero_pages`); absent before 6.6.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub zero: Option<u64>,
+    /// Of them, those of pages of zeros that the kernel freed when it split huge pages for ksmd: in no counter of KSM, but
+    /// measured by merges, and no more than page tables had when they were walked last. What other programs had ksmd
+    /// merge is not among it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub split_zero: Option<u64>,
     /// `duplicate` less the metadata of the pages that were merged, the kept copies among them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub duplicate_net: Option<i64>,

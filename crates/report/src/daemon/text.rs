@@ -1,7 +1,7 @@
 //! How the daemon stands, for people.
 
 use super::{Arrivals, Member, MemberState, Status};
-use crate::text::{Style, bytes, cut, net, printable};
+use crate::text::{Style, by_splitting, bytes, cut, net, printable};
 use pagefold_model::Bytes;
 
 /// All of it, with so many members and decisions at most.
@@ -20,10 +20,11 @@ pub fn render(status: &Status, top: usize, style: Style) -> String {
     let saved = &status.saved;
     text.push_str(&style.paragraph(
         &format!(
-            "Saved on this host: {} gross, {} of metadata, {} net. Available: {} of {}.",
+            "Saved on this host: {} gross, {} of metadata, {} net{}. Available: {} of {}.",
             known(saved.gross),
             known(saved.metadata),
             saved.net.map_or_else(|| "unknown".to_owned(), net),
+            by_splitting(saved.split_zero.unwrap_or(0)),
             known(status.memory.available),
             known(status.memory.total)
         ),
@@ -47,7 +48,7 @@ pub fn render(status: &Status, top: usize, style: Style) -> String {
     let passes = &status.passes;
     text.push_str(&style.paragraph(
         &format!(
-            "Passes: {}, of which {} merged: {} predicted, {} reached. New programs are {}.",
+            "Passes: {}, of which {} merged: {} net predicted, {} net reached. New programs are {}.",
             passes.passes,
             passes.merges,
             Bytes(passes.predicted),

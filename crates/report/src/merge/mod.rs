@@ -152,6 +152,9 @@ pub struct OutcomeReport {
     pub yielded_to: Option<String>,
     /// Bytes saved, read from page tables, with ksmd stopped unless somebody else drives it.
     pub saved: u64,
+    /// The part of `saved` that no counter of KSM has: pages of zeros that the kernel freed when it split huge pages for
+    /// ksmd.
+    pub saved_by_splitting: u64,
     /// `saved` less ksmd's metadata for the targets.
     pub net: i64,
     /// Pages mapped to frames that KSM shares.
@@ -416,6 +419,7 @@ impl OutcomeReport {
                 _ => None,
             },
             saved: page_size.of(outcome.saved()).0,
+            saved_by_splitting: page_size.of(outcome.saved_by_splitting()).0,
             net: outcome.net(page_size).0,
             merged_pages: outcome.after.merged.0,
             ksm_frames: outcome.after.frames.0,

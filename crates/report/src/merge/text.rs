@@ -2,7 +2,9 @@
 
 use super::{MergeReport, NarrowedReport, OutcomeReport, PlanReport, TargetReport};
 use crate::census::text::unseen;
-use crate::text::{Style, bar, bytes, cut, net, number, percent, printable};
+use crate::text::{
+    COUNTED_BY_KSM, Style, ZEROS_BY_SPLITTING, bar, by_splitting, bytes, cut, net, number, percent, printable,
+};
 use pagefold_model::Bytes;
 use std::cmp::Reverse;
 use std::fmt::Write;
@@ -57,11 +59,12 @@ fn title(report: &MergeReport) -> String {
         _ => format!("Yielded: {}.", outcome.yielded_to.as_deref().unwrap_or("somebody else drives KSM")),
     };
     format!(
-        "Merged {} of {}: {} saved, {} net of metadata. {end}",
+        "Merged {} of {}: {} saved, {} net of metadata{}. {end}",
         processes(plan.targets.len() as u64),
         report.host,
         Bytes(outcome.saved),
         net(outcome.net),
+        by_splitting(outcome.saved_by_splitting),
     )
 }
 
@@ -84,6 +87,12 @@ fn comparison(report: &MergeReport, outcome: &OutcomeReport, style: Style) -> St
         Bytes(outcome.saved).to_string(),
         percent(outcome.saved, plan.savings.gross),
     ]);
+    if outcome.saved_by_splitting > 0 {
+        let parts = [outcome.saved - outcome.saved_by_splitting, outcome.saved_by_splitting];
+        for (name, bytes) in [COUNTED_BY_KSM, ZEROS_BY_SPLITTING].into_iter().zip(parts) {
+            table.add_row([format!("  {name}"), String::new(), Bytes(bytes).to_string(), String::new()]);
+        }
+    }
     table.add_row(["metadata".to_owned(), Bytes(plan.savings.metadata).to_string(), net(metadata), String::new()]);
     table.add_row([
         "saved, net".to_owned(),

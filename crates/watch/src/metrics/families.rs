@@ -123,13 +123,20 @@ fn kernel(ksm: &Ksm, to: &mut Exposition) {
 
 fn worth(status: &Status, to: &mut Exposition) {
     to.gauge("pagefold_saved_gross_bytes", "What merging saves on this host, before metadata.", status.saved.gross);
-    let by_class = [("duplicate", status.saved.duplicate), ("zero", status.saved.zero)];
+    let split_zero = status.saved.split_zero;
+    let by_class = [("duplicate", status.saved.duplicate), ("zero", status.saved.zero), ("split_zero", split_zero)];
     let samples = series(by_class.into_iter().map(|(class, bytes)| (vec![("class", class)], bytes)));
-    let help = "What merging saves by class: merged with equal pages, or mapped to the kernel's page of zeros.";
+    let help = "What merging saves by class: merged with equal pages, mapped to the kernel's page of zeros by KSM, or \
+                freed with zeros in split huge pages, which KSM does not count.";
     to.family(&Family { kind: Kind::Gauge, name: "pagefold_saved_class_bytes", help, samples });
     let zero = status.saved.zero.map(u64::cast_signed);
-    let unmerged = || Some(status.saved.net? - status.saved.duplicate_net? - zero.unwrap_or(0));
-    let by_class = [("duplicate", status.saved.duplicate_net), ("zero", zero), ("unmerged", unmerged())];
+    let split_zero = split_zero.map(u64::cast_signed);
+    let unmerged = || {
+        let zeros = zero.unwrap_or(0) + split_zero.unwrap_or(0);
+        Some(status.saved.net? - status.saved.duplicate_net? - zeros)
+    };
+    let net = status.saved.duplicate_net;
+    let by_class = [("duplicate", net), ("zero", zero), ("split_zero", split_zero), ("unmerged", unmerged())];
     let samples = series(by_class.into_iter().map(|(class, bytes)| (vec![("class", class)], bytes)));
     let help = "What merging saves by class less metadata, of which pages that are not merged have some, too.";
     to.family(&Family { kind: Kind::Gauge, name: "pagefold_saved_class_net_bytes", help, samples });

@@ -72,8 +72,10 @@ function glance(status) {
     h("dd", { class: bad ? "big bad" : "big" }, big), h("dd", { class: "small" }, small));
   const both = `ksmd ${percent(cpu.ksmd?.percent)}, pagefold ${percent(cpu.pagefold?.percent)}`;
   const reached = passes.predicted ? percent(100 * passes.reached / passes.predicted) : UNKNOWN;
+  // KSM does not count them, so its own figures are less by as much.
+  const split = saved.split_zero ? ` (${bytes(saved.split_zero)} zeros in split huge pages)` : "";
   $("tiles").replaceChildren(
-    tile("Saved, net", bytes(saved.net), `${bytes(saved.gross)} gross, ${bytes(saved.metadata)} metadata`,
+    tile("Saved, net", bytes(saved.net), `${bytes(saved.gross)} gross${split}, ${bytes(saved.metadata)} metadata`,
       saved.net < 0),
     tile("CPU, last minute", percent(used), `bound ${percent(bounds.cpu_percent)} of one; ${both}`,
       used > bounds.cpu_percent * 1.5),

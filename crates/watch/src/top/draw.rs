@@ -4,7 +4,7 @@ use super::app::{App, View};
 use super::sheet::{Mark, Sheet, duration, told};
 use pagefold_model::Bytes;
 use pagefold_report::daemon::{Mode, State, Status};
-use pagefold_report::text::{net, number, printable};
+use pagefold_report::text::{ZEROS_BY_SPLITTING, net, number, printable};
 use ratatui::Frame;
 use ratatui::layout::{Alignment, Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
@@ -113,12 +113,14 @@ impl App {
                 Span::raw(format!("  {small}")),
             ])
         };
+        let split = status.saved.split_zero.filter(|bytes| *bytes > 0);
+        let split = split.map(|bytes| format!(" ({} {ZEROS_BY_SPLITTING})", amount(bytes))).unwrap_or_default();
         let saved = figure(
             "Saved",
             told(status.saved.net, net),
             loss,
             format!(
-                "net; {} gross, {} metadata",
+                "net; {} gross{split}, {} metadata",
                 told(status.saved.gross, amount),
                 told(status.saved.metadata, amount)
             ),

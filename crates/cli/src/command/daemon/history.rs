@@ -252,19 +252,24 @@ impl Keeper {
         Some(status)
     }
 
-    /// Look at what merging saves.
+    /// Look at what KSM counts of what merging saves.
     fn look(&mut self) {
-        if let Some(gross) = status::saved_gross(self.desk.host) {
-            self.writer.note_saved(now(), gross);
+        if let Some(gross) = status::counted_by_ksm(self.desk.host) {
+            self.writer.note_counted(now(), gross);
         }
     }
 
     fn commit(&mut self) {
         match self.writer.commit() {
-            Ok(()) => self.failed = false,
+            Ok(()) => {
+                if std::mem::take(&mut self.failed) {
+                    log("the history is written again; what was noted meanwhile is lost");
+                }
+            }
             Err(error) => {
                 if !std::mem::replace(&mut self.failed, true) {
-                    log(&format!("nothing is kept for now: {:#}", anyhow::Error::from(error)));
+                    let why = anyhow::Error::from(error);
+                    log(&format!("the history is not written for now, and the daemon goes on without: {why:#}"));
                 }
             }
         }

@@ -78,7 +78,7 @@ pub fn status(host: &dyn Host, snapshot: &Snapshot, whom: Whom, findings: Vec<Fi
         goal: Goal { keep_available: rules.keep_available.map(|bytes| bytes.0) },
         bounds: bounds(&snapshot.settings, budget.left()),
         ksm: counters.as_ref().map(|counters| ksm(counters, vmstat.get("cow_ksm").copied())),
-        saved: counters.as_ref().map(|counters| saved(counters, page)).unwrap_or_default(),
+        saved: counters.as_ref().map(|counters| saved(counters, by_splitting(snapshot), page)).unwrap_or_default(),
         cpu: Cpu { ksmd: snapshot.ksmd.map(used), pagefold: Some(used(snapshot.own)) },
         resident: own_resident(page),
         arrivals: if snapshot.programs.is_ok() { Arrivals::ProcConnector } else { Arrivals::Polling },
@@ -165,22 +165,37 @@ fn ksm(counters: &Counters, cow_ksm: Option<u64>) -> Ksm {
     }
 }
 
-/// What merging saves by the kernel's counters. Before 6.6 pages of zeros are merged like others.
-fn saved(counters: &Counters, page: u64) -> Saved {
+/// Pages of zeros that were freed as huge pages were split, which KSM does not count.
+fn by_splitting(snapshot: &Snapshot) -> Pages {
+    snapshot.by_splitting.values().copied().sum()
+}
+
+/// What merging saves: by the kernel's counters, and what was freed as huge pages were split. Before 6.6 pages of zeros
+/// are merged like others.
+fn saved(counters: &Counters, by_splitting: Pages, page: u64) -> Saved {
     let duplicate = counters.pages_sharing.as_ref().ok().map(|pages| pages * page);
     let zero = counters.ksm_zero_pages.as_ref().ok().map(|pages| (*pages).max(0).unsigned_abs() * page);
-    let gross = duplicate.map(|duplicate| duplicate + zero.unwrap_or(0));
-    let net = counters.general_profit.as_ref().ok().copied();
+    let split_zero = by_splitting.0 * page;
+    let gross = duplicate.map(|duplicate| duplicate + zero.unwrap_or(0) + split_zero);
+    let net = counters.general_profit.as_ref().ok().map(|profit| profit + split_zero.cast_signed());
     let merged = counters.pages_shared.as_ref().ok().zip(counters.pages_sharing.as_ref().ok());
     let duplicate_net = merged
         .map(|(shared, sharing)| (sharing * page).cast_signed() - ((shared + sharing) * RMAP_ITEM_BYTES).cast_signed());
     let metadata = gross.zip(net).map(|(gross, net)| (gross.cast_signed() - net).max(0).unsigned_abs());
-    Saved { gross, duplicate, zero, duplicate_net, metadata, net }
+    Saved {
+        gross,
+        duplicate,
+        zero,
+        split_zero: Some(split_zero).filter(|bytes| *bytes > 0),
+        duplicate_net,
+        metadata,
+        net,
+    }
 }
 
-/// What merging saves on a host, gross, where it can be read.
-pub fn saved_gross(host: &dyn Host) -> Option<u64> {
-    saved(&observe::ksm(host).ok()?, host.page_size().bytes()).gross
+/// What KSM counts of what merging saves on a host, gross, where it can be read.
+pub fn counted_by_ksm(host: &dyn Host) -> Option<u64> {
+    saved(&observe::ksm(host).ok()?, Pages::ZERO, host.page_size().bytes()).gross
 }
 
 fn own_resident(page: u64) -> Option<u64> {
@@ -262,6 +277,7 @@ fn member(host: &dyn Host, snapshot: &Snapshot, who: &Process, shares: &Shares<'
     let by_share = merging.and_then(|merging| shares.saved(merging));
     let resident = known.resident.0;
     let fair = snapshot.fair.get(&who.id);
+    let by_splitting = snapshot.by_splitting.get(&who.id).map_or(0, |pages| pages.0);
     let own = statm.map(|statm| statm.own(host.page_size()).0);
     // Pages of zeros that KSM placed are not resident.
     let estimate = || by_share.map(|saved| resident.saturating_sub(saved));
@@ -282,7 +298,7 @@ fn member(host: &dyn Host, snapshot: &Snapshot, who: &Process, shares: &Shares<'
         merged: pages.map(|pages| pages * shares.page),
         footprint: fair.map(|fair| shares.since(fair, own, merging).min(resident)).or_else(estimate),
         footprint_age_seconds: fair.map(|fair| fair.at.elapsed().unwrap_or_default().as_secs()),
-        saved: by_share.map(|saved| saved + zeros.unwrap_or(0) * shares.page),
+        saved: by_share.map(|saved| saved + (zeros.unwrap_or(0) + by_splitting) * shares.page),
         metadata: ksm.and_then(|ksm| Some(ksm.rmap_items.ok()? * RMAP_ITEM_BYTES)),
         ranges: snapshot.ranges.get(&who.id).copied().unwrap_or(0),
         state,
@@ -433,14 +449,19 @@ mod tests {
                 _ => Err(Absent::NotOnThisKernel),
             })
         };
-        let saved = |zeros: &[u8]| saved(&counters(zeros), 4096);
+        let saved = |zeros: &[u8], split: u64| saved(&counters(zeros), Pages(split), 4096);
         let of = |saved: Saved| (saved.gross, saved.duplicate, saved.zero);
-        assert_eq!(of(saved(b"3")), (Some(13 * 4096), Some(10 * 4096), Some(3 * 4096)));
-        assert_eq!(of(saved(b"")), (Some(10 * 4096), Some(10 * 4096), None), "absent is not zero");
+        assert_eq!(of(saved(b"3", 0)), (Some(13 * 4096), Some(10 * 4096), Some(3 * 4096)));
+        assert_eq!(of(saved(b"", 0)), (Some(10 * 4096), Some(10 * 4096), None), "absent is not zero");
         // By hand: 64 bytes for each of 2 + 10 pages, and of 8 more that are not merged.
-        let found = saved(b"3");
+        let found = saved(b"3", 0);
         assert_eq!(found.duplicate_net, Some(10 * 4096 - 12 * 64));
         assert_eq!((found.metadata, found.net), (Some(20 * 64), Some(13 * 4096 - 20 * 64)));
+        // What splitting huge pages freed is saved as well, and takes no metadata.
+        let split = saved(b"3", 5);
+        assert_eq!((split.gross, split.split_zero), (Some(18 * 4096), Some(5 * 4096)));
+        assert_eq!((split.metadata, split.net), (Some(20 * 64), Some(18 * 4096 - 20 * 64)));
+        assert_eq!(found.split_zero, None);
     }
 
     #[test]
