@@ -119,7 +119,7 @@ impl Run {
 
 /// The configuration of the daemon: machines of the churn alone, which trust each other, at the default bounds.
 fn config() -> String {
-    format!("[[domain]]\nname = \"churn\"\nvms = [\"{NAMES}-*\"]\n[daemon.only]\nvms = [\"{NAMES}-*\"]\n")
+    format!("[[domain]]\nname = \"churn\"\nusers = [0]\nvms = [\"{NAMES}-*\"]\n[daemon.only]\nvms = [\"{NAMES}-*\"]\n")
 }
 
 impl Churn {

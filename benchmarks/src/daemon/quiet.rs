@@ -76,7 +76,7 @@ impl Quiet {
             .collect::<Result<_>>()?;
         let worker = if self.restless { Some(place.lab('w', &WORKER)?) } else { None };
         let guests = self.start()?;
-        let domain = format!("[[domain]]\nname = \"quiet\"\nvms = [\"{NAMES}-*\"]\n");
+        let domain = format!("[[domain]]\nname = \"quiet\"\nusers = [0]\nvms = [\"{NAMES}-*\"]\n");
         let config = place.config("", &["qemu-system-*"]) + &domain;
         let driver = Driver::daemon(&self.pagefold, &config, log, &ksm)?;
         let daemon = driver.as_daemon().context("a daemon")?;

@@ -132,7 +132,7 @@ pub struct Targets {
 /// How processes are sorted into trust domains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DomainBy {
-    /// A domain for each user, and one for each virtual machine of root
+    /// A domain for each user, and one for each virtual machine and each setuid program
     User,
     /// A domain for each cgroup
     Cgroup,

@@ -50,6 +50,8 @@ pub struct Config {
     pub history: Option<History>,
     /// What the daemon does, but for the former.
     daemon: pagefold_drive::daemon::Settings,
+    /// What is well-formed and has no effect, each with the number of its line.
+    warnings: Vec<String>,
 }
 
 impl Config {
@@ -68,6 +70,9 @@ impl Config {
             }
         };
         let config = Self::parse(&text).map_err(|why| anyhow!("{}:{why}", path.display()))?;
+        for warning in &config.warnings {
+            eprintln!("pagefold: {}:{warning}", path.display());
+        }
         Ok(Self { path: Some(path.to_owned()), ..config })
     }
 
@@ -84,7 +89,17 @@ impl Config {
     fn parse(text: &str) -> Result<Self, String> {
         let mut document: Document = read(text)?;
         let place = Place(text);
+        let lines: Vec<usize> = document.domain.iter().map(|domain| place.line(domain.span().start)).collect();
         let groups = place.groups("domain", document.domain)?;
+        let unattested = lines.iter().zip(&groups).filter(|(_, group)| !group.is_attested());
+        let warnings = unattested.map(|(line, group)| {
+            format!(
+                "{line}: the domain {:?} is not applied: any process can choose the names that it gives (vms, names, \
+                 jobs); add users, cgroups, containers or labels",
+                group.name
+            )
+        });
+        let warnings = warnings.collect();
         let Exclude { names, extend, vms, confidential, group } = document.exclude;
         let known = if names.is_some() { Exclusions::none() } else { Exclusions::default() };
         let names = place.globs(names.into_iter().flatten().chain(extend).collect())?;
@@ -100,6 +115,7 @@ impl Config {
             http,
             history,
             daemon,
+            warnings,
         })
     }
 }
@@ -128,7 +144,7 @@ struct Document {
 #[derive(Default, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 enum Rule {
-    /// A domain for each user, and one for each virtual machine of root.
+    /// A domain for each user, and one for each virtual machine and each setuid program.
     #[default]
     User,
     /// A domain for each cgroup.
@@ -434,7 +450,7 @@ mod tests {
 
     fn process(uid: u32, comm: &str) -> Process {
         let id = ProcessId { pid: Pid(7), start_time: 1 };
-        Process { uid: Ok(uid), comm: comm.to_owned(), ..Process::absent(id, &Absent::Denied) }
+        Process { uid: Ok(uid), setuid: false, comm: comm.to_owned(), ..Process::absent(id, &Absent::Denied) }
     }
 
     #[test]
@@ -447,10 +463,21 @@ mod tests {
         assert_eq!(domain(None, &process(8, "xyz")), "host");
         assert_eq!(domain(Some(DomainBy::User), &process(8, "xyz")), "user 8", "the command line has the last word");
         assert_eq!(domain(Some(DomainBy::User), &process(7, "xyz")), "group a");
+        assert_eq!(config.warnings, [""; 0]);
         assert!(config.exclusions.reason(&process(7, "secret")).is_some());
         assert!(config.exclusions.reason(&process(7, "ssh-agent")).is_some());
         let replaced = Config::parse("[exclude]\nnames = [\"secret\"]").unwrap();
         assert_eq!(replaced.exclusions.reason(&process(7, "ssh-agent")), None);
+    }
+
+    #[test]
+    fn a_domain_by_names_alone_is_warned_of_and_not_applied() {
+        let text = "[[domain]]\nname = \"b\"\nusers = [7]\n\n[[domain]]\nname = \"a\"\nnames = [\"x*\"]\n";
+        let config = Config::parse(text).unwrap();
+        let [warning] = &config.warnings[..] else { panic!("{:?}", config.warnings) };
+        assert!(warning.starts_with("5: the domain \"a\" is not applied: "), "{warning}");
+        let domain = |uid| config.domains(None).domain(&process(uid, "xyz")).to_string();
+        assert_eq!((domain(8), domain(7)), ("user 8".to_owned(), "group b".to_owned()));
     }
 
     #[test]

@@ -79,6 +79,7 @@ pub fn process(host: &dyn Host, handle: &dyn Process) -> Reading<ProcessFacts> {
         state: stat.state,
         kernel_thread: stat.flags & parse::PF_KTHREAD != 0,
         uid: status.clone().and_then(|status| status.uid),
+        setuid: status.clone().and_then(|status| status.setuid).unwrap_or(true),
         arguments,
         cgroup,
         identity,

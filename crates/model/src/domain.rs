@@ -4,11 +4,17 @@
 //! than one to a page of one's own, so sharing tells a neighbour what one's memory holds. A census therefore counts
 //! what lies within a domain and what crosses domains apart.
 //!
-//! A [`DomainRule`] sorts everybody; a configuration may put some into [`Group`]s before it is asked. Limits: names of
-//! programs, of virtual machines and of containers are what a process, or whoever started it, says of itself. A group
-//! by such a name alone trusts everybody who can choose a name; one that gives users beside it trusts those users.
-//! Labels are what a container's runtime was told: a group by one trusts whoever may start containers with it, or
-//! provides images that bring it.
+//! A [`DomainRule`] sorts all processes; a configuration may put some into [`Group`]s before it is applied.
+//!
+//! - Each virtual machine is a domain of its own by default, whichever user runs it: libvirt runs all of them as one.
+//! - Names of programs, virtual machines and jobs are what a process says of itself. Such a name counts only beside a
+//!   user, a cgroup, a container or a label: a group that gives names alone is not applied ([`Group::is_attested`]).
+//! - A setuid program is started and fed by another user than its effective one: no group by users has it, and without
+//!   a group it is a domain of its own.
+//!
+//! Limits: a group that gives users beside names trusts these users to choose names. Containers are known by the names
+//! of cgroups. Labels are what a container's runtime was told: a group by one trusts whoever may start containers with
+//! it, or provides images that bring it.
 
 use crate::process::Process;
 use globset::GlobMatcher;
@@ -17,7 +23,7 @@ use std::fmt;
 /// How processes are sorted into trust domains.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DomainRule {
-    /// One domain for each user; each virtual machine of root is a domain of its own.
+    /// One domain for each user; each virtual machine and each setuid program is a domain of its own.
     #[default]
     User,
     /// One domain for each cgroup.
@@ -85,7 +91,7 @@ impl From<DomainRule> for Domains {
 impl Domains {
     /// The domain of a process.
     pub fn domain(&self, process: &Process) -> Domain {
-        match self.groups.iter().find(|group| group.has(process)) {
+        match self.groups.iter().find(|group| group.is_attested() && group.trusts(process)) {
             Some(group) => Domain::Group(group.name.clone()),
             None => self.rule.domain(process),
         }
@@ -98,6 +104,18 @@ impl Group {
         let Self { name: _, users, cgroups, vms, names, containers, labels, jobs } = self;
         let patterns = [cgroups, vms, names, containers, labels, jobs];
         !users.is_empty() || patterns.iter().any(|patterns| !patterns.is_empty())
+    }
+
+    /// Whether one of its conditions is about what a process cannot choose for itself. Names of programs, virtual
+    /// machines and jobs are what a process says of itself.
+    pub fn is_attested(&self) -> bool {
+        let Self { name: _, users, cgroups, vms: _, names: _, containers, labels, jobs: _ } = self;
+        !users.is_empty() || [cgroups, containers, labels].iter().any(|patterns| !patterns.is_empty())
+    }
+
+    /// Whether a process belongs to it, and for the user that the group trusts.
+    fn trusts(&self, process: &Process) -> bool {
+        self.has(process) && (self.users.is_empty() || !process.setuid)
     }
 
     /// Whether a process belongs to it. What cannot be read of a process fits nothing.
@@ -126,7 +144,7 @@ fn fits_above(patterns: &[GlobMatcher], path: &str) -> bool {
 }
 
 impl DomainRule {
-    /// The domain of a process. A process whose user or cgroup cannot be read is a domain of its own.
+    /// The domain of a process. A process whose users or cgroup cannot be read is a domain of its own.
     pub fn domain(self, process: &Process) -> Domain {
         let pid = process.id.pid.0;
         let alone = match &process.identity.vm {
@@ -138,9 +156,8 @@ impl DomainRule {
             Self::Process => alone,
             Self::Cgroup => process.cgroup.clone().map_or(alone, Domain::Cgroup),
             Self::User => match process.uid {
-                Ok(0) if process.identity.vm.is_some() => alone,
-                Ok(uid) => Domain::User(uid),
-                Err(_) => alone,
+                Ok(uid) if process.identity.vm.is_none() && !process.setuid => Domain::User(uid),
+                Ok(_) | Err(_) => alone,
             },
         }
     }
@@ -182,6 +199,7 @@ mod tests {
         Process {
             comm: arguments[0].clone(),
             uid: Ok(uid),
+            setuid: false,
             cgroup: Ok(cgroup.to_owned()),
             identity: Identity::of(&arguments, &job, Some(cgroup)),
             arguments: Ok(arguments),
@@ -200,11 +218,11 @@ mod tests {
     #[test]
     fn the_first_group_that_fits_is_the_domain() {
         let groups = vec![
-            Group { vms: globs(&["web-*"]), ..group("web") },
+            Group { users: vec![0], vms: globs(&["web-*"]), ..group("web") },
             Group { users: vec![1000, 1001], names: globs(&["solver"]), ..group("solvers") },
             Group { cgroups: globs(&["/machine.slice"]), ..group("machines") },
             Group { containers: globs(&["docker:*"]), ..group("containers") },
-            Group { jobs: globs(&["slurm:7"]), names: globs(&["rank"]), ..group("job") },
+            Group { users: vec![5], jobs: globs(&["slurm:7"]), names: globs(&["rank"]), ..group("job") },
             Group { labels: globs(&["com.docker.compose.project=shop", "tenant=a*"]), ..group("labelled") },
             group("nobody"),
         ];
@@ -243,7 +261,59 @@ mod tests {
         check(DomainRule::Process, &vm, "vm web");
         check(DomainRule::Host, &vm, "host");
         check(DomainRule::User, &process(0, "/", &["bash"]), "user 0");
+        check(DomainRule::Host, &Process { setuid: true, ..process(0, "/", &["su"]) }, "host");
         let hidden = Process { uid: Err(Absent::Denied), ..process(0, "/", &["bash"]) };
         check(DomainRule::User, &hidden, "process 7");
+    }
+
+    #[test]
+    fn each_vm_is_a_domain_of_its_own_for_every_user() {
+        let domain = |uid: u32, pid: u32, name: &str| {
+            let cgroup = format!("/machine.slice/machine-qemu\\x2d1\\x2d{name}.scope/libvirt/emulator");
+            let vm = process(uid, &cgroup, &["qemu-system-x86_64", "-name", &format!("guest={name}")]);
+            let id = ProcessId { pid: Pid(pid), start_time: 1 };
+            Domains::default().domain(&Process { id, ..vm })
+        };
+        for uid in [0, 1000, 64055] {
+            let domains = [domain(uid, 7, "web-0"), domain(uid, 8, "web-1"), domain(uid, 9, "web-1")];
+            assert!(domains.iter().all(Domain::is_alone), "user {uid}: {domains:?}");
+            assert!(domains[0] != domains[1] && domains[1] != domains[2], "user {uid}: {domains:?}");
+        }
+        let helper = process(64055, "/machine.slice", &["swtpm"]);
+        assert_eq!(Domains::default().domain(&helper), Domain::User(64055));
+    }
+
+    #[test]
+    fn a_group_by_self_declared_names_alone_has_no_process() {
+        let evil = process(65534, "/user.slice", &["qemu-system-x86_64", "-name", "web-evil"]);
+        let good = process(0, "/machine.slice/web", &["qemu-system-x86_64", "-name", "web-1"]);
+        let domain = |group: Group, process: &Process| {
+            let domains = Domains { rule: DomainRule::User, groups: vec![group] };
+            domains.domain(process).to_string()
+        };
+        let names = || Group { vms: globs(&["web-*"]), names: globs(&["qemu-*"]), ..group("web") };
+        let job = || Group { jobs: globs(&["slurm:*"]), ..group("web") };
+        for alone in [names, job] {
+            assert!(alone().has_condition() && !alone().is_attested());
+            assert!(alone().has(&evil), "it still selects what is managed or left alone");
+            assert_eq!(domain(alone(), &good), "vm web-1");
+            assert_eq!(domain(alone(), &evil), "vm web-evil");
+            assert_eq!(domain(Group { users: vec![0], ..alone() }, &good), "group web");
+            assert_eq!(domain(Group { users: vec![0], ..alone() }, &evil), "vm web-evil");
+            assert_eq!(domain(Group { cgroups: globs(&["/machine.slice"]), ..alone() }, &good), "group web");
+            assert_eq!(domain(Group { cgroups: globs(&["/machine.slice"]), ..alone() }, &evil), "vm web-evil");
+        }
+    }
+
+    #[test]
+    fn a_setuid_program_is_a_domain_of_its_own() {
+        let group = Group { users: vec![0], ..group("admins") };
+        let domains = Domains { rule: DomainRule::User, groups: vec![group] };
+        let root = process(0, "/", &["su"]);
+        assert_eq!(domains.domain(&root).to_string(), "group admins");
+        let setuid = Process { setuid: true, ..root };
+        assert_eq!(domains.domain(&setuid).to_string(), "process 7");
+        assert_eq!(Domains::default().domain(&setuid).to_string(), "process 7");
+        assert!(domains.groups[0].has(&setuid), "an exclusion by its effective user still holds");
     }
 }

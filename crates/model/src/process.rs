@@ -18,6 +18,9 @@ pub struct Process {
     pub kernel_thread: bool,
     /// The effective user.
     pub uid: Reading<u32>,
+    /// Whether its real, effective and saved users are not all the same, or not all known: a setuid program, which
+    /// another user started.
+    pub setuid: bool,
     /// The command line.
     pub arguments: Reading<Vec<String>>,
     /// The cgroup path: the unified hierarchy's, or the v1 memory controller's where that one is in use.
@@ -41,6 +44,7 @@ impl Process {
             state: '?',
             kernel_thread: false,
             uid: Err(why.clone()),
+            setuid: true,
             arguments: Err(why.clone()),
             cgroup: Err(why.clone()),
             identity: Identity::default(),

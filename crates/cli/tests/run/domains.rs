@@ -83,8 +83,12 @@ fn who_is_of_another_domain_than_those_enrolled_is_refused() {
     };
     assert_eq!(said(&mut with("[[domain]]\nname = \"two\"\nusers = [0, 65534]\n")).0, YES);
     assert_eq!(said(&mut with("domains = \"host\"\n")).0, YES);
-    let other = refusal(&mut with("[[domain]]\nname = \"searches\"\nnames = [\"grep\"]\n"));
+    let other = refusal(&mut with("[[domain]]\nname = \"searches\"\nusers = [0]\nnames = [\"grep\"]\n"));
     assert!(other.contains("grep is of the trust domain group searches"), "{other}");
+    let output = with("[[domain]]\nname = \"searches\"\nnames = [\"grep\"]\n").output().unwrap();
+    let other = String::from_utf8_lossy(&output.stderr);
+    assert!(other.contains("pagefold.toml:1: the domain \"searches\" is not applied"), "{other}");
+    assert!(other.contains("grep is of the trust domain user 0"), "{other}");
 
     drop(his);
     assert_eq!(said(run_within().arg("--").args(ASKS)), (YES.to_owned(), String::new()));

@@ -91,6 +91,8 @@ pub fn stat(bytes: &[u8]) -> Reading<Stat> {
 pub struct Status {
     /// The second number of `Uid:`: the effective user.
     pub uid: Reading<u32>,
+    /// Whether the first three numbers of `Uid:` differ: the real, the effective and the saved user.
+    pub setuid: Reading<bool>,
     /// `Seccomp:`: 0 none, 1 strict, 2 filter.
     pub seccomp: Reading<u64>,
     /// `VmPin:`: memory that drivers hold pinned. A process without memory does not have the line.
@@ -104,12 +106,18 @@ pub struct Status {
 
 /// `/proc/PID/status`.
 pub fn status(bytes: &[u8]) -> Status {
-    let effective = |ids: &[u8]| {
-        let second = ids.split(u8::is_ascii_whitespace).filter(|id| !id.is_empty()).nth(1);
-        second.ok_or_else(|| malformed("no effective user", ids)).and_then(number)
+    let user = |ids: &[u8], position: usize, what: &str| {
+        let id = ids.split(u8::is_ascii_whitespace).filter(|id| !id.is_empty()).nth(position);
+        id.ok_or_else(|| malformed(what, ids)).and_then(number::<u32>)
+    };
+    let effective = |ids: &[u8]| user(ids, 1, "no effective user");
+    let setuid = |ids: &[u8]| {
+        let (real, saved) = (user(ids, 0, "no real user")?, user(ids, 2, "no saved user")?);
+        Ok([real, saved] != [effective(ids)?; 2])
     };
     Status {
         uid: field(bytes, "Uid").and_then(effective),
+        setuid: field(bytes, "Uid").and_then(setuid),
         seccomp: field(bytes, "Seccomp").and_then(number),
         pinned: field(bytes, "VmPin").and_then(kib),
         threads: field(bytes, "Threads").and_then(number),
@@ -201,7 +209,8 @@ mod tests {
         };
         assert_eq!(stat(SAMPLE), Ok(expected));
         let anonymous = Ok(Bytes(10_571_776));
-        let expected = Status { uid: Ok(0), seccomp: Ok(0), pinned: Ok(Bytes::ZERO), threads: Ok(1), anonymous };
+        let (uid, setuid, pinned) = (Ok(0), Ok(false), Ok(Bytes::ZERO));
+        let expected = Status { uid, setuid, seccomp: Ok(0), pinned, threads: Ok(1), anonymous };
         assert_eq!(status(include_bytes!("samples/status")), expected);
     }
 
@@ -247,9 +256,13 @@ mod tests {
     fn status_of_another_kind() {
         let thread = status(b"Name:\tkthreadd\nUid:\t0\t1000\t0\t0\nThreads:\t1\nSeccomp:\t2\n");
         assert_eq!((thread.uid, thread.seccomp), (Ok(1000), Ok(2)));
+        assert_eq!(thread.setuid, Ok(true));
+        assert_eq!(status(b"Uid:\t7\t7\t0\t7\n").setuid, Ok(true), "it may become root again");
+        assert_eq!(status(b"Uid:\t7\t7\t7\t0\n").setuid, Ok(false));
         assert_eq!(thread.pinned, Err(Absent::NotOnThisKernel));
         let odd = status(b"Uid:\t0\nSeccomp:\t\nVmPin:\t  7 MB\nThreads:\t1");
         assert!(is_malformed(&odd.uid) && is_malformed(&odd.seccomp));
+        assert!(odd.setuid.is_err() && status(b"Uid:\t0\t0\n").setuid.is_err());
         assert!(is_malformed(&odd.pinned) && is_malformed(&odd.threads));
     }
 

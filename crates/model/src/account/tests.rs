@@ -41,6 +41,7 @@ fn process(pid: u32, identity: Identity) -> Process {
         state: 'S',
         kernel_thread: false,
         uid: Ok(pid % 2),
+        setuid: false,
         arguments: Ok(vec![]),
         cgroup: if pid == 4 { Err(Absent::Denied) } else { Ok("/a".to_owned()) },
         identity,

@@ -25,6 +25,7 @@ fn process(pid: u32, comm: &str, identity: Identity) -> Process {
         state: 'S',
         kernel_thread: false,
         uid: Ok(1000),
+        setuid: false,
         arguments: Ok(Vec::new()),
         cgroup: Ok("/machine.slice".to_owned()),
         identity,

@@ -30,6 +30,7 @@ fn account(pid: u32, mapped: Mapped, ksm: ProcessKsm) -> Account {
             state: 'S',
             kernel_thread: false,
             uid: Ok(0),
+            setuid: false,
             arguments: Ok(vec![]),
             cgroup: Ok("/".to_owned()),
             identity: Identity::default(),

@@ -39,6 +39,7 @@ fn healthy_process(pid: u32) -> ProcessFacts {
             state: 'S',
             kernel_thread: false,
             uid: Ok(1000),
+            setuid: false,
             arguments: Ok(vec!["/usr/bin/simulation".into()]),
             cgroup: Ok("/user.slice".into()),
             identity: Identity::default(),
