@@ -271,6 +271,20 @@ fn another_tuner_is_named_with_what_stops_it() {
 }
 
 #[test]
+fn a_program_of_another_user_is_no_tuner_whatever_its_name() {
+    use std::os::unix::process::CommandExt;
+    let Some((_ksm, state)) = take("a_program_of_another_user_is_no_tuner_whatever_its_name") else { return };
+    let before = values();
+    let mut nobody = Command::new("sleep").arg0("ksmtuned").arg("60").uid(65534).gid(65534).spawn().unwrap();
+    let state = state.path().join("state");
+    expect(0, &state, &["policy", "set", "default"]);
+    expect(0, &state, &["policy", "restore"]);
+    nobody.kill().unwrap();
+    nobody.wait().unwrap();
+    assert_eq!(values(), before);
+}
+
+#[test]
 fn what_is_no_policy_is_refused() {
     let state = tempfile::tempdir().unwrap();
     let state = state.path();

@@ -3,7 +3,7 @@
 use crate::session::{self, Session};
 use crate::verify;
 use pagefold_host::{Host, Process, act, observe, parse};
-use pagefold_model::doctor::{Tuner, USER_HZ, tuner};
+use pagefold_model::doctor::{Tuner, USER_HZ};
 use pagefold_model::ksm::{Setting, Settings};
 use pagefold_model::pace::Pace;
 use pagefold_model::plan::Plan;
@@ -211,13 +211,12 @@ fn counted(host: &dyn Host) -> Reading<u64> {
     Ok(ksm.pages_shared? + ksm.pages_sharing? + ksm.pages_unshared?)
 }
 
-/// A program that writes KSM's settings again and again, if one runs.
+/// A program of root that writes KSM's settings again and again, if one runs.
 pub fn other_tuner(host: &dyn Host) -> Reading<Option<Tuner>> {
     let processes = observe::processes(host)?;
-    Ok(processes.into_iter().find_map(|(_, process)| {
-        let process = process.ok().filter(|process| !process.kernel_thread)?;
-        tuner(&process.comm, process.arguments.as_deref().unwrap_or_default()).filter(|tuner| tuner.writes_rate())
-    }))
+    Ok(processes
+        .into_iter()
+        .find_map(|(_, process)| observe::tuner(host, &process.ok()?).filter(|tuner| tuner.writes_rate())))
 }
 
 #[cfg(test)]

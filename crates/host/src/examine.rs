@@ -11,7 +11,7 @@
 //! Limits: the facts are not of one instant.
 
 use crate::{Host, Process as Handle, observe, parse};
-use pagefold_model::doctor::{HostFacts, Ksmd, ProcessFacts, Tuner, USER_HZ, tuner};
+use pagefold_model::doctor::{HostFacts, Ksmd, ProcessFacts, Tuner, USER_HZ};
 use pagefold_model::domain::Domains;
 use pagefold_model::exclusion::Exclusions;
 use pagefold_model::ksm::Ksm;
@@ -65,7 +65,7 @@ pub fn facts(host: &dyn Host, wanted: &[Pid], trust: &Trust) -> HostFacts {
             (Err(_), Some(why)) => Err(why),
             (ksmd, _) => ksmd,
         },
-        tuners: tuners(&processes),
+        tuners: tuners(host, &processes),
         rewritten: rewritten(ksm.as_ref().ok(), observe::ksm(host).as_ref().ok()),
         processes,
         ksm,
@@ -150,16 +150,13 @@ fn ksmd(host: &dyn Host, seen: &[Seen]) -> Reading<Ksmd> {
 }
 
 /// The tuners among the processes. That there are none is known only if every command line could be read.
-fn tuners(processes: &[ProcessFacts]) -> Reading<Vec<Tuner>> {
+fn tuners(host: &dyn Host, processes: &[ProcessFacts]) -> Reading<Vec<Tuner>> {
     let mut found = Vec::new();
     let mut unread = None;
     for process in processes.iter().map(|facts| &facts.process).filter(|process| !process.kernel_thread) {
-        match &process.arguments {
-            Ok(arguments) => found.extend(tuner(&process.comm, arguments)),
-            Err(why) => {
-                found.extend(tuner(&process.comm, &[]));
-                unread = unread.max(Some(why.clone()).filter(|why| *why != Absent::Vanished));
-            }
+        found.extend(observe::tuner(host, process));
+        if let Err(why) = &process.arguments {
+            unread = unread.max(Some(why.clone()).filter(|why| *why != Absent::Vanished));
         }
     }
     match unread {

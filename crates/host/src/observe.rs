@@ -1,6 +1,7 @@
 //! Typed observations of a host, read through the port and parsed.
 
 use crate::{Host, Process, parse};
+use pagefold_model::doctor::{Tuner, root_tuner};
 use pagefold_model::identity::{self, Identity};
 use pagefold_model::ksm::Ksm;
 use pagefold_model::memory::{Memory, Pressure, PressureLine, Shortage};
@@ -87,6 +88,18 @@ pub fn process(host: &dyn Host, handle: &dyn Process) -> Reading<ProcessFacts> {
         seccomp: status.clone().and_then(|status| status.seccomp),
         pinned: status.and_then(|status| status.pinned),
     })
+}
+
+/// Which program that writes KSM's settings a process is; [`root_tuner`] has the conditions. A program that was started
+/// with more privileges than its caller had is none: its caller may have given it the name.
+pub fn tuner(host: &dyn Host, process: &ProcessFacts) -> Option<Tuner> {
+    let tuner = root_tuner(process)?;
+    let handle = host.open(process.id.pid).ok().filter(|handle| handle.id() == process.id);
+    match handle.map(|handle| handle.read("auxv")) {
+        Some(Ok(auxv)) => (parse::is_secure(&auxv) == Some(false)).then_some(tuner),
+        // Recordings do not have it.
+        Some(Err(_)) | None => Some(tuner),
+    }
 }
 
 /// The labels of the container that a cgroup is of; none where nobody keeps them, or they cannot be read.

@@ -9,7 +9,6 @@ use pagefold_drive::policy;
 use pagefold_drive::session::{self, Error, Remains};
 use pagefold_host::act::{Action, setting_now};
 use pagefold_host::{Host, observe};
-use pagefold_model::doctor::tuner;
 use pagefold_model::ksm::Setting;
 use pagefold_model::policy::{NAMES, Policy};
 use pagefold_report::policy::{Facts, PolicyReport, Written, text};
@@ -202,8 +201,7 @@ fn tuners(host: &dyn Host) -> anyhow::Result<Vec<String>> {
     let processes = observe::processes(host).context("cannot list the processes")?;
     let mut names = BTreeMap::new();
     for process in processes.into_iter().filter_map(|(_, process)| process.ok()) {
-        let arguments = process.arguments.as_deref().unwrap_or_default();
-        if let Some(tuner) = tuner(&process.comm, arguments).filter(|tuner| tuner.writes_rate()) {
+        if let Some(tuner) = observe::tuner(host, &process).filter(|tuner| tuner.writes_rate()) {
             names.insert(tuner, tuner.name().to_owned());
         }
     }

@@ -309,7 +309,7 @@ impl Known {
         }
         self.process = Some(process);
         if !self.asked {
-            self.tuner = asked(handle);
+            self.tuner = asked(host, handle);
             self.asked = true;
         }
         let Ok(resident) = resident(host, handle) else {
@@ -379,12 +379,13 @@ impl Polled {
     }
 }
 
-/// Whether a process is a program that writes KSM's settings again and again.
-fn asked(handle: &dyn Handle) -> Option<Tuner> {
+/// Whether a process is a program of root that writes KSM's settings again and again. Whose it is is asked only of one
+/// that has the name.
+fn asked(host: &dyn Host, handle: &dyn Handle) -> Option<Tuner> {
     let stat = handle.read("stat").and_then(|bytes| parse::stat(&bytes)).ok()?;
     let arguments = handle.read("cmdline").map(|bytes| parse::arguments(&bytes)).unwrap_or_default();
-    let is_program = stat.flags & parse::PF_KTHREAD == 0;
-    tuner(&stat.comm, &arguments).filter(|tuner| tuner.writes_rate() && is_program)
+    tuner(&stat.comm, &arguments).filter(|tuner| tuner.writes_rate())?;
+    observe::tuner(host, &observe::process(host, handle).ok()?)
 }
 
 fn arrival(who: &Process, resident: Bytes, settings: &Settings) -> Arrival {

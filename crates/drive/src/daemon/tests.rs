@@ -198,6 +198,7 @@ fn who_drives_ksm_is_known_before_anything_is_done() {
     host.start(77, SMALL);
     host.file("proc/77/stat", "77 (ksmtuned) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 1\n");
     host.file("proc/77/cmdline", "/bin/bash\0/usr/sbin/ksmtuned\0");
+    host.file("proc/77/status", "Uid:\t0\t0\t0\t0\n");
     let mut roster = Roster::new(&host);
     poll(&mut roster, &host, &mut now, 1);
     assert!(roster.tuner().is_some());
@@ -207,9 +208,35 @@ fn who_drives_ksm_is_known_before_anything_is_done() {
 }
 
 #[test]
+fn a_tuner_is_heeded_only_if_it_is_of_root() {
+    let nobody = "Uid:\t65534\t65534\t65534\t65534\n";
+    // A setuid program, and one that has become root altogether: the auxiliary vector still tells of it.
+    let (setuid, root) = ("Uid:\t65534\t0\t0\t0\n", "Uid:\t0\t0\t0\t0\n");
+    let secure = |value: u8| [[23u8, 0, 0, 0, 0, 0, 0, 0], [value, 0, 0, 0, 0, 0, 0, 0], [0; 8], [0; 8]].concat();
+    let text = |value| String::from_utf8(secure(value)).unwrap();
+    let cases = [(nobody, 0, false), (setuid, 1, false), (root, 1, false), (root, 0, true)];
+    for (users, privileged, heeded) in cases {
+        let (host, mut now) = (host(), Duration::ZERO);
+        host.start(77, SMALL);
+        host.file("proc/77/stat", "77 (ksmtuned) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 1\n");
+        host.file("proc/77/cmdline", "./ksmtuned\0");
+        host.file("proc/77/status", users);
+        if cfg!(target_endian = "little") {
+            host.file("proc/77/auxv", &text(privileged));
+        }
+        let mut roster = Roster::new(&host);
+        poll(&mut roster, &host, &mut now, 1);
+        assert_eq!(roster.tuner().is_some(), heeded, "{users} {privileged}");
+        let other = crate::ksmd::other_tuner(&host).unwrap();
+        assert_eq!(other.is_some(), heeded, "{users} {privileged}");
+    }
+}
+
+#[test]
 fn the_host_of_another_tuner_is_not_taken_first() {
     let host = host();
     host.start(77, SMALL);
+    host.file("proc/77/status", "Uid:\t0\t0\t0\t0\n");
     host.file("proc/77/stat", "77 (ksmtuned) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 1\n");
     host.file("proc/77/cmdline", "/bin/bash\0/usr/sbin/ksmtuned\0");
     let (orders, work) = mpsc::channel();

@@ -125,6 +125,25 @@ pub fn status(bytes: &[u8]) -> Status {
     }
 }
 
+/// Whether `/proc/PID/auxv` says that the program was started with more privileges than its caller had (`AT_SECURE`,
+/// getauxval(3)): setuid, setgid or with capabilities of its file. `None` where it does not say.
+///
+/// Pairs of words, 4 bytes each for a 32-bit program (fs/binfmt_elf.c, `create_elf_tables`), ended by `AT_NULL`.
+pub fn is_secure(auxv: &[u8]) -> Option<bool> {
+    const AT_SECURE: u64 = 23;
+    // Two words of a 32-bit program read as one are far above all keys.
+    let word = match auxv.first_chunk::<8>() {
+        Some(first) if u64::from_ne_bytes(*first) >> 32 == 0 => 8,
+        _ => 4,
+    };
+    let number = |bytes: &[u8]| match bytes.try_into() {
+        Ok(bytes) => u64::from_ne_bytes(bytes),
+        Err(_) => bytes.try_into().map_or(0, |bytes| u64::from(u32::from_ne_bytes(bytes))),
+    };
+    let pairs = auxv.chunks_exact(2 * word).map(|pair| (number(&pair[..word]), number(&pair[word..])));
+    pairs.take_while(|(key, _)| *key != 0).find(|(key, _)| *key == AT_SECURE).map(|(_, value)| value != 0)
+}
+
 /// The arguments in `/proc/PID/cmdline`; none for a kernel thread or a zombie. Empty ones at the end are left out: a
 /// program that puts a title over its arguments leaves hundreds of them.
 pub fn arguments(bytes: &[u8]) -> Vec<String> {
@@ -267,6 +286,23 @@ mod tests {
     }
 
     #[test]
+    fn auxv_tells_of_privileges() {
+        let wide =
+            |pairs: &[[u64; 2]]| -> Vec<u8> { pairs.iter().flatten().flat_map(|word| word.to_ne_bytes()).collect() };
+        let narrow =
+            |pairs: &[[u32; 2]]| -> Vec<u8> { pairs.iter().flatten().flat_map(|word| word.to_ne_bytes()).collect() };
+        assert_eq!(is_secure(&wide(&[[33, 1 << 40], [6, 4096], [23, 1], [0, 0]])), Some(true));
+        assert_eq!(is_secure(&wide(&[[6, 4096], [23, 0], [0, 0]])), Some(false));
+        assert_eq!(is_secure(&narrow(&[[32, 7], [6, 4096], [23, 1], [0, 0]])), Some(true));
+        assert_eq!(is_secure(&narrow(&[[6, 4096], [23, 0], [0, 0]])), Some(false));
+        assert_eq!(is_secure(&narrow(&[[6, 4096], [7, 1], [23, 0], [8, 1], [0, 0]])), Some(false));
+        assert_eq!(is_secure(&wide(&[[6, 4096], [0, 0], [23, 1]])), None);
+        assert_eq!((is_secure(b""), is_secure(b"abc")), (None, None));
+        let own = std::fs::read("/proc/self/auxv").unwrap();
+        assert_eq!(is_secure(&own), Some(false), "tests are not run setuid");
+    }
+
+    #[test]
     fn arguments_end_in_nul() {
         let check = |bytes: &[u8], expected: &[&str]| assert_eq!(arguments(bytes), expected, "{bytes:?}");
         check(b"", &[]);
@@ -337,6 +373,7 @@ mod tests {
 
         #[test]
         fn nothing_panics(bytes: Vec<u8>) {
+            let _ = is_secure(&bytes);
             let _ = (stat(&bytes), status(&bytes), arguments(&bytes), job_environment(&bytes), cgroup(&bytes));
             let _ = stat(&[b"1 (".as_slice(), &bytes, b") ", &bytes].concat());
         }

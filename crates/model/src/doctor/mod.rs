@@ -29,7 +29,7 @@ mod writers;
 
 pub use pace::{SCAN_MICROSECONDS, pages_for, pass_seconds};
 pub(crate) use tuner::program;
-pub use tuner::{Tuner, tuner};
+pub use tuner::{Tuner, root_tuner, tuner};
 
 use crate::domain::Domain;
 use crate::ksm::Ksm;

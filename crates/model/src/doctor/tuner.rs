@@ -5,6 +5,8 @@
 //! `pkg/ksmtuned`, oVirt MOM `doc/ksm.rules`, Kata ksm-throttler `throttler.go`, tuned 2.20 (`realtime-virtual-host`,
 //! `cpu-partitioning`).
 
+use crate::process::Process;
+
 /// A program that writes KSM's settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Tuner {
@@ -41,6 +43,16 @@ const NAMES: [(&str, Tuner); 9] = [
 /// Which tuner a process is, by the kernel's name of it and its arguments.
 pub fn tuner(comm: &str, arguments: &[String]) -> Option<Tuner> {
     NAMES.iter().find(|(name, _)| runs(name, comm, arguments)).map(|&(_, tuner)| tuner)
+}
+
+/// Which tuner a process is, if it can write KSM's settings: any user may call a program ksmtuned, but the settings are
+/// root's. A setuid program is not heeded either, since the user that starts it chooses its arguments.
+///
+/// Users are as this process sees them, so root of another user namespace is none.
+pub fn root_tuner(process: &Process) -> Option<Tuner> {
+    let is_root = process.uid == Ok(0) && !process.setuid && !process.kernel_thread;
+    let arguments = process.arguments.as_deref().unwrap_or_default();
+    tuner(&process.comm, arguments).filter(|_| is_root)
 }
 
 /// Whether a process runs the program of that name: by its arguments, where it has any, and also when an interpreter
@@ -112,6 +124,8 @@ impl Tuner {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::reading::Absent;
+    use crate::units::{Pid, ProcessId};
 
     #[test]
     fn tuners_are_known_by_name_and_command_line() {
@@ -132,6 +146,22 @@ mod tests {
         check("ksmd", "", None);
         check("tunedd", "/usr/bin/tunedd", None);
         check("", "", None);
+    }
+
+    #[test]
+    fn only_programs_of_root_are_heeded() {
+        let id = ProcessId { pid: Pid(7), start_time: 1 };
+        let (comm, arguments) = ("ksmtuned".to_owned(), Ok(vec!["./ksmtuned".to_owned()]));
+        let root = Process { comm, arguments, uid: Ok(0), setuid: false, ..Process::absent(id, &Absent::Denied) };
+        assert_eq!(root_tuner(&root), Some(Tuner::Ksmtuned));
+        for other in [
+            Process { uid: Ok(65534), ..root.clone() },
+            Process { uid: Err(Absent::Denied), ..root.clone() },
+            Process { setuid: true, ..root.clone() },
+            Process { kernel_thread: true, ..root },
+        ] {
+            assert_eq!(root_tuner(&other), None, "{other:?}");
+        }
     }
 
     #[test]
