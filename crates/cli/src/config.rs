@@ -85,6 +85,12 @@ impl Config {
         domains
     }
 
+    /// With virtual machines merged, too, whose owner forbids that, if `ignore` is given.
+    #[must_use]
+    pub fn ignoring_opt_out(self, ignore: bool) -> Self {
+        if ignore { Self { exclusions: self.exclusions.opted_out(false), ..self } } else { self }
+    }
+
     /// From the text of a file. An error begins with the number of its line.
     fn parse(text: &str) -> Result<Self, String> {
         let mut document: Document = read(text)?;
@@ -100,10 +106,10 @@ impl Config {
             )
         });
         let warnings = warnings.collect();
-        let Exclude { names, extend, vms, confidential, group } = document.exclude;
+        let Exclude { names, extend, vms, confidential, opted_out, group } = document.exclude;
         let known = if names.is_some() { Exclusions::none() } else { Exclusions::default() };
         let names = place.globs(names.into_iter().flatten().chain(extend).collect())?;
-        let exclusions = known.programs(names).vms(place.globs(vms)?).confidential(confidential);
+        let exclusions = known.programs(names).vms(place.globs(vms)?).confidential(confidential).opted_out(opted_out);
         let exclusions = exclusions.groups(place.groups("excluded group", group)?);
         let http = document.daemon.http(&place)?;
         let history = document.daemon.history(&place)?;
@@ -255,6 +261,10 @@ struct Exclude {
     /// Virtual machines with encrypted memory, which cannot merge.
     #[serde(default = "yes")]
     confidential: bool,
+    /// Virtual machines of which QEMU is told not to merge: mem-merge=off, merge=off of a memory backend, libvirt's
+    /// <nosharepages/>.
+    #[serde(default = "yes")]
+    opted_out: bool,
     /// Whoever else, with the conditions of a domain.
     #[serde(default)]
     #[schemars(with = "Vec<Members>", transform = schema::has_names)]
@@ -263,7 +273,8 @@ struct Exclude {
 
 impl Default for Exclude {
     fn default() -> Self {
-        Self { names: None, extend: Vec::new(), vms: Vec::new(), confidential: yes(), group: Vec::new() }
+        let (confidential, opted_out) = (yes(), yes());
+        Self { names: None, extend: Vec::new(), vms: Vec::new(), confidential, opted_out, group: Vec::new() }
     }
 }
 

@@ -539,7 +539,11 @@ fn guests_are_narrowed_and_told_by_their_control_socket() {
     let fleet = Lab::fleet(&[&GUESTS[..], &["--names", "told", "--no-mem-merge"]].concat()).expect("two guests");
     let pids: Vec<u32> = fleet.lines().iter().map(|guest| guest.pid).collect();
     assert!(!pids.iter().any(|&pid| is_marked(pid)));
-    let whole = ["--json", "--across-domains", "--whole", "--cpu", "100"];
+    let alone = ["--json", "--across-domains", "--dry-run", "--settle", "0"];
+    let planned = report(&command(state.path(), &pids, &alone).output().unwrap(), 0);
+    assert!(planned["plan"]["targets"].as_array().unwrap().is_empty(), "{planned}");
+    assert!(planned.to_string().contains("its owner forbids merging: mem-merge=off"), "{planned}");
+    let whole = ["--json", "--across-domains", "--whole", "--cpu", "100", "--ignore-opt-out"];
     let merged = report(&command(state.path(), &pids, &whole).output().unwrap(), 0);
     assert!(merged["outcome"]["saved"].as_u64() >= Some(16 << 20), "{merged}");
     assert_eq!(merged["outcome"]["stops"], 0, "no thread was stopped: {merged}");
@@ -593,7 +597,7 @@ fn a_guest_whose_control_socket_is_held_is_left_as_it_is() {
     let holder = UnixStream::connect(&held.qmp).unwrap();
     BufReader::new(&holder).read_line(&mut String::new()).unwrap();
 
-    let whole = ["--across-domains", "--whole", "--cpu", "100", "--settle", "0"];
+    let whole = ["--across-domains", "--whole", "--cpu", "100", "--settle", "0", "--ignore-opt-out"];
     let merge = |more: &[&str]| command(state.path(), &pids, &[&whole[..], more].concat()).output().unwrap();
     let dry = merge(&["--dry-run"]);
     let text = String::from_utf8_lossy(&dry.stdout);

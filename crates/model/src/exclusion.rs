@@ -2,7 +2,8 @@
 //!
 //! A write to a merged page is measurably slower, so that a neighbour who is enrolled too can test guesses of what a
 //! page holds; a program that holds keys gains little from merging and has much to lose. The memory of a confidential
-//! guest is encrypted: no two pages of it are alike, and it only costs ksmd time.
+//! guest is encrypted: no two pages of it are alike, and it only costs ksmd time. The owner of a virtual machine may
+//! forbid merging of its memory ([`Vm::opt_out`]).
 //!
 //! Programs are known by the kernel's name of them and by their arguments. Limits: a process may call itself what it
 //! likes, so the list protects programs that do not hide, and keys are in many others: web servers that end TLS,
@@ -10,6 +11,8 @@
 
 use crate::doctor::program;
 use crate::domain::Group;
+#[cfg(doc)]
+use crate::identity::Vm;
 use crate::identity::confidential_guest;
 use crate::process::Process;
 use globset::{Glob, GlobMatcher};
@@ -62,6 +65,8 @@ pub struct Exclusions {
     groups: Vec<Group>,
     /// Whether confidential virtual machines are.
     confidential: bool,
+    /// Whether virtual machines are whose owner forbids merging.
+    opted_out: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -71,26 +76,32 @@ struct Name {
 }
 
 impl Default for Exclusions {
-    /// [`KEY_HOLDERS`] and confidential virtual machines.
+    /// [`KEY_HOLDERS`], confidential virtual machines and those whose owner forbids merging.
     fn default() -> Self {
         let known = KEY_HOLDERS.iter().map(|(name, what)| Name {
             pattern: Glob::new(name).expect("the patterns above are well-formed").compile_matcher(),
             why: format!("it holds {what}"),
         });
-        Self { names: known.collect(), confidential: true, ..Self::none() }
+        Self { names: known.collect(), confidential: true, opted_out: true, ..Self::none() }
     }
 }
 
 impl Exclusions {
     /// Nobody.
     pub fn none() -> Self {
-        Self { names: Vec::new(), vms: Vec::new(), groups: Vec::new(), confidential: false }
+        Self { names: Vec::new(), vms: Vec::new(), groups: Vec::new(), confidential: false, opted_out: false }
     }
 
     /// Whether confidential virtual machines are left alone, too.
     #[must_use]
     pub fn confidential(self, confidential: bool) -> Self {
         Self { confidential, ..self }
+    }
+
+    /// Whether virtual machines are left alone, too, whose owner forbids merging.
+    #[must_use]
+    pub fn opted_out(self, opted_out: bool) -> Self {
+        Self { opted_out, ..self }
     }
 
     /// Leave programs alone whose name fits one of the patterns, too.
@@ -127,6 +138,9 @@ impl Exclusions {
         let vm = process.identity.vm.as_ref()?;
         if vm.name.as_ref().is_some_and(|name| self.vms.iter().any(|pattern| pattern.is_match(name))) {
             return Some("the configuration excludes this virtual machine".to_owned());
+        }
+        if let Some(setting) = vm.opt_out().filter(|_| self.opted_out) {
+            return Some(format!("its owner forbids merging: {setting}"));
         }
         let technique = confidential_guest(arguments).filter(|_| self.confidential)?;
         Some(format!("the memory of a confidential guest is encrypted ({technique})"))
@@ -202,6 +216,26 @@ mod tests {
         check("qemu-system-x86_64|-machine|q35", false);
         let reason = Exclusions::default().reason(&process("cat", "cat|confidential-guest-support=sev0"));
         assert_eq!(reason, None, "no virtual machine");
+    }
+
+    #[test]
+    fn vms_are_left_alone_whose_owner_forbids_merging() {
+        let check = |line: &str, expected: Option<&str>| {
+            let process = process("qemu-system-x86", line);
+            let expected = expected.map(|setting| format!("its owner forbids merging: {setting}"));
+            assert_eq!(Exclusions::default().reason(&process), expected, "{line}");
+            assert_eq!(Exclusions::default().opted_out(false).reason(&process), None, "{line}");
+        };
+        check("qemu-system-x86_64|-machine|pc,mem-merge=off", Some("mem-merge=off"));
+        check("qemu-system-x86_64|-M|pc", None);
+        check("qemu-system-x86_64|-M|pc,mem-merge=on", None);
+        let backends =
+            "-object|memory-backend-ram,id=a,size=1G|-object|{\"qom-type\":\"memory-backend-ram\",\"id\":\"b\"";
+        check(&format!("qemu-system-x86_64|{backends},\"merge\":false}}"), Some("merge=off of b"));
+        check(&format!("qemu-system-x86_64|{backends}}}"), None);
+        check(&format!("qemu-system-x86_64|-machine|mem-merge=off|{backends},\"merge\":true}}"), Some("mem-merge=off"));
+        check("cloud-hypervisor|--memory|size=1G", None);
+        check("firecracker|--id|a", None);
     }
 
     #[test]

@@ -49,6 +49,23 @@ pub struct Vm {
     pub control: Option<String>,
 }
 
+impl Vm {
+    /// The setting by which the owner of the virtual machine forbids merging of its memory, or of a part of it: QEMU's
+    /// `mem-merge=off` (libvirt's `<nosharepages/>`), or `merge=off` of a memory backend. The other monitors do not
+    /// mark guest RAM by default, which forbids nothing.
+    pub fn opt_out(&self) -> Option<String> {
+        let off: Vec<_> = self.backends.iter().filter(|backend| !backend.merge).collect();
+        match (self.monitor, self.mem_merge, off.as_slice()) {
+            (Monitor::Firecracker | Monitor::CloudHypervisor, ..) | (Monitor::Qemu, true, []) => None,
+            (Monitor::Qemu, false, _) => Some("mem-merge=off".to_owned()),
+            (Monitor::Qemu, true, off) => {
+                let ids: Vec<_> = off.iter().map(|backend| backend.id.escape_debug().to_string()).collect();
+                Some(format!("merge=off of {}", ids.join(", ")))
+            }
+        }
+    }
+}
+
 /// A memory backend of a virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Backend {

@@ -91,6 +91,10 @@ pub struct Options {
     /// With --whole: inject also where a virtual machine could be told by its control socket
     #[arg(long, requires = "whole", conflicts_with = "qmp")]
     inject: bool,
+    /// Merge also virtual machines whose owner forbids it: QEMU's mem-merge=off, merge=off of a memory backend,
+    /// libvirt's <nosharepages/>
+    #[arg(long)]
+    ignore_opt_out: bool,
     /// Go on although another program that writes KSM's settings runs
     #[arg(long)]
     force: bool,
@@ -145,7 +149,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
 /// Take the census that a plan needs, and plan.
 fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBool) -> anyhow::Result<Prepared> {
     let available = || std::thread::available_parallelism().map_or(1, Into::into);
-    let config = Config::load(global)?;
+    let config = Config::load(global)?.ignoring_opt_out(options.ignore_opt_out);
     let excluded = |process: &Process| config.exclusions.reason(process);
     let request = Request {
         selection: source::selection(&options.targets, global)?,

@@ -119,6 +119,10 @@ pub struct Options {
     /// each other
     #[arg(long)]
     across_domains: bool,
+    /// Merge also a virtual machine whose owner forbids it: QEMU's mem-merge=off, merge=off of a memory backend,
+    /// libvirt's <nosharepages/>
+    #[arg(long)]
+    ignore_opt_out: bool,
     /// Run it also where it cannot or must not be enrolled, or KSM not be driven, with a warning
     #[arg(long)]
     best_effort: bool,
@@ -173,7 +177,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let command: Vec<CString> =
         options.command.iter().map(|word| CString::new(word.as_bytes())).collect::<Result<_, _>>()?;
     let name = options.command.first().context("no program was named")?;
-    let config = Config::load(global)?;
+    let config = Config::load(global)?.ignoring_opt_out(options.ignore_opt_out);
     let short = Path::new(name).file_name().unwrap_or(name).to_string_lossy();
     let process = process(&options.command, &short);
     let excluded = exclusion(&config, &process, &short);

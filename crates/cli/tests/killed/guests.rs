@@ -26,7 +26,7 @@ fn a_merge_of_guests_by_their_control_sockets() {
         set_as_before(&ksm);
         assert!(!pids.iter().any(marked));
         let state = tempfile::tempdir().unwrap();
-        let command = "merge --whole --across-domains --settle 0 --cpu 100 --watch 0";
+        let command = "merge --whole --across-domains --ignore-opt-out --settle 0 --cpu 100 --watch 0";
         let output = pagefold(state.path(), command, &pids, Some(fault));
         (state, output)
     };

@@ -111,6 +111,16 @@ fn a_machine_of_roots_is_a_domain_of_its_own() {
         said.contains("qemu-system-x86_64 is of the trust domain vm web") && said.contains("with user 0"),
         "{said}"
     );
+
+    // Nor is it enrolled where its owner forbids that, unless it is asked for.
+    let opted_out = |options: &[&str]| {
+        let mut command = run(options);
+        command.args(["-machine", "pc,mem-merge=off"]);
+        command
+    };
+    let refused = refusal(&mut opted_out(&["--across-domains"]));
+    assert!(refused.contains("its owner forbids merging: mem-merge=off"), "{refused}");
+    assert_eq!(self::said(&mut opted_out(&["--across-domains", "--ignore-opt-out"])).0, YES);
 }
 
 #[test]

@@ -39,6 +39,24 @@ impl ProcessFacts {
         self.sum(|region| if region.ineligible().is_none() { region.anonymous } else { Bytes::ZERO })
     }
 
+    /// The setting by which its owner forbids merging, where it is a virtual machine.
+    pub(super) fn opt_out(&self) -> Option<String> {
+        self.process.identity.vm.as_ref()?.opt_out()
+    }
+
+    /// Whether its owner forbids merging of all its memory, so that QEMU itself enrols none.
+    pub(super) fn forbids_all(&self) -> bool {
+        self.opt_out().is_some()
+            && self.process.identity.vm.as_ref().is_some_and(|vm| {
+                vm.backends.iter().all(|backend| !backend.merge) && (!vm.mem_merge || !vm.backends.is_empty())
+            })
+    }
+
+    /// Whether it is left alone for what it holds, and not for what its owner says.
+    pub(super) fn holds_secrets(&self) -> bool {
+        self.excluded.is_some() && self.opt_out().is_none()
+    }
+
     fn sum(&self, bytes: impl Fn(&Region) -> Bytes) -> Bytes {
         total(self.regions.iter().flatten().map(bytes))
     }

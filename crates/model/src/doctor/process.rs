@@ -241,8 +241,14 @@ fn mem_merge(rule: &Rule, _: &HostFacts, facts: &ProcessFacts) -> Outcome {
     // The property may have been set over QMP since.
     let verdict = if facts.enrolled() == Ok(true) { Verdict::Warn } else { Verdict::Fail };
     Ok(rule
-        .finding(verdict, "QEMU is told not to enrol guest RAM", value)
-        .remedy(merge_property(vm, true))
+        .finding(verdict, "its owner forbids merging: QEMU is told not to enrol guest RAM", value)
+        .remedy(
+            ["# pagefold leaves it alone, but for --ignore-opt-out, and opted_out = false in the configuration."
+                .to_owned()]
+            .into_iter()
+            .chain(["# To have QEMU enrol it while it runs, if its owner agrees:".to_owned()])
+            .chain(merge_property(vm, true)),
+        )
         .verify(enrolment_verify(facts)))
 }
 
@@ -474,7 +480,7 @@ fn profit(rule: &Rule, host: &HostFacts, facts: &ProcessFacts) -> Outcome {
 /// A warning: no harm by itself, and easily avoided.
 fn keys(rule: &Rule, _: &HostFacts, facts: &ProcessFacts) -> Outcome {
     need("command line", &facts.process.arguments)?;
-    if facts.excluded.is_none() {
+    if !facts.holds_secrets() {
         return Ok(rule.ok("not known to hold keys", facts.name()));
     }
     if !is_enrolled(facts)? {

@@ -138,6 +138,13 @@ fn qemu() -> Vm {
     }
 }
 
+/// Makes a process a virtual machine of QEMU.
+fn vm(facts: &mut ProcessFacts, change: impl FnOnce(&mut Vm)) {
+    let mut vm = qemu();
+    change(&mut vm);
+    facts.process.identity.vm = Some(vm);
+}
+
 /// Takes every process out of KSM, and its traces out of the counters.
 fn nothing_enrolled(facts: &mut HostFacts) {
     for process in &mut facts.processes {
@@ -514,6 +521,26 @@ fn security() {
     });
     check("ksm-keys", Unknown, |f| deny(&mut f.processes[0]));
     check("ksm-keys", Unknown, |f| f.processes[0].process.arguments = Err(Absent::Denied));
+
+    let opted_out = |facts: &mut ProcessFacts| {
+        vm(facts, |vm| vm.mem_merge = false);
+        exclude(facts);
+    };
+    check("ksm-opt-out", NotApplicable, |_| ());
+    check("ksm-opt-out", NotApplicable, |f| vm(&mut f.processes[0], |_| ()));
+    check("ksm-opt-out", Warn, |f| opted_out(&mut f.processes[0]));
+    check("ksm-keys", Fine, |f| opted_out(&mut f.processes[0]));
+    check("ksm-opt-out", Fine, |f| {
+        opted_out(&mut f.processes[0]);
+        unenrol(&mut f.processes[0]);
+    });
+    // QEMU enrols the other backends itself.
+    let backend = |id: &str, merge| Backend { id: id.into(), kind: "memory-backend-ram".into(), share: false, merge };
+    let part = vec![backend("a", true), backend("b", false)];
+    check("ksm-opt-out", Fine, |f| vm(&mut f.processes[0], |vm| vm.backends.clone_from(&part)));
+    let all = vec![backend("b", false)];
+    check("ksm-opt-out", Warn, |f| vm(&mut f.processes[0], |vm| vm.backends.clone_from(&all)));
+    check("ksm-opt-out", Unknown, |f| f.processes[0].process.arguments = Err(Absent::Denied));
 }
 
 #[test]
@@ -540,11 +567,6 @@ fn processes() {
     check_process("process-enrolled", NotApplicable, |_, p| p.process.kernel_thread = true);
     check_process("process-enrolled", NotApplicable, |_, p| p.process.state = 'Z');
 
-    let vm = |p: &mut ProcessFacts, change: fn(&mut Vm)| {
-        let mut vm = qemu();
-        change(&mut vm);
-        p.process.identity.vm = Some(vm);
-    };
     let backend = |merge| Backend { id: "mem0".into(), kind: "memory-backend-ram".into(), share: false, merge };
     check_process("process-mem-merge", NotApplicable, |_, _| ());
     check_process("process-mem-merge", NotApplicable, |_, p| vm(p, |vm| vm.monitor = Monitor::Firecracker));
