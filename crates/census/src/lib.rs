@@ -157,7 +157,7 @@ pub enum Error {
         source: Absent,
     },
     /// A pattern for names is malformed.
-    #[error("malformed pattern for process names")]
+    #[error("malformed pattern for names of processes or virtual machines")]
     Pattern(#[from] globset::Error),
     /// More pages than the index numbers.
     #[error("{0} resident pages are more than the {max} that one census can hold", max = u32::MAX)]

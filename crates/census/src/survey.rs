@@ -24,7 +24,7 @@ pub struct Selection {
     pub cgroups: Vec<String>,
     /// Effective users.
     pub users: Vec<u32>,
-    /// Names of virtual machines.
+    /// Patterns of the names of virtual machines, as a shell's.
     pub vms: Vec<String>,
     /// A process to leave out unless it is asked for by number: whoever counts, whose memory is the census itself.
     pub except: Option<Pid>,
@@ -34,19 +34,19 @@ pub struct Selection {
 struct Chooser<'a> {
     selection: &'a Selection,
     names: Vec<GlobMatcher>,
+    vms: Vec<GlobMatcher>,
 }
 
 impl Chooser<'_> {
     fn fits(&self, process: &Process) -> bool {
         let Selection { cgroups, users, vms, .. } = self.selection;
+        // A name that has characters of a pattern is also taken as it is.
+        let is_vm = |name: &String| vms.contains(name) || self.vms.iter().any(|pattern| pattern.is_match(name));
         let any = |empty: bool, fits: bool| empty || fits;
         any(self.names.is_empty(), self.names.iter().any(|name| name.is_match(&process.comm)))
             && any(cgroups.is_empty(), process.cgroup.as_ref().is_ok_and(|path| cgroups.iter().any(|c| below(path, c))))
             && any(users.is_empty(), process.uid.as_ref().is_ok_and(|uid| users.contains(uid)))
-            && any(
-                vms.is_empty(),
-                process.identity.vm.as_ref().is_some_and(|vm| vm.name.as_ref().is_some_and(|name| vms.contains(name))),
-            )
+            && any(vms.is_empty(), process.identity.vm.as_ref().is_some_and(|vm| vm.name.as_ref().is_some_and(is_vm)))
     }
 }
 
@@ -173,8 +173,7 @@ pub fn choose<T: Send>(
     selection: &Selection,
     look: impl Fn(&dyn Handle, Process) -> Reading<T> + Sync,
 ) -> Result<(Vec<T>, Vec<Unseen>), Error> {
-    let names: Result<Vec<_>, _> = selection.names.iter().map(|name| Ok(Glob::new(name)?.compile_matcher())).collect();
-    let chooser = Chooser { selection, names: names.map_err(Error::Pattern)? };
+    let chooser = Chooser { selection, names: matchers(&selection.names)?, vms: matchers(&selection.vms)? };
     let mut pids = selection.pids.clone();
     if pids.is_empty() {
         pids = host.pids().map_err(|source| Error::Processes { host: host.describe(), source })?;
@@ -193,6 +192,10 @@ pub fn choose<T: Send>(
         }
     }
     Ok((seen, unseen))
+}
+
+fn matchers(patterns: &[String]) -> Result<Vec<GlobMatcher>, Error> {
+    patterns.iter().map(|pattern| Ok(Glob::new(pattern)?.compile_matcher())).collect()
 }
 
 /// One process: `None` if it is not chosen or has no memory of its own.

@@ -58,12 +58,16 @@ struct MadeHost {
     refuses: AtomicBool,
     /// How much each process has run, and how many page faults it has had, where that is known.
     ran: BTreeMap<u32, (u64, u64)>,
+    /// The command line of each process, where that is known.
+    command_lines: BTreeMap<u32, &'static str>,
 }
 
 impl MadeHost {
     fn new(processes: &[Made]) -> Self {
         let (read, listed, refuses) = Default::default();
-        Self { processes: processes.to_vec(), read, listed, hidden: false, refuses, ran: BTreeMap::new() }
+        let (command_lines, ran) = Default::default();
+        let processes = processes.to_vec();
+        Self { processes, read, listed, hidden: false, refuses, ran, command_lines }
     }
 }
 
@@ -129,6 +133,7 @@ impl Process for MadeProcess<'_> {
             "stat" => format!("{} (made) S 0 0 0 0 0 0 {faults} 0 0 0 0 0 0 0 0 0 0 0 1 0\n", self.pid),
             file if file.ends_with("/schedstat") => format!("{ran} 0 0\n"),
             "status" => format!("Uid:\t{uid}\t{uid}\t{uid}\t{uid}\n"),
+            "cmdline" => (*self.host.command_lines.get(&self.pid).ok_or(Absent::NotOnThisKernel)?).to_owned(),
             "smaps" => {
                 let is_merged = |page: &Page| matches!(page, Page::Merged(_) | Page::Parted(_));
                 let ksm = if pages.iter().any(is_merged) { kib } else { 0 };
@@ -242,6 +247,35 @@ fn a_content_of_several_domains_is_covered_in_the_one_where_it_frees_most() {
     assert_eq!(of(true).len(), 9);
     let zeros = [made(1, &[Still(0); 3]), made(2, &[Still(0); 5])];
     assert_eq!(covered(&census(&zeros, &options(false, CHEAP)).0), (0..5).map(|page| (2, page)).collect());
+}
+
+#[test]
+fn virtual_machines_are_chosen_by_patterns_of_their_names() {
+    let processes = [made(1, &[Still(7)]), made(1, &[Still(7)]), made(1, &[Still(7)]), made(1, &[Still(7)])];
+    let chosen = |patterns: &[&str]| -> Result<Vec<u32>, String> {
+        let lines = [
+            (1, "qemu-system-x86_64\0-name\0guest=web-0\0"),
+            (2, "/usr/bin/qemu-system-x86_64\0-name\0web-1,debug-threads=on\0"),
+            (3, "qemu-system-x86_64\0-name\0db[1]\0"),
+            (4, "web-2\0-name\0web-2\0"),
+        ];
+        let host = MadeHost { command_lines: lines.into(), ..MadeHost::new(&processes) };
+        let vms = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
+        let selection = Selection { vms, ..Selection::default() };
+        let options = Options { selection, ..options(false, CHEAP) };
+        let taken = take(&host, &options, &Progress::default(), &AtomicBool::new(false));
+        let (census, _) = taken.map_err(|error| error.to_string())?;
+        let mut pids: Vec<u32> = census.subjects.iter().map(|subject| subject.process.id.pid.0).collect();
+        pids.sort_unstable();
+        Ok(pids)
+    };
+    assert_eq!(chosen(&["web-*"]), Ok(vec![1, 2]));
+    assert_eq!(chosen(&["web-?"]), Ok(vec![1, 2]));
+    assert_eq!(chosen(&["web-1"]), Ok(vec![2]));
+    assert_eq!(chosen(&["web-1", "db*"]), Ok(vec![2, 3]));
+    assert_eq!(chosen(&["db[1]"]), Ok(vec![3]), "a name may look like a pattern");
+    assert_eq!(chosen(&["web"]), Ok(vec![]));
+    assert!(chosen(&["["]).is_err());
 }
 
 #[test]

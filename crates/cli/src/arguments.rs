@@ -121,8 +121,8 @@ pub struct Targets {
     /// Processes of a user, by name or number
     #[arg(long, value_name = "USER")]
     pub user: Vec<String>,
-    /// A virtual machine by its name
-    #[arg(long, value_name = "NAME")]
+    /// Virtual machines by their name, with * and ?
+    #[arg(long, value_name = "GLOB")]
     pub vm: Vec<String>,
     /// Everything that may be read; the default, but for `unmerge`, to which it must be said
     #[arg(long, conflicts_with_all = ["pid", "name", "cgroup", "user", "vm"])]

@@ -85,7 +85,7 @@ pub enum Error {
     /// It does not answer in time.
     #[error(
         "{path} does not answer: QEMU serves one client at a time, and somebody else may hold this one. Under libvirt \
-         use `virsh qemu-monitor-command DOMAIN '{{\"execute\":\"qom-set\",...}}'`"
+         use `virsh qemu-monitor-command DOMAIN '{{\"execute\":\"qom-set\",...}}'`, which taints the domain"
     )]
     Busy {
         /// The socket.

@@ -160,6 +160,9 @@ fn merge_property(vm: &Vm, merge: bool) -> Vec<String> {
     let name = plain(vm.name.as_deref().unwrap_or_default(), "NAME");
     let mut lines =
         vec!["# guest RAM without a backend of its own is /objects/pc.ram (machine types pc and q35)".to_owned()];
+    if vm.control.is_none() {
+        lines.push("# this taints the domain for libvirt (custom-monitor) until it is started anew:".to_owned());
+    }
     let ids: Vec<_> = vm.backends.iter().map(|backend| backend.id.as_str()).collect();
     for id in if ids.is_empty() { vec!["pc.ram"] } else { ids } {
         let object = plain(id, "ID");

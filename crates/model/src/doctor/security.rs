@@ -54,7 +54,8 @@ fn domains(rule: &Rule, _: &HostFacts, fleet: &Fleet) -> Outcome {
         return Ok(rule
             .warn(format!("{} trust domains may share memory", names.len()), some_of(&names))
             .remedy([
-                "# enrol one domain only. A QEMU machine: -machine mem-merge=off, in libvirt <nosharepages/>; or now:",
+                "# enrol one domain only. A QEMU machine: -machine mem-merge=off, in libvirt <nosharepages/>; or now,",
+                "# which taints the domain for libvirt (custom-monitor) until it is started anew:",
                 "# virsh qemu-monitor-command NAME '{\"execute\":\"qom-set\",\"arguments\": \
                  {\"path\":\"/objects/pc.ram\",\"property\":\"merge\",\"value\":false}}'",
                 "# for a process enrolled by prctl: gdb -p PID -batch -ex 'call (int)prctl(67,0,0,0,0)'",
