@@ -61,7 +61,7 @@ fn below(path: &str, top: &str) -> bool {
 pub struct Subject {
     /// Who it is.
     pub process: Process,
-    /// Its trust domain.
+    /// Its trust domain, kept apart for the nodes that its memory is bound to where KSM merges across nodes.
     pub domain: Domain,
     /// Its regions in address order, each with why KSM cannot take its pages.
     pub regions: Vec<(Region, Option<Ineligible>)>,
@@ -119,11 +119,14 @@ pub fn survey(
     enrolled: &[ProcessId],
     known: Option<&Witnesses>,
 ) -> Result<Survey, Error> {
+    let nodes = observe::merging_nodes(host);
+    let domain_of =
+        |handle: &dyn Handle, process: &Process| domains.domain(process).bound(observe::bound_nodes(handle, &nodes));
     let standing = |handle: &dyn Handle| known.and_then(|_| Standing::of(host, handle).ok());
     // How much it has run is read before what it holds.
     let look = |handle: &dyn Handle, process: Process, standing: Option<Standing>| {
         let regions = judge(handle, &process, observe::regions(handle)?);
-        Ok((Subject { domain: domains.domain(&process), process, regions, witness: false }, standing))
+        Ok((Subject { domain: domain_of(handle, &process), process, regions, witness: false }, standing))
     };
     let (looked, unseen) = choose(host, selection, |handle, process| look(handle, process, standing(handle)))?;
     let mut survey = Survey { unseen, ..Survey::default() };
@@ -136,7 +139,7 @@ pub fn survey(
     let pids: Vec<Pid> = enrolled.iter().filter(|id| !chosen.contains(id)).map(|id| id.pid).collect();
     if !pids.is_empty() {
         let beside = |handle: &dyn Handle, process: Process| {
-            let domain = domains.domain(&process);
+            let domain = domain_of(handle, &process);
             if !chosen_domains.iter().any(|chosen| *chosen != domain) {
                 return Ok(Beside::Same);
             }

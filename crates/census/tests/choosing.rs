@@ -58,6 +58,8 @@ struct MadeHost {
     refuses: AtomicBool,
     /// How much each process has run, and how many page faults it has had, where that is known.
     ran: BTreeMap<u32, (u64, u64)>,
+    /// What the kernel tells of each process's memory policies, on a host with two nodes, where that is given.
+    numa_maps: BTreeMap<u32, &'static str>,
     /// The command line of each process, where that is known.
     command_lines: BTreeMap<u32, &'static str>,
 }
@@ -65,9 +67,9 @@ struct MadeHost {
 impl MadeHost {
     fn new(processes: &[Made]) -> Self {
         let (read, listed, refuses) = Default::default();
-        let (command_lines, ran) = Default::default();
+        let (numa_maps, command_lines, ran) = Default::default();
         let processes = processes.to_vec();
-        Self { processes, read, listed, hidden: false, refuses, ran, command_lines }
+        Self { processes, read, listed, hidden: false, refuses, ran, numa_maps, command_lines }
     }
 }
 
@@ -86,6 +88,8 @@ impl Host for MadeHost {
     fn read(&self, path: &str) -> Reading<Vec<u8>> {
         match path {
             "sys/kernel/mm/transparent_hugepage/hpage_pmd_size" => Ok((4 * PAGE).to_string().into_bytes()),
+            "sys/devices/system/node/has_memory" if !self.numa_maps.is_empty() => Ok(b"0-1\n".to_vec()),
+            "sys/kernel/mm/ksm/merge_across_nodes" if !self.numa_maps.is_empty() => Ok(b"1\n".to_vec()),
             _ => Err(Absent::NotOnThisKernel),
         }
     }
@@ -133,6 +137,7 @@ impl Process for MadeProcess<'_> {
             "stat" => format!("{} (made) S 0 0 0 0 0 0 {faults} 0 0 0 0 0 0 0 0 0 0 0 1 0\n", self.pid),
             file if file.ends_with("/schedstat") => format!("{ran} 0 0\n"),
             "status" => format!("Uid:\t{uid}\t{uid}\t{uid}\t{uid}\n"),
+            "numa_maps" => (*self.host.numa_maps.get(&self.pid).ok_or(Absent::NotOnThisKernel)?).to_owned(),
             "cmdline" => (*self.host.command_lines.get(&self.pid).ok_or(Absent::NotOnThisKernel)?).to_owned(),
             "smaps" => {
                 let is_merged = |page: &Page| matches!(page, Page::Merged(_) | Page::Parted(_));
@@ -247,6 +252,25 @@ fn a_content_of_several_domains_is_covered_in_the_one_where_it_frees_most() {
     assert_eq!(of(true).len(), 9);
     let zeros = [made(1, &[Still(0); 3]), made(2, &[Still(0); 5])];
     assert_eq!(covered(&census(&zeros, &options(false, CHEAP)).0), (0..5).map(|page| (2, page)).collect());
+}
+
+#[test]
+fn processes_that_are_bound_to_different_nodes_are_kept_apart() {
+    let processes = [made(1, &[Still(7); 3]), made(1, &[Still(7); 5]), made(1, &[Still(7); 2])];
+    let policies = |first, second, third| MadeHost {
+        numa_maps: [(1, first), (2, second), (3, third)].into(),
+        ..MadeHost::new(&processes)
+    };
+    let of = |host| covered(&census_of(host, &options(false, CHEAP)).0);
+    let (default, zero, one) = ("7f00 default N0=3\n", "7f00 bind:0 N0=3\n", "7f00 bind:1 N1=3\n");
+    assert_eq!(of(policies(default, default, default)).len(), 10);
+    assert_eq!(of(policies(zero, zero, zero)).len(), 10, "of one node");
+    // The page stays in the one in which it frees most.
+    let alone: BTreeSet<_> = (0..5).map(|page| (2, page)).collect();
+    assert_eq!(of(policies(zero, one, default)), alone);
+    let with_third: BTreeSet<_> = alone.iter().copied().chain([(3, 0), (3, 1)]).collect();
+    assert_eq!(of(policies(zero, one, one)), with_third);
+    assert_eq!(of(MadeHost::new(&processes)).len(), 10, "a host with one node");
 }
 
 #[test]

@@ -90,6 +90,19 @@ pub fn process(host: &dyn Host, handle: &dyn Process) -> Reading<ProcessFacts> {
     })
 }
 
+/// The nodes with memory, where KSM merges pages of different ones (`merge_across_nodes`): several, or none.
+pub fn merging_nodes(host: &dyn Host) -> Vec<u32> {
+    let nodes = host.read("sys/devices/system/node/has_memory").and_then(|list| parse::number_list(&list));
+    let across = || host.read("sys/kernel/mm/ksm/merge_across_nodes").and_then(|value| parse::number::<u64>(&value));
+    nodes.ok().filter(|nodes| nodes.len() > 1 && across() == Ok(1)).unwrap_or_default()
+}
+
+/// The nodes that the memory of a process is bound to, of some. The kernel goes over all its pages for that.
+pub fn bound_nodes(handle: &dyn Process, nodes: &[u32]) -> Option<String> {
+    let file = |name: &str| handle.read(name).unwrap_or_default();
+    (nodes.len() > 1).then(|| parse::bound_nodes(&file("numa_maps"), &file("status"), nodes)).flatten()
+}
+
 /// Which program that writes KSM's settings a process is; [`root_tuner`] has the conditions. A program that was started
 /// with more privileges than its caller had is none: its caller may have given it the name.
 pub fn tuner(host: &dyn Host, process: &ProcessFacts) -> Option<Tuner> {

@@ -49,6 +49,9 @@ pub enum Domain {
     Process(u32),
     /// A group of the configuration, by its name.
     Group(String),
+    /// Those of a domain whose memory is bound to certain NUMA nodes, by the list of these: on a host where KSM merges
+    /// across nodes, a merge with others would move their pages to another node.
+    Bound(Box<Domain>, String),
 }
 
 /// How processes are sorted into trust domains: by the first group that they belong to, otherwise by the rule.
@@ -166,7 +169,32 @@ impl DomainRule {
 impl Domain {
     /// Whether it is that of one process alone.
     pub fn is_alone(&self) -> bool {
-        matches!(self, Self::Vm(..) | Self::Process(_))
+        matches!(self.trust(), Self::Vm(..) | Self::Process(_))
+    }
+
+    /// The domain without what nodes its memory is bound to, which is no question of trust.
+    pub fn trust(&self) -> &Self {
+        match self {
+            Self::Bound(domain, _) => domain.trust(),
+            domain => domain,
+        }
+    }
+
+    /// The nodes that its memory is bound to, if it is kept apart for that.
+    pub fn nodes(&self) -> Option<&str> {
+        match self {
+            Self::Bound(_, nodes) => Some(nodes),
+            _ => None,
+        }
+    }
+
+    /// Kept apart for the nodes that its memory is bound to, if it is to any.
+    #[must_use]
+    pub fn bound(self, nodes: Option<String>) -> Self {
+        match nodes {
+            Some(nodes) => Self::Bound(Box::new(self), nodes),
+            None => self,
+        }
     }
 }
 
@@ -180,6 +208,7 @@ impl fmt::Display for Domain {
             Self::Vm(None, pid) => write!(f, "vm of process {pid}"),
             Self::Process(pid) => write!(f, "process {pid}"),
             Self::Group(name) => write!(f, "group {name}"),
+            Self::Bound(domain, nodes) => write!(f, "{domain} on node {nodes}"),
         }
     }
 }
@@ -303,6 +332,16 @@ mod tests {
             assert_eq!(domain(Group { cgroups: globs(&["/machine.slice"]), ..alone() }, &good), "group web");
             assert_eq!(domain(Group { cgroups: globs(&["/machine.slice"]), ..alone() }, &evil), "vm web-evil");
         }
+    }
+
+    #[test]
+    fn nodes_keep_apart_what_trusts_each_other() {
+        let domain = Domain::User(7).bound(Some("0".to_owned()));
+        assert_eq!((domain.to_string().as_str(), domain.nodes()), ("user 7 on node 0", Some("0")));
+        assert_eq!(domain.trust(), &Domain::User(7));
+        assert_ne!(domain, Domain::User(7).bound(Some("1".to_owned())));
+        assert_ne!(domain, Domain::User(7).bound(None));
+        assert!(!domain.is_alone() && Domain::Process(7).bound(Some("0".to_owned())).is_alone());
     }
 
     #[test]

@@ -169,6 +169,9 @@ fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBo
     let mut prepared =
         progress::show(host.page_size(), stop, |progress| prepare(host, &request, &excluded, None, progress, stop))?;
     let (census, plan) = (&prepared.census, &mut prepared.plan);
+    if options.whole || options.across_domains {
+        plan.targets.iter().filter_map(across_nodes).for_each(|warning| eprintln!("pagefold: {warning}"));
+    }
     source::seen(!census.subjects.is_empty(), &request.selection, &census.unseen, global)?;
     if census.partial {
         bail!("stopped during the census: nothing was changed");
@@ -187,6 +190,16 @@ fn prepared(host: &dyn Host, options: &Options, global: &Global, stop: &AtomicBo
     Ok(prepared)
 }
 
+/// That merging across domains, or of whole processes, may move pages of a process from the nodes that it is bound to.
+fn across_nodes(target: &Target) -> Option<String> {
+    let nodes = target.domain.nodes()?;
+    Some(format!(
+        "the memory of process {} is bound to node {nodes}, and KSM merges across nodes here: merged pages of it may lie \
+         on another node. `echo 0 > /sys/kernel/mm/ksm/merge_across_nodes` keeps nodes apart, while nothing is merged",
+        target.process.id.pid
+    ))
+}
+
 /// Refuse to enrol processes whole where other trust domains are, or have been enrolled before. Whether there may be
 /// others that cannot be seen from here.
 fn one_domain(host: &dyn Host, plan: &Plan, domains: &Domains, options: &Options) -> anyhow::Result<bool> {
@@ -194,7 +207,7 @@ fn one_domain(host: &dyn Host, plan: &Plan, domains: &Domains, options: &Options
         return Ok(false);
     }
     let Neighbours { domains: mut all, hidden } = Neighbours::observe(host, domains, None)?;
-    all.extend(plan.targets.iter().map(|target| target.domain.clone()));
+    all.extend(plan.targets.iter().map(|target| target.domain.trust().clone()));
     if !plan.targets.is_empty() && all.len() > 1 {
         let some: Vec<String> = all.iter().take(2).map(Domain::to_string).collect();
         bail!(

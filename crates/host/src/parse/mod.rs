@@ -27,7 +27,8 @@ pub use ksm::{ksm, process_ksm};
 pub use labels::{labels, only_labels};
 pub use memory::{cache, meminfo, pressure, pressure_some, vmstat};
 pub use process::{
-    PF_EXITING, PF_KTHREAD, Stat, Statm, Status, arguments, cgroup, is_secure, job_environment, stat, statm, status,
+    PF_EXITING, PF_KTHREAD, Stat, Statm, Status, arguments, bound_nodes, cgroup, is_secure, job_environment, stat,
+    statm, status,
 };
 pub use smaps::{maps, rollup, smaps};
 pub use text::{Schedstat, Stolen, bracketed, number, number_list, schedstat, stolen};

@@ -1,10 +1,10 @@
 //! What `/proc/PID` says of a process beside its memory: `stat` and `status` (fs/proc/array.c), `cmdline` and `environ`
 //! (fs/proc/base.c), `cgroup` (kernel/cgroup/cgroup.c, `proc_cgroup_show`).
 
-use super::text::{field, kib, lines, malformed, number};
+use super::text::{field, kib, lines, malformed, number, number_list};
 use pagefold_model::identity::JOB_VARIABLES;
 use pagefold_model::{Absent, Bytes, PageSize, Pages, Pid, Reading};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The flag of a kernel thread in [`Stat::flags`] (include/linux/sched.h).
 pub const PF_KTHREAD: u64 = 0x0020_0000;
@@ -123,6 +123,28 @@ pub fn status(bytes: &[u8]) -> Status {
         threads: field(bytes, "Threads").and_then(number),
         anonymous: field(bytes, "RssAnon").and_then(kib),
     }
+}
+
+/// The nodes that the memory of a process is bound to by policies (`bind`, set_mempolicy(2) and mbind(2)) in
+/// `/proc/PID/numa_maps`, or by its cpuset (`Mems_allowed_list:` of its `status`, cpuset(7)); `None` where neither keeps
+/// it from any of `nodes`, those that have memory. Other policies prefer a node and do not bind to it.
+///
+/// Several policies are told side by side: `0 and 1`. A line of `numa_maps` is `ADDRESS POLICY ...` (fs/proc/task_mmu.c,
+/// `show_numa_map`), and a policy `bind:0-1` or `bind=static:0-1` (mm/mempolicy.c, `mpol_to_str`).
+pub fn bound_nodes(numa_maps: &[u8], status: &[u8], nodes: &[u32]) -> Option<String> {
+    let binds = |list: &&[u8]| number_list(list).is_ok_and(|list| !nodes.iter().all(|node| list.contains(node)));
+    let policies = numa_maps.split(|&byte| byte == b'\n').filter_map(|line| line.split(u8::is_ascii_whitespace).nth(1));
+    let lists = policies.filter(|policy| policy.starts_with(b"bind")).filter_map(|policy| {
+        let colon = policy.iter().position(|&byte| byte == b':')?;
+        Some(&policy[colon + 1..])
+    });
+    let lists: BTreeSet<&[u8]> = lists.filter(binds).collect();
+    let text = |list: &[u8]| String::from_utf8_lossy(list).into_owned();
+    if !lists.is_empty() {
+        return Some(lists.into_iter().map(text).collect::<Vec<_>>().join(" and "));
+    }
+    let allowed = field(status, "Mems_allowed_list").ok()?;
+    Some(allowed).filter(binds).map(text)
 }
 
 /// Whether `/proc/PID/auxv` says that the program was started with more privileges than its caller had (`AT_SECURE`,
@@ -286,6 +308,25 @@ mod tests {
     }
 
     #[test]
+    fn policies_and_cpusets_bind_to_nodes() {
+        let check = |numa_maps: &str, allowed: &str, expected: Option<&str>| {
+            let status = format!("Name:\ta\nMems_allowed:\t3\nMems_allowed_list:\t{allowed}\n");
+            let found = bound_nodes(numa_maps.as_bytes(), status.as_bytes(), &[0, 1]);
+            assert_eq!(found.as_deref(), expected, "{numa_maps:?} {allowed}");
+        };
+        let default = "7f00 default file=/usr/bin/a mapped=2 N0=1 N1=1 kernelpagesize_kB=4\n";
+        check(default, "0-1", None);
+        check(default, "0", Some("0"));
+        check("", "1", Some("1"));
+        check(&format!("{default}7f10 bind:0 anon=8 dirty=8 N0=8\n"), "0-1", Some("0"));
+        check("7f00 bind:1 anon=1\n7f10 bind:0 anon=8\n7f20 bind=static:1 anon=1\n", "0-1", Some("0 and 1"));
+        check("7f00 bind:0-1 anon=1\n", "0-1", None);
+        check("7f00 prefer:1 anon=1\n7f10 prefer (many):1 x\n7f20 interleave:0-1\n7f30 local\n", "0-3", None);
+        check("7f00 bind\n7f10\nbind:0\n7f20 bind:x\n", "0-1", None);
+        assert_eq!(bound_nodes(b"", b"", &[0, 1]), None);
+    }
+
+    #[test]
     fn auxv_tells_of_privileges() {
         let wide =
             |pairs: &[[u64; 2]]| -> Vec<u8> { pairs.iter().flatten().flat_map(|word| word.to_ne_bytes()).collect() };
@@ -373,7 +414,7 @@ mod tests {
 
         #[test]
         fn nothing_panics(bytes: Vec<u8>) {
-            let _ = is_secure(&bytes);
+            let _ = (is_secure(&bytes), bound_nodes(&bytes, &bytes, &[0, 1]));
             let _ = (stat(&bytes), status(&bytes), arguments(&bytes), job_environment(&bytes), cgroup(&bytes));
             let _ = stat(&[b"1 (".as_slice(), &bytes, b") ", &bytes].concat());
         }
