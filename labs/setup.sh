@@ -1,8 +1,9 @@
 #!/bin/sh
 # Prepares what `pagefold-lab fleet` boots: QEMU, and in .cache/fleet a kernel (Debian's cloud kernel, unpacked and never
 # installed) and an initramfs (busybox and guest/init); and what tests start: compilers of C and C++, OpenMPI,
-# pkg-config, groff, the shell of SQLite and PostgreSQL, of which no server is set up. Does only what is still to be done,
-# so it may run each time. Needs Debian on amd64 after `apt-get update`, and root only where packages are missing.
+# pkg-config, groff, the shell of SQLite and PostgreSQL, of which no server is set up, and libvirt, whose daemons are not
+# started. Does only what is still to be done, so it may run each time. Needs Debian on amd64 after `apt-get update`, and
+# root only where packages are missing.
 set -eu
 
 labs=$(cd "$(dirname "$0")" && pwd)
@@ -23,15 +24,25 @@ command -v groff > /dev/null || missing="$missing groff-base"
 command -v sqlite3 > /dev/null || missing="$missing sqlite3"
 set -- /usr/lib/postgresql/*/bin/pg_amcheck
 [ -e "$1" ] || missing="$missing postgresql"
+architecture=$(dpkg --print-architecture)
+[ "$architecture" != amd64 ] || [ -x /usr/sbin/libvirtd ] || missing="$missing libvirt-daemon-system"
 if [ -n "$missing" ] && [ "$(id -u)" -ne 0 ]; then
     say "tests that need these will say that they are skipped:$missing"
     missing=
 fi
-install() {
-    [ $# -gt 0 ] || return 0
+# Services of new packages are not started: tests start what they need themselves.
+policy=/usr/sbin/policy-rc.d
+install() (
+    [ $# -gt 0 ] || exit 0
     say "installing $*"
+    if [ ! -e "$policy" ]; then
+        trap 'rm -f "$policy"' EXIT
+        trap 'exit 1' HUP INT TERM
+        printf '#!/bin/sh\nexit 101\n' > "$policy"
+        chmod 755 "$policy"
+    fi
     DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@" >&2
-}
+)
 # Debian's package makes a database cluster and starts it, unless this says otherwise meanwhile.
 clusters=/etc/postgresql-common/createcluster.conf
 case $missing in *postgresql*)
@@ -49,7 +60,7 @@ if [ -e "$clusters.pagefold" ]; then
     trap - EXIT
 fi
 
-if [ "$(dpkg --print-architecture)" != amd64 ]; then
+if [ "$architecture" != amd64 ]; then
     say "the guests are amd64 and this machine is not: what boots them will say that it is skipped"
     exit 0
 fi
