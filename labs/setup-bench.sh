@@ -5,6 +5,8 @@ set -eu
 
 # quantum-espresso-data holds the pseudopotentials, cp2k-data these and the basis sets.
 packages="sqlite3 openmpi-bin meep-mpi-default openfoam quantum-espresso quantum-espresso-data cp2k cp2k-data"
+# Those of the section `debian`. Gerris compiles expressions of its input, which takes libgfs-dev.
+packages="$packages lammps gromacs gromacs-data nwchem-openmpi nwchem-data abinit abinit-data elk-lapw gerris libgfs-dev"
 
 command -v apt-get > /dev/null || { echo "setup-bench: this needs Debian's apt-get" >&2; exit 1; }
 missing=

@@ -96,6 +96,8 @@ enum Section {
     Program,
     /// Simulations that write what was merged
     Hot,
+    /// LAMMPS and five further simulations from Debian; only where it is named
+    Debian,
     /// For how long a process is stopped while its ranges are enrolled and withdrawn
     Stops,
     /// The stand-in for HERA in all its modes; only where it is named
@@ -111,6 +113,7 @@ impl Section {
             Self::Fleet => "fleet",
             Self::Program => "program",
             Self::Hot => "hot",
+            Self::Debian => "debian",
             Self::Stops => "stops",
             Self::Hera => "hera",
             Self::Throughput => "throughput",
@@ -144,7 +147,7 @@ pub fn benchmark(arguments: &Arguments) -> Result<bool> {
     };
     let pagefold = Pagefold { program: program.canonicalize().with_context(|| format!("no {}", program.display()))? };
     let chosen = |section: &&Section| match arguments.sections.is_empty() {
-        true => !matches!(section, Section::Hera | Section::Throughput),
+        true => !matches!(section, Section::Debian | Section::Hera | Section::Throughput),
         false => arguments.sections.contains(section),
     };
     trial::note_signals()?;
@@ -192,10 +195,11 @@ impl Kept<'_> {
             Section::Synthetic => Workload::synthetic(quick),
             Section::Fleet => Workload::fleet(quick),
             Section::Program => Workload::program(quick),
-            Section::Hot => {
+            Section::Hot | Section::Debian => {
+                let codes = if section == Section::Hot { hot::CODES } else { hot::FURTHER };
                 let conditions =
                     hot::Conditions { pagefold: self.pagefold.clone(), cpu: self.arguments.hot_cpu, quick };
-                for code in hot::chosen(&self.arguments.codes)? {
+                for code in hot::chosen(codes, &self.arguments.codes)? {
                     all.push((code.name, hot::measure(code, rounds(self.arguments.hot_rounds), &conditions)?));
                     self.keep(section, &all)?;
                 }
@@ -316,6 +320,12 @@ pub(crate) fn versions(pagefold: &Pagefold) -> BTreeMap<String, String> {
         ("openfoam", vec!["dpkg-query", "-W", "openfoam"]),
         ("espresso", vec!["dpkg-query", "-W", "quantum-espresso"]),
         ("cp2k", vec!["dpkg-query", "-W", "cp2k"]),
+        ("lammps", vec!["dpkg-query", "-W", "lammps"]),
+        ("gromacs", vec!["dpkg-query", "-W", "gromacs"]),
+        ("nwchem", vec!["dpkg-query", "-W", "nwchem-openmpi"]),
+        ("abinit", vec!["dpkg-query", "-W", "abinit"]),
+        ("elk", vec!["dpkg-query", "-W", "elk-lapw"]),
+        ("gerris", vec!["dpkg-query", "-W", "gerris"]),
     ];
     let ask = |words: &[&str]| {
         let output = Command::new(words[0]).args(&words[1..]).output().ok()?;
