@@ -2,13 +2,17 @@
 //!
 //! Each round is a whole merge: census, plan, apply, verify, everything put back. What has not been there for long
 //! enough to be expected to stay waits for a later round ([`Ages`]), so that the first round merges nothing of a
-//! program that has just begun; what did not stay merged in one round is left out of the next ones. Between rounds ksmd
-//! is as it was, so that a page that breaks is copied once and not merged again behind anybody's back. What is merged
-//! is looked at again meanwhile, since a page is seen to break once between two looks however often it is written. The
-//! second round comes once what the first one noted can be ripe. The pause after any other is a multiple of the CPU
-//! time that the round took, so that watching memory that does not change costs next to nothing, and no shorter than it
-//! takes to ripen.
+//! program that has just begun; what did not stay merged in one round is left out of the next ones. The second round
+//! comes once what the first one noted can be ripe. The pause after any other is a multiple of the CPU time that the
+//! round took, so that watching memory that does not change costs next to nothing, and no shorter than it takes to ripen.
+//!
+//! Between rounds merged pages are checked every two seconds. Programs write many of them now and then with the bytes
+//! that were there. Those are merged again right away, by one scan of the enrolled ranges ([`remerge`]): a round needs a
+//! census and comes too late for them. For the rest of the time ksmd is as it was, so that each COW break is seen. What
+//! is written too often is unenrolled. The price for that is the CPU time that ksmd was granted
+//! ([`pagefold_model::lasting::price_within`]).
 
+use self::remerge::Remerge;
 use crate::merge::{self, Planned, carry_out};
 use crate::prepare::{Prepared, Request, prepare};
 use crate::session::{self, Remains, Session};
@@ -76,7 +80,9 @@ impl<'h> Follow<'h, '_> {
         tell: impl FnMut(Told<'_>),
         stop: &AtomicBool,
     ) -> Result<(), Error> {
-        self.go_on(&mut Trial::new(self.host), members, tell, stop)
+        let mut trial = Trial::new(self.host);
+        trial.grant(self.how.share);
+        self.go_on(&mut trial, members, tell, stop)
     }
 
     /// The same, with what an earlier merge has under trial.
@@ -88,20 +94,22 @@ impl<'h> Follow<'h, '_> {
         stop: &AtomicBool,
     ) -> Result<(), Error> {
         let mut ages = Ages::new(self.host.page_size())?;
+        let mut remerge = Remerge::new(self.host, self.how.share);
         let ripens = ripe_after(self.host.page_size().bytes());
         // A program that starts fills its memory first.
         let (mut pause, mut noted) = (ripens, false);
         loop {
             let rested = Instant::now();
-            let (mut looked, mut again) = (rested, ripens);
+            let (mut looked, mut again) = (rested, remerge::PAUSE);
             let mut pids = members();
             while rested.elapsed() < pause && !pids.is_empty() && !stop.load(Ordering::Relaxed) {
                 std::thread::sleep(LOOK);
                 pids = members();
                 if looked.elapsed() >= again {
                     let before = merge::own_cpu();
-                    self.look(trial, &mut tell)?;
-                    (looked, again) = (Instant::now(), ripens.max(merge::own_cpu().saturating_sub(before) * REST));
+                    let ksmd = self.look(trial, &mut remerge, &mut tell, stop)?;
+                    let own = merge::own_cpu().saturating_sub(before) * REST;
+                    (looked, again) = (Instant::now(), remerge::PAUSE.max(own).max(remerge.pause_after(ksmd)));
                 }
             }
             if pids.is_empty() || stop.load(Ordering::Relaxed) {
@@ -109,7 +117,7 @@ impl<'h> Follow<'h, '_> {
                 return Ok(());
             }
             let before = merge::own_cpu();
-            self.round(pids, trial, &mut ages, &mut tell, stop)?;
+            self.round(pids, trial, &mut ages, &mut remerge, &mut tell, stop)?;
             // The first round only takes note of what there is, and is half of one with the second.
             let rest = if noted { merge::own_cpu().saturating_sub(before) * REST } else { ripens };
             pause = rest.max(ripens);
@@ -123,6 +131,7 @@ impl<'h> Follow<'h, '_> {
         pids: Vec<Pid>,
         trial: &mut Trial<'h>,
         ages: &mut Ages,
+        remerge: &mut Remerge<'h>,
         tell: &mut dyn FnMut(Told<'_>),
         stop: &AtomicBool,
     ) -> Result<(), Error> {
@@ -137,7 +146,7 @@ impl<'h> Follow<'h, '_> {
             plan.leave_out(process, withdrawn.ranges());
         }
         if plan.targets.is_empty() {
-            return self.look(trial, tell);
+            return self.look(trial, remerge, tell, stop).map(drop);
         }
         let Some(mut session) = self.begin(tell)? else { return Ok(()) };
         let progress = merge::Progress::default();
@@ -148,15 +157,35 @@ impl<'h> Follow<'h, '_> {
         Ok(())
     }
 
-    /// Withdraw what did not stay merged since the last look. While somebody else drives this host it waits.
-    fn look(&self, trial: &mut Trial<'h>, tell: &mut dyn FnMut(Told<'_>)) -> Result<(), Error> {
-        if !trial.look(Whom::Ran) {
-            return Ok(());
+    /// Check what is merged: unenroll what does not last, and merge again what was written. While another program drives
+    /// this host it waits. Tells the CPU time that ksmd took for it.
+    fn look(
+        &self,
+        trial: &mut Trial<'h>,
+        remerge: &mut Remerge<'h>,
+        tell: &mut dyn FnMut(Told<'_>),
+        stop: &AtomicBool,
+    ) -> Result<Duration, Error> {
+        let losses = trial.look(Whom::Ran);
+        let due = remerge::is_due(trial);
+        if !losses && !due {
+            return Ok(Duration::ZERO);
         }
-        let Some(mut session) = self.begin(tell)? else { return Ok(()) };
-        trial.withdraw(&mut session, Moment::Between).map_err(|error| session.give_up(error))?;
+        let Some(mut session) = self.begin(tell)? else { return Ok(Duration::ZERO) };
+        let mut ksmd = Duration::ZERO;
+        if losses {
+            trial.withdraw(&mut session, Moment::Between).map_err(|error| session.give_up(error))?;
+        }
+        if due {
+            match remerge.run(&mut session, trial, stop) {
+                Ok(took) => ksmd = took,
+                // Another program sets ksmd: its values stay.
+                Err(session::Error::Contested { .. }) => {}
+                Err(error) => return Err(session.give_up(error).into()),
+            }
+        }
         session.finish()?.iter().for_each(|remains| tell(Told::Remains(remains)));
-        Ok(())
+        Ok(ksmd)
     }
 
     /// Begin to change the host. What of a killed run cannot be put back is told. Nothing while somebody else drives.
@@ -172,5 +201,6 @@ impl<'h> Follow<'h, '_> {
     }
 }
 
+mod remerge;
 #[cfg(test)]
 mod tests;

@@ -13,11 +13,11 @@ use pagefold_host::act::{Action, Advice, NOT_MAPPED, Refusal};
 use pagefold_host::room::{is_short, room};
 use pagefold_host::{Host, Process as Handle};
 use pagefold_model::guard::{self, Need, Verdict};
-use pagefold_model::lasting::Seen;
+use pagefold_model::lasting::{self, Price, Seen};
 use pagefold_model::outcome::{Change, Missed};
 use pagefold_model::plan::Plan;
 use pagefold_model::process::Process;
-use pagefold_model::{Absent, AddressRange, PageSize, Pages, ProcessId};
+use pagefold_model::{Absent, AddressRange, Pages, ProcessId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What is watched, and what was withdrawn.
@@ -35,6 +35,12 @@ pub struct Trial<'h> {
     refused: BTreeMap<ProcessId, Vec<Missed>>,
     /// Whether frames cannot be seen, so that nothing can be watched.
     blind: bool,
+    /// By which price merged pages are judged.
+    price: Price,
+    /// COW breaks a second that are allowed, where ksmd was granted a share of one CPU.
+    breaks_allowed: Option<f64>,
+    /// Pages that were found written since they were last merged again, about.
+    broken: Pages,
     /// Percent of ten seconds in which some task waited for memory, from which on it is short and nothing is withdrawn.
     pressure: Option<f64>,
 }
@@ -67,8 +73,16 @@ impl<'h> Trial<'h> {
             idle: BTreeMap::new(),
             refused: BTreeMap::new(),
             blind: false,
+            price: Price::default(),
+            breaks_allowed: None,
+            broken: Pages::ZERO,
             pressure: None,
         }
+    }
+
+    /// Judge by the CPU time that was granted: ksmd has this share of one CPU for the processes that are watched.
+    pub fn grant(&mut self, share: f64) {
+        self.breaks_allowed = Some(lasting::breaks_allowed(share));
     }
 
     /// Withdraw nothing while memory is short, where some task that waits for it for this percentage of ten seconds is.
@@ -151,7 +165,25 @@ impl<'h> Trial<'h> {
     /// be withdrawn between rounds.
     pub fn look(&mut self, whom: Whom) -> bool {
         self.blind = self.blind || !self.watch.is_empty() && self.watch.look(whom).is_err();
-        !self.is_empty() && self.watch.has_losses(|seen| pays(seen, self.host.page_size()))
+        if self.is_empty() {
+            return false;
+        }
+        self.broken += self.watch.broken();
+        let page_bytes = self.host.page_size().bytes();
+        if let Some(allowed) = self.breaks_allowed {
+            self.price = lasting::price_within(&self.watch.churn(), allowed, page_bytes);
+        }
+        self.watch.has_losses(|seen| self.price.pays(seen, page_bytes))
+    }
+
+    /// About how many merged pages were found written since this was asked for last.
+    pub fn take_broken(&mut self) -> Pages {
+        std::mem::take(&mut self.broken)
+    }
+
+    /// The same, to be asked for again.
+    pub fn broken(&self) -> Pages {
+        self.broken
     }
 
     /// Withdraw what does not pay by the last look, as far as there is memory for it. What is refused is looked at
@@ -168,7 +200,8 @@ impl<'h> Trial<'h> {
         }
         let page_size = self.host.page_size();
         let mut by_process: BTreeMap<ProcessId, Vec<Piece>> = BTreeMap::new();
-        let pays = |seen: &Seen| pays(seen, page_size);
+        let price = self.price;
+        let pays = |seen: &Seen| price.pays(seen, page_size.bytes());
         for piece in self.watch.withdraw(pays, moment) {
             by_process.entry(piece.process).or_default().push(piece);
         }
@@ -278,11 +311,6 @@ impl<'h> Trial<'h> {
         let room = room(self.host, &cgroup.map(str::to_owned).into_iter().collect());
         guard::judge(&Need::of(cgroup, copies, Pages::ZERO), &room, self.host.page_size()).verdict
     }
-}
-
-/// Whether what was seen speaks for leaving pages merged.
-fn pays(seen: &Seen, page_size: PageSize) -> bool {
-    seen.pays(page_size.bytes()) && !seen.thrashes(page_size.bytes())
 }
 
 /// Why nothing is withdrawn while memory is waited for.

@@ -12,7 +12,7 @@
 
 use crate::verify::{self, Done};
 use pagefold_host::{Host, Process, observe};
-use pagefold_model::lasting::Seen;
+use pagefold_model::lasting::{Churn, Seen};
 use pagefold_model::mix::mix;
 use pagefold_model::plan::Plan;
 use pagefold_model::process::Process as Facts;
@@ -41,6 +41,7 @@ pub struct Piece {
     pub own: bool,
     /// What was seen of it.
     pub seen: Seen,
+    since: Instant,
     pages: Box<[Page]>,
 }
 
@@ -122,12 +123,14 @@ pub struct Watch<'h> {
     processes: BTreeMap<ProcessId, Watched>,
     pieces: Vec<Piece>,
     ran: bool,
+    /// Merged pages that the last look found written, those included that stand behind the ones that are looked at.
+    broken: f64,
 }
 
 impl<'h> Watch<'h> {
     /// Nothing yet.
     pub fn new(host: &'h dyn Host) -> Self {
-        Self { host, processes: BTreeMap::new(), pieces: Vec::new(), ran: false }
+        Self { host, processes: BTreeMap::new(), pieces: Vec::new(), ran: false, broken: 0.0 }
     }
 
     /// Cut a plan into pieces, and watch those that are not watched yet, but for what lies in `without`.
@@ -184,6 +187,23 @@ impl<'h> Watch<'h> {
         self.pieces.iter().fold(Seen::default(), |sum, piece| sum + piece.seen)
     }
 
+    /// About how many merged pages the last look found written.
+    pub fn broken(&self) -> Pages {
+        Pages(self.broken as u64)
+    }
+
+    /// What keeping each piece merged costs, as far as any of it was written.
+    pub fn churn(&self) -> Vec<Churn> {
+        let page = self.host.page_size().bytes();
+        let of = |piece: &Piece| {
+            let rate = piece.seen.rate_at_least();
+            let seconds = piece.since.elapsed().as_secs_f64();
+            let breaks = piece.seen.broken.0 as f64 * piece.stands_for(page) / seconds;
+            (rate > 0.0 && seconds > 0.0).then(|| Churn { lasts: 1.0 / rate, breaks })
+        };
+        self.pieces.iter().filter_map(of).collect()
+    }
+
     /// Look again at pages. Time counts for those processes that ever ran: one that never did cannot have written.
     /// Processes that have ended are forgotten: all of their pages went away, and nothing of it was written.
     pub fn look(&mut self, whom: Whom) -> Reading<()> {
@@ -233,6 +253,7 @@ impl<'h> Watch<'h> {
             first += count;
         }
         self.tell(&mut frames)?;
+        self.broken = 0.0;
         for piece in &mut self.pieces {
             let Some(&elapsed) = elapsed.get(&piece.process) else { continue };
             let were = piece.pages.iter().filter(|page| page.was_merged()).count() as u64;
@@ -244,6 +265,7 @@ impl<'h> Watch<'h> {
                 }
             }
             piece.seen.count(Pages(were), (broken, twice), elapsed);
+            self.broken += broken.0 as f64 * piece.stands_for(page);
         }
         Ok(())
     }
@@ -300,7 +322,13 @@ impl<'h> Watch<'h> {
 impl Piece {
     fn new(process: ProcessId, range: AddressRange, own: bool, page: u64) -> Self {
         let watched = (range.bytes().0 / page).min(STRIPE * STRIPES);
-        Self { process, range, own, seen: Seen::default(), pages: vec![Page::default(); watched as usize].into() }
+        let pages = vec![Page::default(); watched as usize].into();
+        Self { process, range, own, seen: Seen::default(), since: Instant::now(), pages }
+    }
+
+    /// For how many pages each of those stands that are looked at.
+    fn stands_for(&self, page: u64) -> f64 {
+        (self.range.bytes().0 / page) as f64 / self.pages.len().max(1) as f64
     }
 
     /// What of it is looked at: a stripe of each part of it, somewhere in that part, or programs that do the same to the

@@ -43,9 +43,71 @@ pub fn ripe_after(page_bytes: u64) -> Duration {
     Duration::from_secs_f64(ripe)
 }
 
+/// Where an operator granted ksmd CPU time for a program, merged pages need to last only this part of [`must_last`]:
+/// that time is set aside whether it is used or not. Below it a program is disturbed for next to nothing: pages that
+/// simulations overwrite in each step last for less than a second.
+const GRANTED_PART: f64 = 0.2;
+
+/// COW breaks may take this part of one CPU: a program with a single thread becomes slower by no more.
+const BREAK_SHARE: f64 = 0.015;
+
+/// The part of ksmd's share that may go into merging the same pages again.
+const REMERGE_PART: f64 = 0.5;
+
 /// Pages that broke twice within so many times what they have to last are left alone, whether they paid or not: a page
 /// that is merged and written again and again is a nuisance to its program for little.
 const THRASHES: u32 = 10;
+
+/// By which price merged pages are judged.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Price {
+    /// The price of CPU time that has other uses. Pages that are merged and written twice soon are unenrolled, too.
+    #[default]
+    Market,
+    /// CPU time was granted: pages must last for this long.
+    Granted(Duration),
+}
+
+impl Price {
+    /// Whether pages pay, by what was seen of them.
+    pub fn pays(self, seen: &Seen, page_bytes: u64) -> bool {
+        match self {
+            Self::Market => seen.pays(page_bytes) && !seen.thrashes(page_bytes),
+            Self::Granted(must_last) => seen.rate_at_least() * must_last.as_secs_f64() <= 1.0,
+        }
+    }
+}
+
+/// COW breaks a second that are allowed where ksmd was granted a share of one CPU.
+pub fn breaks_allowed(share: f64) -> f64 {
+    (BREAK_SHARE / BREAK).min(share * REMERGE_PART / MERGE)
+}
+
+/// What keeping some pages merged costs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Churn {
+    /// Seconds for which a page is merged until it is written.
+    pub lasts: f64,
+    /// COW breaks a second, of all of these pages.
+    pub breaks: f64,
+}
+
+/// The price at which as many pages stay enrolled as `allowed` COW breaks a second permit, those first that last
+/// longest. What lasts for [`must_last`] stays in any case, and what lasts for less than a fifth of that does not.
+pub fn price_within(churn: &[Churn], allowed: f64, page_bytes: u64) -> Price {
+    let dearest = must_last(page_bytes).as_secs_f64();
+    let mut churn: Vec<&Churn> = churn.iter().filter(|churn| churn.lasts < dearest).collect();
+    churn.sort_by(|left, right| right.lasts.total_cmp(&left.lasts));
+    let (mut breaks, mut least) = (0.0, dearest);
+    for part in churn {
+        breaks += part.breaks;
+        if breaks > allowed {
+            return Price::Granted(Duration::from_secs_f64(least));
+        }
+        least = part.lasts.max(dearest * GRANTED_PART);
+    }
+    Price::Granted(Duration::from_secs_f64(dearest * GRANTED_PART))
+}
 
 /// What was seen of merged pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -140,6 +202,35 @@ mod tests {
         // 5.14 ln(1 + 60 / 5.14) = 13.05, and 5.15 ln(1 + 60 / 5.15) = 13.07.
         assert!((ripe_after(4096).as_secs_f64() - 5.145).abs() < 0.01, "{:?}", ripe_after(4096));
         assert!(ripe_after(65536) < ripe_after(16384) && ripe_after(16384) < ripe_after(4096));
+    }
+
+    #[test]
+    fn a_granted_share_keeps_what_lasts_for_three_seconds() {
+        // Merged for four seconds until each write: less than the thirteen of the market price.
+        let four_seconds = seen(4.0 * 1000.0, 1000);
+        let market = Price::default();
+        assert!(!market.pays(&four_seconds, 4096));
+        let churn = |lasts: f64, breaks: f64| Churn { lasts, breaks };
+        let granted = price_within(&[churn(4.0, 900.0)], breaks_allowed(0.1), 4096);
+        assert!(granted.pays(&four_seconds, 4096), "{granted:?}");
+        assert!(!granted.pays(&seen(1000.0, 1000), 4096), "a second is too short at any price");
+    }
+
+    #[test]
+    fn what_lasts_shortest_goes_first_when_writes_are_too_many() {
+        let churn = |lasts: f64, breaks: f64| Churn { lasts, breaks };
+        let price = |parts: &[Churn]| match price_within(parts, 6000.0, 4096) {
+            Price::Granted(must_last) => must_last.as_secs_f64(),
+            Price::Market => panic!("no share was granted"),
+        };
+        assert!((price(&[]) - 2.61).abs() < 0.01);
+        assert!((price(&[churn(8.0, 3000.0), churn(4.0, 3000.0)]) - 2.61).abs() < 0.01, "all fit");
+        assert_eq!(price(&[churn(4.0, 3001.0), churn(8.0, 3000.0)]), 8.0, "the shorter ones do not");
+        assert!((price(&[churn(8.0, 6001.0)]) - 13.06).abs() < 0.01, "nothing but what pays at the market price");
+        let lasting = [churn(20.0, 9000.0), churn(5.0, 6000.0)];
+        assert!((price(&lasting) - 2.61).abs() < 0.01, "what pays at the market price takes no allowance");
+        // 1.5 % of a CPU at 2.5 us a write, or half of the share at 6 us a merge.
+        assert!((breaks_allowed(1.0) - 6000.0).abs() < 1e-6 && (breaks_allowed(0.012) - 1000.0).abs() < 1e-6);
     }
 
     #[test]

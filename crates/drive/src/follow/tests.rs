@@ -84,7 +84,8 @@ fn told<'h>(host: &'h Fake, directory: &Path, trial: &mut Trial<'h>) -> Vec<Stri
             told => panic!("{told:?}"),
         });
     };
-    follow(host, directory).look(trial, &mut tell).unwrap();
+    let mut remerge = Remerge::new(host, 1.0);
+    follow(host, directory).look(trial, &mut remerge, &mut tell, &AtomicBool::new(false)).unwrap();
     lines
 }
 
@@ -191,4 +192,36 @@ fn what_a_killed_run_left_and_cannot_be_put_back_is_told_at_once() {
     assert!(matches!(&lines[..], [line] if line.contains("sleep_millisecs") && line.contains("99")), "{lines:?}");
     assert!(refused(&trial).is_empty(), "and what does not last was withdrawn");
     assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, "", false)]);
+}
+
+/// Without a scan between rounds they would stay apart until the next census.
+#[test]
+fn written_pages_that_last_are_merged_again_between_rounds() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    host.put("full_scans", "7");
+    let range = AddressRange { start: 1 << 24, end: (1 << 24) + (1 << 14) * PAGE };
+    host.map(PID, (range.start, range.end), MERGED, true);
+    let mut plan = plan();
+    plan.targets[0].ranges[0].range = range;
+    let mut trial = Trial::new(&host);
+    trial.grant(0.1);
+    trial.add(&plan);
+    trial.look(Whom::All);
+    // Each lasts for some seconds, by what is seen of all.
+    std::thread::sleep(Duration::from_millis(300));
+    for start in (range.start..range.end).step_by(20 * PAGE as usize) {
+        host.map(PID, (start, start + PAGE), "", true);
+    }
+    host.ran(PID, 1);
+    assert_eq!(told(&host, directory.path(), &mut trial), [""; 0]);
+    let written = host.written();
+    let at = |setting: &str| written.iter().position(|line| line == setting);
+    assert!(at("smart_scan=0").is_some() && at("smart_scan=0") < at("run=1"), "{written:?}");
+    assert!(at("run=1").is_some() && at("run=1") < at("run=0"), "{written:?}");
+    assert_eq!((host.value("run"), host.value("smart_scan")), ("0".to_owned(), "1".to_owned()));
+    assert!(host.regions(Pid(PID)).unwrap().iter().all(|(.., enrolled)| *enrolled), "nothing was unenrolled");
+    // What is still apart is not scanned for again.
+    host.ran(PID, 2);
+    told(&host, directory.path(), &mut trial);
+    assert_eq!(host.written(), written);
 }

@@ -27,6 +27,10 @@ use std::time::Duration;
 /// ksmd's share of one CPU unless said otherwise.
 const SHARE: f64 = 0.1;
 
+/// What a round must give back of a process, net. Ranks of a job have a little each, round by round. Enrolling takes some
+/// 2 ms of a process, which is this much by the price of CPU time.
+const MIN_PROFIT: Bytes = Bytes(256 << 10);
+
 /// The pause between two looks at the tree.
 const LOOK: Duration = Duration::from_millis(500);
 
@@ -100,7 +104,7 @@ impl Drive {
                 settle: Duration::from_millis(500),
                 threads: 1,
                 whole: false,
-                min_profit: Bytes(1 << 20),
+                min_profit: MIN_PROFIT,
                 share: self.share,
                 max_regions: None,
                 metadata: None,
