@@ -107,7 +107,13 @@ impl Headroom {
             (self.version, self.limits) = find_limits(&cgroups, &mounts).unwrap_or_default();
             self.cgroups = cgroups;
         }
-        let of_host = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| available(&text));
+        // Free memory alone is told at a tenth of the cost.
+        let host = rustix::system::sysinfo();
+        let (free, total) = (host.freeram as u64, host.totalram as u64);
+        let unit = u64::from(host.mem_unit);
+        let is_free = free.saturating_sub(total / 100).saturating_mul(unit) >= plenty.0;
+        let meminfo = (!is_free).then(|| std::fs::read_to_string("/proc/meminfo").ok()).flatten();
+        let of_host = meminfo.and_then(|text| available(&text));
         let of_cgroups = self.limits.iter().filter_map(|cgroup| left_in(cgroup, self.version, plenty));
         of_host.into_iter().chain(of_cgroups).min().unwrap_or(plenty)
     }
