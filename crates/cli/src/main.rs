@@ -45,7 +45,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
     // Before there are threads. What `run` starts is to see of cgroups what it would see without Pagefold. Where it is
     // not permitted, limits are unknown, and said to be so.
     if !matches!(arguments.command, Command::Run(_)) {
-        let _ = pagefold_linux::enter_cgroup_namespace_of_init();
+        let _ = pagefold_linux::enter_initial_cgroup_namespace();
     }
     match &arguments.command {
         Command::Census(options) => command::census::run(options, &arguments.global),

@@ -13,7 +13,7 @@ mod programs;
 pub mod qmp;
 
 pub use contents::BATCH_BYTES;
-pub use namespace::enter_cgroup_namespace_of_init;
+pub use namespace::enter_initial_cgroup_namespace;
 
 use pagefold_host::act::{Action, Effect, Refusal};
 use pagefold_host::{Claim, FrameFlags, Holder, Host, Process, Programs};
