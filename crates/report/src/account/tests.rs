@@ -181,7 +181,7 @@ fn rendered(by: GroupBy, width: u16) -> String {
 #[test]
 fn processes_in_a_wide_terminal() {
     insta::assert_snapshot!(rendered(GroupBy::Process, 160), @r"
-    Account of this host: 4 processes cost 276 MiB, by RSS 338 MiB; KSM saves them 134 MiB net. 1 of them by estimate.
+    Account of this host: 4 processes cost 276 MiB, by RSS 338 MiB; merging saves them 134 MiB net. 1 of them by estimate.
 
      pid  name             RSS       PSS   private       KSM  KSM zero  fair share  unmerged  saved, net      swap  share
      101  web1         160 MiB   130 MiB   100 MiB  60.0 MiB  40.0 MiB     130 MiB   200 MiB    66.9 MiB         ·  █████▋
@@ -199,8 +199,8 @@ fn processes_in_a_wide_terminal() {
 #[test]
 fn processes_in_a_narrow_terminal() {
     insta::assert_snapshot!(rendered(GroupBy::Process, 80), @r"
-    Account of this host: 4 processes cost 276 MiB, by RSS 338 MiB; KSM saves them
-    134 MiB net. 1 of them by estimate.
+    Account of this host: 4 processes cost 276 MiB, by RSS 338 MiB; merging saves
+    them 134 MiB net. 1 of them by estimate.
 
      pid  name             RSS       KSM  fair share  unmerged  saved, net
      101  web1         160 MiB  60.0 MiB     130 MiB   200 MiB    66.9 MiB
@@ -220,7 +220,7 @@ fn processes_in_a_narrow_terminal() {
 #[test]
 fn machines() {
     insta::assert_snapshot!(rendered(GroupBy::Vm, 100), @r"
-    Account of this host: 4 processes cost 276 MiB, by RSS 338 MiB; KSM saves them 134 MiB net. 1 of
+    Account of this host: 4 processes cost 276 MiB, by RSS 338 MiB; merging saves them 134 MiB net. 1 of
     them by estimate.
 
      name    processes       RSS       PSS   private       KSM  fair share   unmerged  saved, net
@@ -360,8 +360,8 @@ fn what_the_engine_saves_is_shown_where_it_is_there() {
     let engine = (total.engine_pages, total.engine_fair_share, total.engine_saved);
     assert_eq!(engine, (Some(8 * MIB), Some(2 << 20), Some(6 << 20)));
     insta::assert_snapshot!(text::render(&report, 3, REMEDY, Style { width: 160, colour: false }), @r"
-    Account of this host: 2 processes cost 6.00 MiB, by RSS 12.0 MiB; what KSM saves them is not known; the user-space engine saves them 6.00 MiB. Every frame was
-    looked at.
+    Account of this host: 2 processes cost 6.00 MiB, by RSS 12.0 MiB; what merging saves them is not known; the user-space engine saves them 6.00 MiB. Every frame
+    was looked at.
 
      pid  name             RSS  PSS   private  KSM  KSM zero  fair share  unmerged  saved, net    engine  engine saves  share
        1  rank        10.0 MiB    ·  2.00 MiB    ·         ?    4.00 MiB         ?           ?  8.00 MiB      6.00 MiB  ████████
