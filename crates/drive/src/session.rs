@@ -2,10 +2,10 @@
 //!
 //! A [`Session`] holds the one lock that lets somebody change KSM's settings and enrolments, and writes each change
 //! into the [`journal`] before it is made. The lock is in the state directory; another one, which all Pagefolds on the
-//! host share ([`Host::claim`]), keeps those out that have a state directory of their own. What was changed for a time only comes back when the session
-//! ends, newest first: at the end of the work, on an error, in a panic. After `kill -9` the next session, or
-//! `pagefold recover`, finds the journal and puts it back. What cannot be put back now but may be later stays written
-//! down, and the next session tries again.
+//! host share ([`Host::claim`]), keeps those out that have a state directory of their own. What was changed for a time
+//! only comes back when the session ends, newest first: at the end of the work, on an error, in a panic. After `kill -9`
+//! the next session, or `pagefold recover`, finds the journal and puts it back. What cannot be put back now but may be
+//! later stays written down, and the next session tries again.
 //!
 //! A setting is put back only where it still has the value that was written last. Another value was written by
 //! somebody else since, and is theirs: Pagefold yields and says so. One setting is written by the kernel too: a change
@@ -23,10 +23,13 @@
 //! Settings that a policy leaves behind on purpose ([`Session::keep`]) are written down apart, until
 //! [`Session::restore_policy`].
 
+mod error;
 mod extent;
 
-use crate::journal::{self, Change, Directory, Entry, Journal, POLICY, SESSION, resting};
+use crate::journal::{Change, Directory, Entry, Journal, POLICY, SESSION, resting};
 use crate::verify;
+pub use error::Error;
+pub(crate) use error::chain;
 use extent::Extents;
 use pagefold_host::act::{self, Action, Advice, Effect, Refusal};
 use pagefold_host::{Claim, Holder, Host, parse, room};
@@ -41,7 +44,7 @@ use std::fmt;
 use std::fs::{DirBuilder, File, TryLockError};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -62,89 +65,6 @@ pub enum Stays {
     OnceDone,
     /// It is never put back.
     ForGood,
-}
-
-/// Why a session could not begin or a change could not be made.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// Another one is under way, perhaps with another state directory.
-    #[error("another pagefold{} changes this host now: wait for it, or stop it", holder(.0))]
-    Busy(Holder),
-    /// The lock cannot be had.
-    #[error("cannot use {path} (as root it is made; elsewhere give --state DIR)")]
-    State {
-        /// Which path.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// Others could write what is to be put back.
-    #[error(
-        "{0} can be written by others: whoever can write the journal decides what is done; use a directory of yours"
-    )]
-    Exposed(PathBuf),
-    /// The journal cannot be read or written.
-    #[error(transparent)]
-    Journal(#[from] journal::Error),
-    /// What the host has now cannot be read, so it could not be put back.
-    #[error("cannot tell what there is now, so it could not be put back")]
-    Unknown(#[source] Absent),
-    /// A setting cannot be read, so it could not be put back.
-    #[error("cannot read /sys/kernel/mm/ksm/{}{}", .setting.file(), unreadable(.source))]
-    Setting {
-        /// Which.
-        setting: Setting,
-        /// Why.
-        source: Absent,
-    },
-    /// The change was refused.
-    #[error(transparent)]
-    Refused(#[from] Refusal),
-    /// Somebody else has written a setting since.
-    #[error("somebody else writes /sys/kernel/mm/ksm/{}: it was {wrote}, it is {found}", .setting.file())]
-    Contested {
-        /// Which.
-        setting: Setting,
-        /// What this session had written.
-        wrote: String,
-        /// What is there.
-        found: String,
-    },
-    /// Something failed, and not all that was changed before is put back.
-    #[error("not all is put back ({})", list(.remains))]
-    Remains {
-        /// What is not.
-        remains: Vec<Remains>,
-        /// What had failed, or what failed in putting it back.
-        source: Box<Error>,
-    },
-}
-
-fn list(remains: &[Remains]) -> String {
-    remains.iter().map(Remains::to_string).collect::<Vec<_>>().join("; ")
-}
-
-/// An error with what caused it.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(Some(error), |error| error.source());
-    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
-}
-
-fn holder(Holder { pid, state }: &Holder) -> String {
-    match (pid, state) {
-        (Some(pid), Some(state)) => format!(" (process {pid}, state directory {})", state.display()),
-        (Some(pid), None) => format!(" (process {pid})"),
-        (None, _) => " that is not seen from here, in another container or on its host,".to_owned(),
-    }
-}
-
-/// What to do about a setting that cannot be read.
-fn unreadable(why: &Absent) -> &'static str {
-    match why {
-        Absent::NotOnThisKernel => " (a kernel with CONFIG_KSM is needed, and for the advisor 6.8 or later)",
-        Absent::Denied => " (run as root)",
-        _ => "",
-    }
 }
 
 /// Something that could not be put back.
