@@ -1,6 +1,6 @@
 #!/bin/sh
 # Prepares what `make bench-merge` needs beyond labs/setup.sh: a database and the simulations of labs/mpi, all from
-# Debian (some 1160 MB installed). Does only what is still to be done. Needs root only where packages are missing.
+# Debian (some 2 GB installed). Does only what is still to be done. Needs root only where packages are missing.
 set -eu
 
 # quantum-espresso-data holds the pseudopotentials, cp2k-data these and the basis sets.

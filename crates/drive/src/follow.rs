@@ -24,6 +24,7 @@ use pagefold_model::Pid;
 use pagefold_model::lasting::ripe_after;
 use pagefold_model::outcome::{Missed, Outcome};
 use pagefold_model::process::Process;
+use pagefold_sys::allocator::give_back_free_blocks;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -118,6 +119,8 @@ impl<'h> Follow<'h, '_> {
             }
             let before = merge::own_cpu();
             self.round(pids, trial, &mut ages, &mut remerge, &mut tell, stop)?;
+            // What the census took is in the job's cgroup, and counts against what was saved.
+            give_back_free_blocks();
             // The first round only takes note of what there is, and is half of one with the second.
             let rest = if noted { merge::own_cpu().saturating_sub(before) * REST } else { ripens };
             pause = rest.max(ripens);

@@ -7,6 +7,7 @@ use crate::config::Config;
 use crate::progress;
 use anyhow::bail;
 use pagefold_census::Selection;
+use pagefold_drive::daemon::give_back_big_blocks;
 use pagefold_drive::follow::{Follow, Told};
 use pagefold_drive::merge::{self, After};
 use pagefold_drive::policy as rules;
@@ -82,6 +83,8 @@ impl Drive {
     /// Drive until all that a process started have ended, or this process is told to stop.
     pub fn run(self, first: ProcessId) {
         let done = || -> anyhow::Result<()> {
+            // Before there are other threads. Where it fails, what a census takes stays until the end.
+            let _ = give_back_big_blocks();
             let stop = progress::stop_on_signal()?;
             let host = LiveHost::new();
             let mut tree = Tree::of(first);
