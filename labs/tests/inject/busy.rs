@@ -104,3 +104,64 @@ fn a_target_is_visited_beside_a_real_time_program_on_its_cpu() {
     }
     panic!("three visits ended no sooner than the real-time program");
 }
+
+/// Have `helper` ask the kernel to evict a range of another process; whether none of it is left in memory.
+fn paged_out(helper: &Target, pid: u32, range: &std::ops::Range<u64>) -> bool {
+    const PIDFD_OPEN: i64 = 434;
+    const PROCESS_MADVISE: i64 = 440;
+    const MADV_PAGEOUT: u64 = 21;
+    let asked = inject::inside(helper, |inside| {
+        let process = inside.call(PIDFD_OPEN, [u64::from(pid), 0, 0, 0, 0, 0])?.cast_unsigned();
+        let vector = [range.start, range.end - range.start].map(u64::to_ne_bytes).concat();
+        inside.call(PROCESS_MADVISE, [process, inside.place(&vector)?, 1, MADV_PAGEOUT, 0, 0])
+    });
+    asked.expect("the helper can be visited");
+    let pagemap = fs::File::open(format!("/proc/{pid}/pagemap")).expect("it lives");
+    let mut left = false;
+    pagefold_sys::pagemap::mapped(&pagemap, range.clone(), pagefold_sys::pagemap::Holds::Anything, |_| left = true)
+        .expect("it lives");
+    !left
+}
+
+/// Without a file server that does not answer: the test checks that nothing is read from a file meanwhile.
+#[test]
+fn a_thread_is_not_held_while_code_is_read_from_a_file() {
+    let Some(shared) = program("static").filter(|_| possible()) else {
+        return println!("skipped: needs a static C library");
+    };
+    // Pages that other processes map, too, are not dropped.
+    let program = shared.with_file_name(format!("states-alone-{}", std::process::id()));
+    fs::copy(&shared, &program).expect("it is copied");
+    fs::File::open(&program).and_then(|file| file.sync_all()).expect("dirty pages are not dropped");
+    let (helper, victim) = (Victim::start("futex"), Victim::of(&program, "futex"));
+    let target = |pid: u32| {
+        let directory = fs::File::open(format!("/proc/{pid}")).expect("it lives");
+        Target::new(&directory, pid.cast_signed()).expect("it can be visited")
+    };
+    let maps = fs::read_to_string(format!("/proc/{}/maps", victim.pid())).expect("it lives");
+    let name = program.to_str().expect("text");
+    let code = maps.lines().find(|line| line.contains("r-xp") && line.ends_with(name)).expect("it has code");
+    let (start, end) = code.split(' ').next().and_then(|range| range.split_once('-')).expect("a range");
+    let address = |text| u64::from_str_radix(text, 16).expect("an address");
+    let range = address(start)..address(end);
+    let (helping, known) = (target(helper.pid()), target(victim.pid()));
+    let number = if cfg!(target_arch = "x86_64") { 39 } else { 172 };
+    let visit = |target: &Target| inject::inside(target, |inside| inside.call(number, [0; 6])).map(|done| done.0);
+    assert_eq!(visit(&known), Ok(i64::from(victim.pid())));
+    // Otherwise its threads would run between two attempts, and have the code read for themselves.
+    victim.signal(Signal::SIGSTOP);
+    eventually("it stops", || victim.status("State").starts_with('T'));
+    // Pages may be in use by the kernel for a moment.
+    if (0..100).any(|_| paged_out(&helping, victim.pid(), &range)) {
+        let visited = visit(&known);
+        assert!(matches!(&visited, Err(inject::Error::Busy(why)) if why.contains("from a file")), "{visited:?}");
+        // Code is read again before a thread is stopped.
+        assert_eq!(visit(&target(victim.pid())), Ok(i64::from(victim.pid())));
+    } else {
+        println!("skipped: this kernel does not drop the code of a program");
+    }
+    victim.signal(Signal::SIGCONT);
+    victim.finish();
+    helper.finish();
+    let _ = fs::remove_file(program);
+}

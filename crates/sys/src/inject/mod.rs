@@ -329,16 +329,16 @@ fn park<'a>(
     waited: Option<&Call>,
     stopped: Instant,
 ) -> Result<Parked<'a>, Error> {
-    let home = target.verified_home()?;
     let mut state = arch::State::save(thread)?;
     let read = |at: u64| {
         let mut bytes = [0; 16];
-        target.memory.read_exact_at(&mut bytes, at).ok().map(|()| bytes)
+        target.read_present(&mut bytes, at).ok().map(|()| bytes)
     };
     // At once: it may be let go soon, refused.
     if state.forgive_interruption(ptrace::monotonic(), read, waited) {
         arch::set_registers(thread, &state.registers).map_err(failed("writing registers"))?;
     }
+    let home = target.verified_home()?;
     // Not before it is stopped: until then it runs code of its own. In any case: another thread may put a filter on it
     // at any time (SECCOMP_FILTER_FLAG_TSYNC).
     let suspended = thread.suspend_seccomp();
@@ -350,7 +350,10 @@ fn park<'a>(
         ));
     }
     let mask = thread.signal_mask().map_err(failed("reading its signal mask"))?;
-    if let Some(abort) = state.user_ip().and_then(|ip| target.rseq_abort(thread.rseq()?, ip)) {
+    if let Some(ip) = state.user_ip()
+        && let Some(rseq) = thread.rseq()
+        && let Some(abort) = target.rseq_abort(rseq, ip)?
+    {
         state.set_ip(abort);
     }
     let bytes = state.frame_bytes().next_multiple_of(64) + ROOM;

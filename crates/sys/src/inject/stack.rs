@@ -132,10 +132,12 @@ struct Stack {
 
 impl Stack {
     /// The stack that has its end there, of the mappings that are told for addresses and above. None where a part of it
-    /// is not readable and writable, or there are too many.
+    /// is not readable and writable, or there are too many, or a file has been mapped in its place.
     fn ending_at(end: u64, told: impl Fn(u64) -> Result<Option<Piece>, Errno>) -> Result<Option<Self>, Errno> {
         let covering = |address: u64| Ok(told(address)?.filter(|piece| piece.start <= address));
-        let Some(piece) = covering(end - 1)?.filter(|piece| piece.is_writable) else { return Ok(None) };
+        // Memory of a file might have to be read from it while a thread is stopped (`Target::read_present`).
+        let usable = |piece: &Piece| piece.is_writable && piece.is_memory;
+        let Some(piece) = covering(end - 1)?.filter(usable) else { return Ok(None) };
         let mut stack = Self { start: piece.start, end: piece.end, in_pieces: false };
         for _ in 0..PIECES {
             match covering(stack.start - 1)? {
@@ -356,6 +358,8 @@ mod tests {
         assert_eq!(stack(pieces), Some(Stack { start: 0x3000, end: 0x8000, in_pieces: true }));
         let file = "2000-4000 rw-p 00000000 08:01 77    /a/file\n4000-9000 rw-p 00000000 00:00 0    [stack]\n";
         assert_eq!(stack(file), Some(whole));
+        let replaced = "4000-9000 rw-p 00000000 08:01 77    [stack]\n";
+        assert_eq!(stack(replaced), None);
         let guard = "3000-4000 ---p 00000000 00:00 0\n4000-9000 rw-p 00000000 00:00 0    [stack]\n";
         assert_eq!(stack(guard), None);
         let piece = |number: u64| format!("{:x}-{:x} rw-p 00000000 00:00 0\n", number << 12, (number + 1) << 12);

@@ -15,6 +15,8 @@ use rustix::fs::{AtFlags, Dir, FlockOperation, Mode, OFlags, flock, openat, stat
 use rustix::io::Errno;
 
 use super::{Error, Home, ROOM, arch, failed, stack};
+use crate::mapping::page_size;
+use crate::pagemap;
 
 /// How long to wait for one thread of several before the next is tried, and in the second round.
 const SHORT: Duration = Duration::from_millis(20);
@@ -310,32 +312,49 @@ impl Target {
         }
     }
 
-    /// Where the code lies, if it still does.
+    /// Where the code lies, if it still does. `Busy` where it is no longer in memory.
     pub(super) fn verified_home(&self) -> Result<Home, Error> {
         let mut stub = [0; 16];
         let mut landing = [0; 16];
-        let landing_at = arch::landing_code(self.home.landing);
-        let both = self.memory.read_exact_at(&mut stub, self.home.stub);
-        both.and_then(|()| self.memory.read_exact_at(&mut landing, landing_at)).map_err(|_| Error::Gone)?;
+        self.read_present(&mut stub, self.home.stub)?;
+        self.read_present(&mut landing, arch::landing_code(self.home.landing))?;
         if arch::is_home(&stub, &landing) { Ok(self.home) } else { Err(Error::Gone) }
+    }
+
+    /// Read memory that may belong to a file, while a thread is stopped. `Busy` where a page of it is not in memory: a
+    /// file server that does not answer would keep the thread stopped. Swapped out, it is anonymous, and is read.
+    pub(super) fn read_present(&self, bytes: &mut [u8], at: u64) -> Result<(), Error> {
+        let page = page_size() as u64;
+        let end = at.checked_add(bytes.len() as u64).and_then(|end| end.checked_next_multiple_of(page));
+        let range = at / page * page..end.ok_or(Error::Gone)?;
+        let mut present = 0;
+        pagemap::mapped(&self.pagemap, range.clone(), pagemap::Holds::Anything, |found| {
+            present += found.end - found.start;
+        })
+        .map_err(failed("reading which pages of it are in memory"))?;
+        if present != range.end - range.start {
+            return Err(Error::Busy(format!("its memory at {at:#x} would have to be read from a file first")));
+        }
+        self.memory.read_exact_at(bytes, at).map_err(|_| Error::Gone)
     }
 
     /// Where a thread that was stopped within a restartable sequence has to go on: the kernel forgets the sequence once
     /// it sees the thread elsewhere (kernel/rseq.c, `rseq_ip_fixup`), so what preemption would do has to be done.
-    pub(super) fn rseq_abort(&self, rseq: u64, ip: u64) -> Option<u64> {
+    /// `Busy` where that is not in memory.
+    pub(super) fn rseq_abort(&self, rseq: u64, ip: u64) -> Result<Option<u64>, Error> {
         let read = |at: u64| {
             let mut bytes = [0; 8];
-            self.memory.read_exact_at(&mut bytes, at).ok()?;
-            Some(u64::from_le_bytes(bytes))
+            self.read_present(&mut bytes, at).map(|()| u64::from_le_bytes(bytes))
         };
         // `struct rseq` has `rseq_cs` at 8; `struct rseq_cs` is version and flags, start_ip, post_commit_offset,
         // abort_ip.
-        let sequence = read(rseq + 8)?;
+        let sequence = read(rseq.wrapping_add(8))?;
         if sequence == 0 {
-            return None;
+            return Ok(None);
         }
-        let (start, length, abort) = (read(sequence + 8)?, read(sequence + 16)?, read(sequence + 24)?);
-        (ip.wrapping_sub(start) < length).then_some(abort)
+        let field = |at| read(sequence.wrapping_add(at));
+        let (start, length, abort) = (field(8)?, field(16)?, field(24)?);
+        Ok((ip.wrapping_sub(start) < length).then_some(abort))
     }
 }
 
