@@ -350,10 +350,11 @@ fn park<'a>(
         ));
     }
     let mask = thread.signal_mask().map_err(failed("reading its signal mask"))?;
-    if let Some(ip) = state.user_ip()
-        && let Some(rseq) = thread.rseq()
-        && let Some(abort) = target.rseq_abort(rseq, ip)?
-    {
+    let sequence = match state.user_ip().and_then(|ip| Some((thread.rseq()?, ip))) {
+        Some((rseq, ip)) => target.rseq_abort(rseq, ip),
+        None => Ok(None),
+    };
+    if let Ok(Some(abort)) = sequence {
         state.set_ip(abort);
     }
     let bytes = state.frame_bytes().next_multiple_of(64) + ROOM;
@@ -371,10 +372,12 @@ fn park<'a>(
     }
     target.memory.write_all_at(&frame, base).map_err(failed("writing to its stack"))?;
     fault::point("frame written");
-    if !sees(&frame) {
+    // Only now is it known whether its sequence was looked for in its own memory.
+    let refusal = if sees(&frame) { sequence.err() } else { Some(Error::Gone) };
+    if let Some(why) = refusal {
         // With the mark, or whoever has this memory would be left less and less stack that nobody has touched.
         target.memory.write_all_at(&after, base).map_err(failed("restoring its stack"))?;
-        return Err(Error::Gone);
+        return Err(why);
     }
     let parked = arch::parked(&state, base, home);
     arch::set_registers(thread, &parked).map_err(failed("writing registers"))?;
