@@ -228,6 +228,7 @@ fn visit_from_outside<T: Send>(
         Err(Miss::Denied(_)) => {}
         visited => return visited,
     }
+    let _stops = tracer::StopsHeld::new();
     let visited = std::thread::scope(|scope| {
         let name = "pagefold-inject".to_owned();
         let tracer =

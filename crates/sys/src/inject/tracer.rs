@@ -20,12 +20,14 @@
 //! killed process until it is thawed, and the target with it. A page that is dropped between the look and the reading,
 //! and a target whose mappings the kernel has locked, still hold the tracer up. Where Yama lets a process trace only its descendants
 //! (`kernel.yama.ptrace_scope` 1, without CAP_SYS_PTRACE) this process is refused, and `super::inside` traces from a
-//! thread of Pagefold: there a stop of Pagefold can hold the target until SIGCONT.
+//! thread of Pagefold. Job control is held back meanwhile ([`StopsHeld`]), but there SIGSTOP and a frozen cgroup hold the
+//! target until Pagefold goes on.
 
 use std::cell::Cell;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -137,6 +139,59 @@ impl Drop for SignalsBlocked {
     fn drop(&mut self) {
         // SAFETY: the set is valid; no old set is asked for.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.0, std::ptr::null_mut()) };
+    }
+}
+
+/// Stop signals of job control. SIGSTOP cannot be held back.
+const JOB_CONTROL: [libc::c_int; 3] = [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU];
+
+/// The signals of [`JOB_CONTROL`] that came while a [`StopsHeld`] lived, as bits by number.
+static HELD: AtomicU32 = AtomicU32::new(0);
+
+extern "C" fn hold(signal: libc::c_int) {
+    HELD.fetch_or(1 << signal, Ordering::Relaxed);
+}
+
+/// Holds the stop signals of job control back from all threads of this process until dropped; then they take effect.
+/// For a visit by a thread of Pagefold itself. One at a time, as signal actions belong to the process.
+///
+/// A handler, because programs that are started meanwhile would inherit that a signal is ignored.
+pub(super) struct StopsHeld {
+    before: Vec<(libc::c_int, libc::sigaction)>,
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl StopsHeld {
+    pub(super) fn new() -> Self {
+        static ONE: Mutex<()> = Mutex::new(());
+        let alone = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: all zeros are a valid `sigaction`, with an empty mask.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        action.sa_sigaction = hold as extern "C" fn(libc::c_int) as libc::sighandler_t;
+        action.sa_flags = libc::SA_RESTART;
+        let before = JOB_CONTROL.into_iter().filter_map(|signal| {
+            let mut before = std::mem::MaybeUninit::uninit();
+            // SAFETY: `action` is valid and its handler only changes an atomic; `before` is a place for the old one.
+            let answer = unsafe { libc::sigaction(signal, &raw const action, before.as_mut_ptr()) };
+            // SAFETY: the call has succeeded, so it has initialized `before`.
+            (answer == 0).then(|| (signal, unsafe { before.assume_init() }))
+        });
+        Self { before: before.collect(), _alone: alone }
+    }
+}
+
+impl Drop for StopsHeld {
+    fn drop(&mut self) {
+        for (signal, before) in &self.before {
+            // SAFETY: the action was the process's before; no old one is asked for.
+            unsafe { libc::sigaction(*signal, before, std::ptr::null_mut()) };
+        }
+        let own = getpid().as_raw_nonzero().get();
+        let held = HELD.swap(0, Ordering::Relaxed);
+        for signal in JOB_CONTROL.into_iter().filter(|signal| held >> signal & 1 == 1) {
+            // SAFETY: the call has no preconditions: it sends a signal to this process.
+            unsafe { libc::kill(own, signal) };
+        }
     }
 }
 
@@ -324,5 +379,43 @@ mod tests {
         let panic = catch_unwind(|| run(|| panic!("on purpose")));
         assert_eq!(panic.expect_err("it panics").downcast_ref::<&str>(), Some(&"on purpose"));
         assert_eq!(mask(), before);
+    }
+
+    /// The child is this test again.
+    #[test]
+    fn job_control_stops_this_process_after_a_visit_by_a_thread_of_it() {
+        const CHILD: &str = "PAGEFOLD_TEST_STOPS_HELD";
+        if std::env::var_os(CHILD).is_some() {
+            let held = StopsHeld::new();
+            kill_process(getpid(), Signal::TSTP).expect("a signal for itself");
+            let deadline = std::time::Instant::now() + Duration::from_secs(20);
+            while HELD.load(Ordering::Relaxed) == 0 {
+                assert!(std::time::Instant::now() < deadline, "it is not held");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            std::fs::write(std::env::var_os(CHILD).expect("a file"), "held").expect("the file can be written");
+            drop(held);
+            return;
+        }
+        let name = "inject::tracer::tests::job_control_stops_this_process_after_a_visit_by_a_thread_of_it";
+        let file = std::env::temp_dir().join(format!("pagefold-held-{}", std::process::id()));
+        let mut command = std::process::Command::new(std::env::current_exe().expect("a test"));
+        command.args([name, "--exact", "--nocapture"]).env(CHILD, &file).stdout(std::process::Stdio::null());
+        // With its parent in another group of its session it is no orphan, which job control would not stop.
+        let mut child = std::os::unix::process::CommandExt::process_group(&mut command, 0).spawn().expect("it starts");
+        let status = format!("/proc/{}/status", child.id());
+        let deadline = std::time::Instant::now() + Duration::from_secs(30);
+        let stopped = loop {
+            let status = std::fs::read_to_string(&status).expect("it is not reaped");
+            if status.contains("State:\tT") || status.contains("State:\tZ") || std::time::Instant::now() > deadline {
+                break status.contains("State:\tT");
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        };
+        let held = std::fs::read_to_string(&file);
+        let _ = std::fs::remove_file(&file);
+        kill_process(Pid::from_child(&child), Signal::CONT).expect("it is not reaped");
+        assert!(child.wait().expect("its end").success());
+        assert!(stopped && held.is_ok_and(|held| held == "held"), "stopped: {stopped}, and not before it was held");
     }
 }
