@@ -20,14 +20,33 @@ fn a_lock_of_the_target_on_its_own_maps_holds_nothing_up() {
     ptrace::detach(Pid::from_raw(other), None).expect("it is let go");
     done(victim.pid(), &["mergeable"]);
     victim.finish();
-    // Another process is told of by its number.
+    // A helper of the target may have locked it as well: this test is no Pagefold.
     let victim = Victim::start("futex");
     let maps = fs::File::open(format!("/proc/{}/maps", victim.pid())).expect("it lives");
-    maps.lock().expect("nobody else locks it");
-    let said = refused(victim.pid(), &["mergeable"]);
-    assert!(said.contains(&format!("process {} has locked /proc/{}/maps", std::process::id(), victim.pid())), "{said}");
-    maps.unlock().expect("it is ours");
+    maps.lock().expect("no other process locks it");
     done(victim.pid(), &["mergeable"]);
+    done(victim.pid(), &["unmergeable"]);
+    assert_eq!(enrolled(victim.pid()), 0);
+    maps.unlock().expect("it is ours");
+    victim.finish();
+}
+
+#[cfg(feature = "fault-points")]
+#[test]
+fn a_lock_of_another_pagefold_is_respected_and_told() {
+    if !possible() {
+        return;
+    }
+    let victim = Victim::start("futex");
+    let mut first = Command::new(lab());
+    first.args(["advise", &victim.pid().to_string(), "mergeable"]).env("PAGEFOLD_FAULT_POINT", "stop 1 thread chosen");
+    let mut first = first.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the lab runs");
+    let stat = || fs::read_to_string(format!("/proc/{}/stat", first.id())).unwrap_or_default();
+    eventually("it stops", || stat().rsplit(')').next().is_some_and(|rest| rest.starts_with(" T")));
+    let said = refused(victim.pid(), &["mergeable"]);
+    assert!(said.contains(&format!("process {} has locked /proc/{}/maps", first.id(), victim.pid())), "{said}");
+    kill(Pid::from_raw(first.id().cast_signed()), Signal::SIGCONT).expect("it lives");
+    assert!(first.wait().expect("its end").success());
     victim.finish();
 }
 

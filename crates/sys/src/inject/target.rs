@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -165,7 +166,8 @@ impl Target {
     }
 
     /// Held while a thread of it is visited, so that no two of ours share its stack: a lock on its `maps`. Nothing where
-    /// the process itself has locked that: then [`Target::is_traced_beside`] tells whether another Pagefold visits it.
+    /// the process itself has locked that, or another program: then [`Target::is_traced_beside`] tells whether another
+    /// Pagefold visits it.
     pub(super) fn lock(&self) -> Result<Option<File>, Error> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
         let file = openat(&self.directory, "maps", flags, Mode::empty()).map(File::from).map_err(|_| Error::Gone)?;
@@ -183,7 +185,11 @@ impl Target {
                 holder = file.metadata().ok().and_then(|file| lock_holder(&locks, file.dev(), file.ino()));
             }
             match holder {
-                Some(pid) if pid == self.pid => return Ok(None),
+                Some(pid)
+                    if pid == self.pid || !may_be_pagefold(program(pid).as_deref(), program("self").as_deref()) =>
+                {
+                    return Ok(None);
+                }
                 _ if !expired => std::thread::sleep(Duration::from_millis(1)),
                 Some(pid) => return Err(Error::Busy(format!("process {pid} has locked /proc/{}/maps", self.pid))),
                 None => return Err(Error::Busy("another pagefold is at it".to_owned())),
@@ -368,6 +374,19 @@ fn lock_holder(locks: &str, device: u64, inode: u64) -> Option<i32> {
     })
 }
 
+/// The program that a process runs. Only the name is read: its file may be on a server that does not answer.
+fn program(process: impl std::fmt::Display) -> Option<PathBuf> {
+    std::fs::read_link(format!("/proc/{process}/exe")).ok()
+}
+
+/// Whether a process that runs `program` may be a Pagefold: it runs the same as this one, or has its name, or cannot be
+/// seen. A Pagefold that runs under another name beside this one is not known, and may visit the same process.
+fn may_be_pagefold(program: Option<&Path>, own: Option<&Path>) -> bool {
+    let Some(program) = program else { return true };
+    let is_named = program.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"pagefold"));
+    is_named || own == Some(program)
+}
+
 /// A file of the process. `Gone` when it is.
 pub(super) fn text(directory: &OwnedFd, file: &str) -> Result<String, Error> {
     let mut bytes = Vec::new();
@@ -431,6 +450,17 @@ mod tests {
         assert_eq!(lock_holder(locks, device, 881), Some(4711));
         assert_eq!(lock_holder(locks, device, 88), None);
         assert_eq!(lock_holder(locks, rustix::fs::makedev(8, 0x14), 881), None);
+    }
+
+    #[test]
+    fn a_program_that_locks_another_is_told_from_a_pagefold() {
+        let own = Some(Path::new("/tmp/deps/inject-1"));
+        for known in ["/tmp/deps/inject-1", "/usr/bin/pagefold", "/usr/bin/pagefold (deleted)", "/a/pagefold-lab"] {
+            assert!(may_be_pagefold(Some(Path::new(known)), own), "{known}");
+        }
+        assert!(may_be_pagefold(None, own));
+        assert!(!may_be_pagefold(Some(Path::new("/opt/pagefold/helper")), own));
+        assert!(!may_be_pagefold(Some(Path::new("/usr/bin/flock")), None));
     }
 
     #[test]
