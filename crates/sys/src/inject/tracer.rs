@@ -8,9 +8,9 @@
 //! Both end together. When Pagefold is killed, the kernel kills the tracer (`PR_SET_PDEATHSIG`). When the tracer is
 //! killed, Pagefold kills itself: the memory of both may be in the middle of a change. A kernel timer kills a tracer
 //! that has not run for [`WATCHDOG`], because a SIGSTOP was sent to it or its cgroup was frozen; the end of the tracer
-//! releases the target. The timer restarts where the tracer waits for its target only. So while a thread is stopped, memory
-//! that may belong to a file is read only if it is there (`Target::read_present`): a page of a file on a FUSE or NFS
-//! server that does not answer would keep the tracer until its timer ends it, and Pagefold with it.
+//! releases the target. The timer restarts where the tracer waits for its target only. So while a thread is stopped,
+//! memory that may belong to a file is read only if it is there (`Target::read_present`): a page of a file on a FUSE or
+//! NFS server that does not answer would keep the tracer until its timer ends it, and Pagefold with it.
 //!
 //! A tracer may run on the target's CPU only (`super::ptrace::run_on`). Where a real-time program keeps that CPU, the
 //! waiting thread sends the tracer to the other CPUs after [`PATIENCE`], and later takes its real-time priority away, so
@@ -18,10 +18,10 @@
 //!
 //! Mirrors kernel/fork.c, kernel/exit.c and kernel/time/posix-timers.c (6.18). Limits: a freezer of cgroup v1 holds a
 //! killed process until it is thawed, and the target with it. A page that is dropped between the look and the reading,
-//! and a target whose mappings the kernel has locked, still hold the tracer up. Where Yama lets a process trace only its descendants
-//! (`kernel.yama.ptrace_scope` 1, without CAP_SYS_PTRACE) this process is refused, and `super::inside` traces from a
-//! thread of Pagefold. Job control is held back meanwhile ([`StopsHeld`]), but there SIGSTOP and a frozen cgroup hold the
-//! target until Pagefold goes on.
+//! and a target whose mappings the kernel has locked, still hold the tracer up. Where Yama lets a process trace only
+//! its descendants (`kernel.yama.ptrace_scope` 1, without CAP_SYS_PTRACE) this process is refused, and `super::inside`
+//! traces from a thread of Pagefold. Job control is held back meanwhile ([`StopsHeld`]), but there SIGSTOP and a frozen
+//! cgroup hold the target until Pagefold goes on.
 
 use std::cell::Cell;
 use std::io;
