@@ -7,14 +7,14 @@ use pagefold_host::{Host, Process, observe, parse};
 use pagefold_model::ksm::{ProcessKsm, RMAP_ITEM_BYTES};
 use pagefold_model::outcome::Found;
 use pagefold_model::plan::{Plan, Target};
-use pagefold_model::region::VmFlags;
-use pagefold_model::{Absent, AddressRange, Bytes, NetBytes, Pages, Pfn, Pid, ProcessId, Reading};
+use pagefold_model::region::{Mapped, VmFlags};
+use pagefold_model::{Absent, AddressRange, Bytes, NetBytes, PageSize, Pages, Pfn, Pid, ProcessId, Reading};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
-/// The largest region in which zero pages are counted. Larger ones are address space that is hardly used, as a
-/// sanitizer's, and take seconds to walk.
-const LARGEST_REGION: Bytes = Bytes(1 << 40);
+/// The most address space of one process in which zero pages are counted. Reading it takes about a second of CPU time,
+/// even where nothing is mapped.
+const MOST_WALKED: Bytes = Bytes(256 << 30);
 
 /// Pages looked at at once.
 const BATCH: u64 = 1 << 16;
@@ -165,20 +165,36 @@ fn counted_zeros(ksm: &ProcessKsm) -> Pages {
     Pages(ksm.zero_pages.as_ref().map_or(0, |pages| (*pages).max(0).unsigned_abs()))
 }
 
-/// Pages mapped to the kernel's zero page that KSM does not count, in memory that can be enrolled: the most that splitting
-/// huge pages can have freed of those that are there still, enrolled or not by now. Memory that was read and never written
-/// is among them.
+/// Pages mapped to the kernel's zero page that KSM does not count, in private memory: the most that splitting huge pages
+/// can have freed of those that are there still, enrolled or not by now. Memory that was read and never written is among
+/// them. Of a process with more than [`MOST_WALKED`] of accessible memory the rest is left out, so it may be too few.
 pub fn uncounted_zeros(host: &dyn Host, handle: &dyn Process) -> Reading<Pages> {
     let ksm = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel));
     let mut zeros = Pages::ZERO;
-    for region in observe::regions(handle)? {
-        // The kernel's half has `[vsyscall]` alone.
-        let is_user = region.range.end <= 1 << 63;
-        if is_user && region.ineligible().is_none() && region.range.bytes() <= LARGEST_REGION {
-            zeros += count(host, handle, region.range, &mut Vec::new())?.zero;
-        }
+    // `maps` and not `smaps`, for which the kernel walks all pages of a region under one lock.
+    for range in with_zeros(&observe::layout(handle)?, host.page_size()) {
+        zeros += count(host, handle, range, &mut Vec::new())?.zero;
     }
     Ok(zeros.saturating_sub(counted_zeros(&ksm)))
+}
+
+/// Where zero pages are counted: in private regions with access rights, the smallest first, [`MOST_WALKED`] in all.
+fn with_zeros(layout: &[Mapped], page_size: PageSize) -> Vec<AddressRange> {
+    // The kernel's half has `[vsyscall]` alone.
+    let may_have = |mapped: &&Mapped| {
+        let [read, write, _, shared] = mapped.permissions;
+        (read == b'r' || write == b'w') && shared == b'p' && mapped.range.end <= 1 << 63
+    };
+    let mut ranges: Vec<AddressRange> = layout.iter().filter(may_have).map(|mapped| mapped.range).collect();
+    ranges.sort_unstable_by_key(|range| (range.bytes(), range.start));
+    let mut left = page_size.pages_in(MOST_WALKED);
+    for range in &mut ranges {
+        let pages = page_size.pages_in(range.bytes()).min(left);
+        range.end = range.start + page_size.of(pages).0;
+        left = left.saturating_sub(pages);
+    }
+    ranges.retain(|range| range.start < range.end);
+    ranges
 }
 
 /// Pages that each saves: a frame that several map, and nobody else, is a part of each.
@@ -401,6 +417,43 @@ mod tests {
         assert_eq!(freed([zeros(0, 0)], [zeros(40, 40)]), 0);
         assert_eq!(freed([zeros(50, 0)], [zeros(10, 0)]), 0, "written since");
         assert_eq!(freed([zeros(0, 0)], [None]), 0, "its process has ended");
+    }
+
+    /// Reserved address space has no pages, and a walk through a TiB of it takes seconds.
+    #[test]
+    fn zeros_are_counted_in_a_bounded_part_of_the_address_space() {
+        const TIB: u64 = 1 << 40;
+        let page_size = PageSize::new(4096).unwrap();
+        let mapped = |start: u64, bytes: u64, permissions: &[u8; 4]| {
+            let range = AddressRange { start, end: start + bytes };
+            Mapped { range, permissions: *permissions, inode: 0, name: String::new() }
+        };
+        let walked = |regions: &[Mapped]| -> Vec<(u64, u64)> {
+            with_zeros(regions, page_size).iter().map(|range| (range.start, range.bytes().0)).collect()
+        };
+        let many = |permissions| (1..=100).map(move |at| mapped(at * TIB, TIB, permissions));
+        let small = || [mapped(200 * TIB, 8192, b"rw-p"), mapped(201 * TIB, 4096, b"r--p")].into_iter();
+        let reserved: Vec<Mapped> = many(b"---p").chain(small()).collect();
+        assert_eq!(walked(&reserved), [(201 * TIB, 4096), (200 * TIB, 8192)]);
+        let readable: Vec<Mapped> = many(b"rw-p").chain(small()).collect();
+        let part = walked(&readable);
+        assert_eq!(part[..2], [(201 * TIB, 4096), (200 * TIB, 8192)], "small regions first");
+        assert_eq!(part.iter().map(|(_, bytes)| bytes).sum::<u64>(), MOST_WALKED.0);
+        assert_eq!(walked(&[mapped(TIB, 4096, b"rw-s"), mapped(0xffff_ffff_ff60_0000, 4096, b"r-xp")]), []);
+    }
+
+    /// A process with many large reserved regions is asked about none of them.
+    #[test]
+    fn no_page_of_a_region_without_access_rights_is_looked_at() {
+        let fake = Fake::new();
+        fake.start(1, 1);
+        let reserved = |at: u64| format!("{:x}-{:x} ---p 00000000 00:00 0 \n", at << 40, (at + 1) << 40);
+        let maps: String = (1..=100).map(reserved).collect();
+        fake.file("proc/1/maps", &maps);
+        let smaps = maps.lines().map(|line| format!("{line}\nRss: 0 kB\nAnonymous: 0 kB\nVmFlags: mr mw\n"));
+        fake.file("proc/1/smaps", &smaps.collect::<String>());
+        // It has no page tables: a look at any page fails.
+        assert_eq!(uncounted_zeros(&fake, &*fake.open(Pid(1)).unwrap()), Ok(Pages::ZERO));
     }
 
     /// In bytes, by number.
