@@ -196,7 +196,7 @@ pub fn carry_out<'h>(
     }
     let after = verify::found(host, &plan).map_err(unknown)?;
     let nets = verify::nets(host, &plan, &before, &after);
-    let zeros_by_splitting = verify::zeros_by_splitting(&plan, &before, &after);
+    let zeros_by_splitting = verify::zeros_by_splitting(&plan, host.page_size(), &before, &after);
     // What somebody had who has ended is no loss.
     let lives = |position: &usize| after[*position].is_some();
     let ended: Vec<usize> = (0..plan.targets.len()).filter(|position| !lives(position)).collect();

@@ -55,13 +55,22 @@ pub fn look_at(host: &dyn Host, process: ProcessId, range: AddressRange) -> Read
 }
 
 /// What is merged of a target, and the KSM frames that it is mapped to.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Held {
     found: Found,
     /// Pages of zeros that KSM has placed in the whole of the process, by its counter.
     counted_zeros: Pages,
+    /// Huge pages in the whole of the process; none where the plan knows of none in its regions.
+    huge: Reading<Bytes>,
     /// Ascending, each once.
     frames: Vec<Shared>,
+}
+
+impl Held {
+    /// Nothing is merged of a process with so much in huge pages.
+    fn none(huge: Reading<Bytes>) -> Self {
+        Self { found: Found::default(), counted_zeros: Pages::ZERO, huge, frames: Vec::new() }
+    }
 }
 
 /// A KSM frame.
@@ -148,13 +157,21 @@ pub fn nets(
 }
 
 /// Pages of zeros that came back between two looks in each target that lives on, without those that KSM counts. The
-/// kernel frees them when it splits a huge page.
-pub fn zeros_by_splitting(plan: &Plan, before: &[Option<Held>], after: &[Option<Held>]) -> BTreeMap<ProcessId, Pages> {
+/// kernel frees them when it splits a huge page. Reads of memory that was never written map the same page, so no more
+/// counts than the huge pages that the process lost meanwhile, and nothing where that cannot be read.
+pub fn zeros_by_splitting(
+    plan: &Plan,
+    page_size: PageSize,
+    before: &[Option<Held>],
+    after: &[Option<Held>],
+) -> BTreeMap<ProcessId, Pages> {
     let looks = before.iter().zip(after).zip(&plan.targets);
     let freed = looks.filter_map(|((before, after), target)| {
         let (before, after) = (before.as_ref()?, after.as_ref()?);
         let zeros = after.found.zero.saturating_sub(before.found.zero);
-        let freed = zeros.saturating_sub(after.counted_zeros.saturating_sub(before.counted_zeros));
+        let uncounted = zeros.saturating_sub(after.counted_zeros.saturating_sub(before.counted_zeros));
+        let split = before.huge.as_ref().ok()?.saturating_sub(*after.huge.as_ref().ok()?);
+        let freed = uncounted.min(page_size.pages_in(split));
         (freed > Pages::ZERO).then_some((target.process.id, freed))
     });
     freed.collect()
@@ -208,7 +225,11 @@ fn saved_by_each(held: &[Option<&Held>]) -> Vec<f64> {
 
 fn look(host: &dyn Host, target: &Target) -> Reading<Held> {
     let handle = open(host, target.process.id)?;
-    let (mut held, mut pages) = (Held::default(), Vec::new());
+    let huge = match target.huge {
+        Bytes::ZERO => Ok(Bytes::ZERO),
+        _ => observe::rollup(&*handle).and_then(|rollup| rollup.anon_huge),
+    };
+    let (mut held, mut pages) = (Held::none(huge), Vec::new());
     for range in &target.ranges {
         let found = count(host, &*handle, range.range, &mut pages)?;
         held.found.merged += found.merged;
@@ -369,11 +390,10 @@ mod tests {
     fn held_among(merged: u64, frames: &[u64], rmap_items: u64, all: u64) -> Held {
         let found = Found { merged: Pages(merged), rmap_items: Pages(rmap_items), ..Found::default() };
         let own = merged / (frames.len() as u64).max(1);
-        let counted_zeros = Pages::ZERO;
         Held {
             found,
-            counted_zeros,
             frames: frames.iter().map(|&frame| Shared { frame: Pfn(frame), own, all }).collect(),
+            ..Held::none(Ok(Bytes::ZERO))
         }
     }
 
@@ -405,18 +425,29 @@ mod tests {
 
     #[test]
     fn zeros_that_ksm_does_not_count_were_freed_by_splitting() {
-        let zeros = |all: u64, counted: u64| {
+        let page_size = PageSize::new(4096).unwrap();
+        let look = |all: u64, counted: u64, huge: Reading<u64>| {
             let found = Found { zero: Pages(all), ..Found::default() };
-            Some(Held { found, counted_zeros: Pages(counted), ..Held::default() })
+            let huge = huge.map(|pages| page_size.of(Pages(pages)));
+            Some(Held { found, counted_zeros: Pages(counted), ..Held::none(huge) })
         };
-        let freed = |before: [Option<Held>; 1], after: [Option<Held>; 1]| {
-            zeros_by_splitting(&plan(1), &before, &after).into_values().map(|pages| pages.0).sum::<u64>()
+        let freed = |before: Option<Held>, after: Option<Held>| {
+            let freed = zeros_by_splitting(&plan(1), page_size, &[before], &[after]);
+            freed.into_values().map(|pages| pages.0).sum::<u64>()
         };
-        assert_eq!(freed([zeros(5, 0)], [zeros(105, 0)]), 100, "five were read and never written");
-        assert_eq!(freed([zeros(5, 5)], [zeros(105, 45)]), 60, "40 more are counted by KSM");
-        assert_eq!(freed([zeros(0, 0)], [zeros(40, 40)]), 0);
-        assert_eq!(freed([zeros(50, 0)], [zeros(10, 0)]), 0, "written since");
-        assert_eq!(freed([zeros(0, 0)], [None]), 0, "its process has ended");
+        let before = |all, counted| look(all, counted, Ok(1024));
+        let after = |all, counted| look(all, counted, Ok(0));
+        assert_eq!(freed(before(5, 0), after(105, 0)), 100, "five were read and never written");
+        assert_eq!(freed(before(5, 5), after(105, 45)), 60, "40 more are counted by KSM");
+        assert_eq!(freed(before(0, 0), after(40, 40)), 0);
+        assert_eq!(freed(before(50, 0), after(10, 0)), 0, "written since");
+        assert_eq!(freed(before(0, 0), None), 0, "its process has ended");
+        // Reads of memory that was never written, which split nothing.
+        assert_eq!(freed(look(0, 0, Ok(0)), look(8192, 0, Ok(0))), 0, "there were no huge pages");
+        assert_eq!(freed(look(0, 0, Ok(1024)), look(8192, 0, Ok(1024))), 0, "all huge pages are there still");
+        assert_eq!(freed(look(0, 0, Ok(1024)), look(8192, 0, Ok(512))), 512, "no more than one huge page had");
+        assert_eq!(freed(look(0, 0, Ok(0)), look(8192, 0, Ok(1024))), 0, "huge pages were made");
+        assert_eq!(freed(before(0, 0), look(100, 0, Err(Absent::Denied))), 0, "it is not known what was split");
     }
 
     /// Reserved address space has no pages, and a walk through a TiB of it takes seconds.
