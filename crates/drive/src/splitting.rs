@@ -14,7 +14,8 @@ use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io::{self, Read};
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
 /// The file.
 pub const FILE: &str = "splitting.json";
@@ -87,6 +88,47 @@ fn read(directory: &Directory, boot: &str) -> io::Result<Freed> {
     Ok(if record.boot == boot { record.freed.into_iter().map(process).collect() } else { Freed::new() })
 }
 
+/// The notes as they are read while merges add to them.
+#[derive(Debug)]
+pub(crate) struct Notes {
+    directory: PathBuf,
+    /// Inode and time of change of the file that was read last: each merge replaces it.
+    file: Option<(u64, i64, i64)>,
+    noted: Freed,
+}
+
+impl Notes {
+    /// Those in a directory, of which nothing was read so far.
+    pub fn new(directory: &Path) -> Self {
+        Self { directory: directory.to_owned(), file: None, noted: Freed::new() }
+    }
+
+    /// Bring up to date what is known to be still free: what was noted since the last call is added, and processes of
+    /// which nothing is noted any more are dropped. Tells whose pages were added. An unchanged file is not read.
+    ///
+    /// # Errors
+    /// Those of [`noted`], once for each change of the file.
+    pub fn update(&mut self, host: &dyn Host, held: &mut Freed) -> io::Result<Vec<ProcessId>> {
+        let file = std::fs::metadata(self.directory.join(FILE)).ok();
+        let file = file.map(|file| (file.ino(), file.mtime(), file.mtime_nsec()));
+        if file == self.file {
+            return Ok(Vec::new());
+        }
+        self.file = file;
+        let before = std::mem::replace(&mut self.noted, noted(host, &self.directory)?);
+        held.retain(|process, _| self.noted.contains_key(process));
+        let mut grown = Vec::new();
+        for (process, pages) in &self.noted {
+            let more = pages.saturating_sub(before.get(process).copied().unwrap_or_default());
+            if more > Pages::ZERO {
+                *held.entry(*process).or_default() += more;
+                grown.push(*process);
+            }
+        }
+        Ok(grown)
+    }
+}
+
 /// Why what is noted cannot be told.
 pub fn why(error: &io::Error) -> Absent {
     match error.kind() {
@@ -127,6 +169,29 @@ mod tests {
             std::fs::write(folder.path().join(FILE), garbage).unwrap();
             assert_eq!(noted(&host, folder.path()).unwrap(), Freed::new(), "{garbage}");
         }
+    }
+
+    #[test]
+    fn notes_of_later_merges_are_added_to_what_is_still_free() {
+        let (host, folder) = (Fake::new(), tempfile::tempdir().unwrap());
+        let directory = Directory::open(folder.path()).unwrap();
+        [1, 2].into_iter().for_each(|pid| host.start(pid, 1));
+        let freed = |all: &[(u32, u64)]| -> Freed { all.iter().map(|&(pid, n)| (process(pid, 1), Pages(n))).collect() };
+        let (mut notes, mut held) = (Notes::new(folder.path()), Freed::new());
+        assert_eq!(notes.update(&host, &mut held).unwrap(), []);
+        note(&host, &directory, &freed(&[(1, 10), (2, 20)])).unwrap();
+        assert_eq!(notes.update(&host, &mut held).unwrap(), [process(1, 1), process(2, 1)]);
+        assert_eq!(held, freed(&[(1, 10), (2, 20)]));
+        // Four of them were written since: that stays so, whatever else comes.
+        held.extend(freed(&[(1, 6)]));
+        assert_eq!(notes.update(&host, &mut held).unwrap(), []);
+        host.ended(2);
+        note(&host, &directory, &freed(&[(1, 5)])).unwrap();
+        assert_eq!(notes.update(&host, &mut held).unwrap(), [process(1, 1)]);
+        assert_eq!(held, freed(&[(1, 11)]));
+        std::fs::remove_file(folder.path().join(FILE)).unwrap();
+        assert_eq!(notes.update(&host, &mut held).unwrap(), []);
+        assert_eq!(held, Freed::new());
     }
 
     #[test]

@@ -26,7 +26,8 @@ pub use snapshot::{Pass, Said, Shared, Snapshot, Told, Used};
 
 use crate::ksmd::Ksmd;
 use crate::merge::own_cpu;
-use crate::{session, splitting};
+use crate::session;
+use crate::splitting::Notes;
 use cgroups::Cgroups;
 use fair::Walk;
 use jiff::tz::TimeZone;
@@ -34,7 +35,7 @@ use operator::Operator;
 use pagefold_census::tally::Party;
 use pagefold_host::counted::Counted;
 use pagefold_host::{Host, observe};
-use pagefold_model::daemon::{Action, Decision, Event, Readings, Standing, State, step};
+use pagefold_model::daemon::{Action, Decision, Event, Member, Readings, Standing, State, step};
 use pagefold_model::process::Process;
 use pagefold_model::{Absent, Bytes, NetBytes, ProcessId};
 use probe::Probe;
@@ -119,6 +120,8 @@ pub struct Daemon<'h, 'a> {
     ksmd: Meter,
     own: Meter,
     snapshot: Snapshot,
+    /// What merges noted, those of other commands as well.
+    notes: Option<Notes>,
     /// Whether everything is back, once it has ended.
     ended: Option<bool>,
     /// Gets each decision as it falls, and what could not be done.
@@ -239,6 +242,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             ksmd: Meter::default(),
             own: Meter::default(),
             snapshot,
+            notes: None,
             ended: None,
             log,
         }
@@ -288,10 +292,8 @@ impl<'h, 'a> Daemon<'h, 'a> {
 
     /// Go on with what an operator said to a daemon that was killed, and with what merges noted.
     fn take_up(&mut self, directory: &Path) {
-        match splitting::noted(self.host, directory) {
-            Ok(noted) => self.snapshot.by_splitting = noted,
-            Err(why) => (self.log)(&format!("what earlier merges freed by splitting huge pages is not known: {why}")),
-        }
+        self.notes = Some(Notes::new(directory));
+        self.read_notes();
         let taken = session::boot(self.host).map_err(std::io::Error::other);
         let lives = |process| worker::lives(self.host, process);
         match taken.and_then(|boot| Operator::take_up(directory, boot, lives)) {
@@ -310,6 +312,15 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 let path = directory.join(operator::FILE);
                 (self.log)(&format!("what an operator says is not kept in {}: {why}", path.display()));
             }
+        }
+    }
+
+    /// Take in what merges have noted since.
+    fn read_notes(&mut self) {
+        let Some(notes) = &mut self.notes else { return };
+        match notes.update(self.host, &mut self.snapshot.by_splitting) {
+            Ok(grown) => grown.into_iter().for_each(|process| self.turns.changed(process)),
+            Err(why) => (self.log)(&format!("what merges freed by splitting huge pages is not known: {why}")),
         }
     }
 
@@ -383,7 +394,6 @@ impl<'h, 'a> Daemon<'h, 'a> {
                     self.snapshot.counts.remove(process);
                     self.snapshot.ranges.remove(process);
                     self.snapshot.fair.remove(process);
-                    self.snapshot.by_splitting.remove(process);
                 }
                 // It may be another program.
                 Event::Came(arrival) if self.snapshot.fair.remove(&arrival.process).is_some() => {
@@ -415,13 +425,25 @@ impl<'h, 'a> Daemon<'h, 'a> {
             resident: polled.resident,
             ran: polled.ran,
         }));
-        let members = self.state.as_ref().into_iter().flat_map(|state| state.members());
-        let small = members.filter(|(_, member)| member.resident <= fair::LARGEST).map(|(process, _)| *process);
-        if let Some(process) = self.turns.next(now, small) {
-            let counts_zeros = self.snapshot.by_splitting.contains_key(&process);
-            let _ = self.walks.send(Walk { process, counts_zeros });
-        }
+        self.read_notes();
+        self.send_walk();
         Ok(())
+    }
+
+    /// Have the process walked whose turn it is, if any.
+    fn send_walk(&mut self) {
+        let noted = &self.snapshot.by_splitting;
+        let members = || self.state.as_ref().into_iter().flat_map(|state| state.members());
+        let walk = |(process, member): (&ProcessId, &Member)| Walk {
+            process: *process,
+            counts_share: member.resident <= fair::LARGEST,
+            counts_zeros: noted.contains_key(process),
+        };
+        let walks = members().map(walk).filter(|walk| walk.counts_share || walk.counts_zeros);
+        let Some(next) = self.turns.next(self.now, walks.map(|walk| walk.process)) else { return };
+        if let Some(walk) = members().map(walk).find(|walk| walk.process == next) {
+            let _ = self.walks.send(walk);
+        }
     }
 
     fn step(&mut self, event: Event) {
@@ -488,10 +510,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 snapshot.counts.extend(counts);
                 snapshot.shared.add(&matrix);
             }
-            Told::Merge { ranges, by_splitting, predicted, net, seconds, cost } => {
-                for (process, pages) in by_splitting {
-                    *snapshot.by_splitting.entry(process).or_default() += pages;
-                }
+            Told::Merge { ranges, predicted, net, seconds, cost } => {
                 snapshot.passes.1 += 1;
                 snapshot.took.0 += seconds;
                 snapshot.took.1 += cost;
@@ -507,13 +526,16 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 }
             }
             Told::Walked { process, fair, uncounted_zeros, cost } => {
+                let mut news = false;
                 if let (Some(noted), Some(there)) = (snapshot.by_splitting.get_mut(&process), uncounted_zeros) {
+                    news = there < *noted;
                     *noted = (*noted).min(there);
                 }
-                let before = snapshot.fair.get(&process);
-                let news = !before.zip(fair.as_ref().ok()).is_some_and(|(before, fair)| before.is_like(fair));
+                if let Some(fair) = fair {
+                    let before = snapshot.fair.insert(process, fair);
+                    news |= !before.is_some_and(|before| before.is_like(&fair));
+                }
                 self.turns.walked(self.now, process, cost, news);
-                snapshot.fair.extend(fair.ok().map(|fair| (process, fair)));
             }
             Told::PutBack(was) => (self.log)(&format!("a pagefold was killed before; put back: {was}")),
             Told::Remains(what) => {
@@ -526,6 +548,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
     }
 
     fn snapshot(&mut self) -> Snapshot {
+        self.read_notes();
         let who: Vec<Process> = self.roster.members().cloned().collect();
         let labels: BTreeSet<String> = who.iter().map(label).collect();
         self.snapshot.shared.retain(|label| labels.contains(label));
@@ -534,8 +557,11 @@ impl<'h, 'a> Daemon<'h, 'a> {
         self.snapshot.counts.retain(|process, _| lives.contains(process));
         self.snapshot.ranges.retain(|process, _| lives.contains(process));
         self.snapshot.fair.retain(|process, _| lives.contains(process));
-        self.snapshot.by_splitting.retain(|process, _| lives.contains(process));
+        // Others are kept: a process of which a merge noted something may become a member later.
+        let mut by_splitting = self.snapshot.by_splitting.clone();
+        by_splitting.retain(|process, _| lives.contains(process));
         Snapshot {
+            by_splitting,
             state: self.state().clone(),
             settings: Arc::clone(&self.settings),
             who,

@@ -39,8 +39,6 @@ pub enum Told {
     Merge {
         /// Ranges that are enrolled by now of those of whom any was.
         ranges: BTreeMap<ProcessId, u64>,
-        /// Pages of zeros that came back as huge pages were split, which KSM does not count.
-        by_splitting: Freed,
         /// What should have come back.
         predicted: Bytes,
         /// What came back.
@@ -54,8 +52,8 @@ pub enum Told {
     Walked {
         /// Whose.
         process: ProcessId,
-        /// What it takes by fair share, or why that cannot be read.
-        fair: Reading<Fair>,
+        /// What it takes by fair share, where that was asked for and can be read.
+        fair: Option<Fair>,
         /// Zero pages that it maps and KSM does not count, where they were asked for.
         uncounted_zeros: Option<Pages>,
         /// CPU time of it.
@@ -160,7 +158,7 @@ pub struct Snapshot {
     pub census: Option<(SystemTime, u64)>,
     /// Who shares with whom.
     pub shared: Shared,
-    /// Pages of zeros that came back as huge pages of each were split, which KSM does not count: as merges measured them,
+    /// Pages of zeros that came back as huge pages of each were split, which KSM does not count: as merges noted them,
     /// and no more than its page tables had when they were walked last.
     pub by_splitting: Freed,
     /// What each takes by fair share, of those whose page tables were walked.

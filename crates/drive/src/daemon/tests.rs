@@ -1,5 +1,7 @@
 use super::*;
 use crate::fake::Fake;
+use crate::journal::Directory;
+use crate::splitting;
 use pagefold_host::faulty::{Fault, Faulty};
 use pagefold_model::census::Matrix;
 use pagefold_model::daemon::Censused;
@@ -412,4 +414,45 @@ fn the_work_is_counted_by_what_the_host_answers() {
     worker.run(&work);
     assert!(matches!(messages.try_recv(), Ok(Message::Event(Event::Held(Ok(()))))));
     assert!(answers.load(Ordering::Relaxed) > 0);
+}
+
+/// What is noted of a process that is too large for its fair share to be found out is kept to what its page tables have,
+/// and notes of other commands are seen while the daemon runs.
+#[test]
+fn notes_of_other_merges_are_taken_in_and_checked_however_large_the_process_is() {
+    let (host, folder) = (host(), tempfile::tempdir().unwrap());
+    let large = ProcessId { pid: Pid(FIRST), start_time: 1 };
+    host.start(FIRST, (fair::LARGEST.0 >> 12) + 1);
+    let directory = Directory::open(folder.path()).unwrap();
+    let note = |pages| splitting::note(&host, &directory, &BTreeMap::from([(large, Pages(pages))])).unwrap();
+    let ((orders, _work), (walks, walked)) = (mpsc::channel(), mpsc::channel());
+    let mut log = |_: &str| {};
+    let threads = Threads { walks, ..threads(orders) };
+    let mut daemon = Daemon::new(&host, Settings::default(), 0, threads, &mut log);
+    daemon.take_up(folder.path());
+    daemon.tick().unwrap();
+    assert_eq!(daemon.snapshot().by_splitting, BTreeMap::new());
+    note(100);
+    assert_eq!(daemon.snapshot().by_splitting, BTreeMap::from([(large, Pages(100))]));
+    let cost = Duration::ZERO;
+    let mut walk_of_large = || {
+        for _ in 0..1000 {
+            daemon.now += CALM[0];
+            daemon.tick().unwrap();
+            match walked.try_recv() {
+                Ok(walk) if walk.process == large => return walk,
+                Ok(Walk { process, .. }) => {
+                    daemon.told(Told::Walked { process, fair: None, uncounted_zeros: None, cost });
+                }
+                Err(_) => {}
+            }
+        }
+        panic!("the large process is never walked");
+    };
+    let walk = walk_of_large();
+    assert!(walk.counts_zeros && !walk.counts_share);
+    daemon.told(Told::Walked { process: large, fair: None, uncounted_zeros: Some(Pages(40)), cost });
+    assert_eq!(daemon.snapshot().by_splitting, BTreeMap::from([(large, Pages(40))]));
+    note(10);
+    assert_eq!(daemon.snapshot().by_splitting, BTreeMap::from([(large, Pages(50))]));
 }

@@ -277,9 +277,8 @@ impl<'h> Worker<'h> {
             self.tell(Message::Told(Told::Remains(remains)));
         }
         let net = outcome.net(page_size);
-        let by_splitting = outcome.zeros_by_splitting.clone();
         let seconds = started.elapsed();
-        self.tell(Message::Told(Told::Merge { ranges, by_splitting, predicted, net, seconds, cost }));
+        self.tell(Message::Told(Told::Merge { ranges, predicted, net, seconds, cost }));
         Ok(Merged {
             enrolled,
             predicted,
