@@ -101,7 +101,7 @@ impl Config {
         let warnings = unattested.map(|(line, group)| {
             format!(
                 "{line}: the domain {:?} is not applied: any process can choose the names that it gives (vms, names, \
-                 jobs); add users, cgroups, containers or labels",
+                 containers, jobs); add users, cgroups or labels",
                 group.name
             )
         });

@@ -7,14 +7,15 @@
 //! A [`DomainRule`] sorts all processes; a configuration may put some into [`Group`]s before it is applied.
 //!
 //! - Each virtual machine is a domain of its own by default, whichever user runs it: libvirt runs all of them as one.
-//! - Names of programs, virtual machines and jobs are what a process says of itself. Such a name counts only beside a
-//!   user, a cgroup, a container or a label: a group that gives names alone is not applied ([`Group::is_attested`]).
+//! - Names of programs, virtual machines, containers and jobs are self-declared: a process chooses its name and
+//!   environment, and a user with a delegated cgroup may name a cgroup below it after any container. Such a name counts
+//!   only beside a user, a cgroup or a label: a group that gives names alone is not applied ([`Group::is_attested`]).
 //! - A setuid program is started and fed by another user than its effective one: no group by users has it, and without
 //!   a group it is a domain of its own.
 //!
-//! Limits: a group that gives users beside names trusts these users to choose names. Containers are known by the names
-//! of cgroups. Labels are what a container's runtime was told: a group by one trusts whoever may start containers with
-//! it, or provides images that bring it.
+//! Limits: a group that gives users beside names trusts these users to choose names. Labels are read only for
+//! containers in cgroups that root alone creates, and are what a container's runtime was told: a group by one trusts
+//! whoever may start containers with it, or provides images that bring it.
 
 use crate::process::Process;
 use globset::GlobMatcher;
@@ -110,10 +111,10 @@ impl Group {
     }
 
     /// Whether one of its conditions is about what a process cannot choose for itself. Names of programs, virtual
-    /// machines and jobs are what a process says of itself.
+    /// machines, containers and jobs are self-declared.
     pub fn is_attested(&self) -> bool {
-        let Self { name: _, users, cgroups, vms: _, names: _, containers, labels, jobs: _ } = self;
-        !users.is_empty() || [cgroups, containers, labels].iter().any(|patterns| !patterns.is_empty())
+        let Self { name: _, users, cgroups, vms: _, names: _, containers: _, labels, jobs: _ } = self;
+        !users.is_empty() || !cgroups.is_empty() || !labels.is_empty()
     }
 
     /// Whether a process belongs to it, and for the user that the group trusts.
@@ -250,7 +251,7 @@ mod tests {
             Group { users: vec![0], vms: globs(&["web-*"]), ..group("web") },
             Group { users: vec![1000, 1001], names: globs(&["solver"]), ..group("solvers") },
             Group { cgroups: globs(&["/machine.slice"]), ..group("machines") },
-            Group { containers: globs(&["docker:*"]), ..group("containers") },
+            Group { users: vec![5], containers: globs(&["docker:*"]), ..group("containers") },
             Group { users: vec![5], jobs: globs(&["slurm:7"]), names: globs(&["rank"]), ..group("job") },
             Group { labels: globs(&["com.docker.compose.project=shop", "tenant=a*"]), ..group("labelled") },
             group("nobody"),
@@ -331,6 +332,31 @@ mod tests {
             assert_eq!(domain(Group { users: vec![0], ..alone() }, &evil), "vm web-evil");
             assert_eq!(domain(Group { cgroups: globs(&["/machine.slice"]), ..alone() }, &good), "group web");
             assert_eq!(domain(Group { cgroups: globs(&["/machine.slice"]), ..alone() }, &evil), "vm web-evil");
+        }
+    }
+
+    #[test]
+    fn a_group_by_containers_alone_admits_no_cgroup_that_a_user_named() {
+        let id = "4c01db0b339c".to_owned() + &"0".repeat(52);
+        let victim = process(0, &format!("/system.slice/docker-{id}.scope"), &["nginx"]);
+        let delegated = "/user.slice/user-1000.slice/user@1000.service";
+        let scopes = [format!("docker-{id}.scope"), "docker-4c01db0b339c.scope".to_owned()];
+        let forged = scopes.map(|scope| process(1000, &format!("{delegated}/{scope}"), &["probe"]));
+        let alone = || Group { containers: globs(&["docker:4c01*"]), ..group("shop") };
+        let domain = |group: Group, process: &Process| {
+            let domains = Domains { rule: DomainRule::User, groups: vec![group] };
+            domains.domain(process).to_string()
+        };
+        assert_eq!(domain(alone(), &victim), "user 0");
+        let beside_users = Group { users: vec![0], ..alone() };
+        let beside_cgroups = Group { cgroups: globs(&["/system.slice"]), ..alone() };
+        for forged in &forged {
+            assert!(alone().has(forged), "it has the name of the container: {:?}", forged.cgroup);
+            assert_eq!(domain(alone(), forged), "user 1000");
+            for group in [&beside_users, &beside_cgroups] {
+                assert_eq!(domain(group.clone(), &victim), "group shop");
+                assert_eq!(domain(group.clone(), forged), "user 1000");
+            }
         }
     }
 
