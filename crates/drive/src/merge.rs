@@ -400,6 +400,9 @@ impl Work<'_, '_> {
                 (_, false) => vec![Action::Advise { process, advice: Advice::Mergeable, ranges }],
             };
             for action in actions {
+                if self.over().is_some() {
+                    break;
+                }
                 self.act(process, &target.process.comm, &action, Stays::OnceDone)?;
             }
         }
@@ -408,7 +411,7 @@ impl Work<'_, '_> {
 
     /// Act on a process. What it refuses is noted.
     fn act(&mut self, process: ProcessId, comm: &str, action: &Action, stays: Stays) -> Result<(), session::Error> {
-        let missed = trial::act(self.session, process, comm, action, stays)?;
+        let missed = trial::act(self.session, process, comm, action, stays, self.stop)?;
         self.enrolled |= stays == Stays::OnceDone && missed.iter().all(|missed| missed.range.is_some());
         for missed in missed {
             trial::note_once(&mut self.missed, missed);

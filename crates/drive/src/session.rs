@@ -45,6 +45,7 @@ use std::fs::{DirBuilder, File, TryLockError};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -54,6 +55,9 @@ pub const DIRECTORY: &str = "/run/pagefold";
 /// How long processes are waited for in all that are ending or do not stop, where that keeps something from being put
 /// back.
 const ENDING: Duration = Duration::from_secs(5);
+
+/// Why a backend of a guest is not put back after another one of the guest.
+const HUNG: &str = "the control socket of the guest did not answer in time for another backend";
 
 /// Whether a change comes back when the session ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -201,8 +205,14 @@ impl<'a> Session<'a> {
     /// Make a change, after it was written down what puts it back. A setting that is changed for good no longer comes
     /// back, whatever was done to it before.
     pub fn apply(&mut self, action: &Action, stays: Stays) -> Result<Effect, Error> {
+        self.apply_until_stopped(action, stays, &AtomicBool::new(false))
+    }
+
+    /// The same, ending the wait for a process that does not answer once `stop` is set. What puts a change back waits
+    /// for its time limit all the same.
+    pub fn apply_until_stopped(&mut self, action: &Action, stays: Stays, stop: &AtomicBool) -> Result<Effect, Error> {
         if stays == Stays::ForGood {
-            let effect = self.effect(action)?;
+            let effect = self.effect(action, stop)?;
             if let Action::Set { setting, .. } = action {
                 let length = self.journal.entries.len();
                 self.journal.entries.retain(|entry| !sets(entry, *setting));
@@ -213,7 +223,7 @@ impl<'a> Session<'a> {
             return Ok(effect);
         }
         let noted = self.note(action, stays == Stays::OnceDone)?;
-        self.effect(action).map_err(|refusal| {
+        self.effect(action, stop).map_err(|refusal| {
             // Where something may have been changed, its undo stays: taking back what was not done does no harm.
             let in_part = matches!(refusal, Refusal::Busy(_) | Refusal::Failed(_));
             let untouched = matches!(action, Action::Set { .. }) || !in_part;
@@ -225,8 +235,8 @@ impl<'a> Session<'a> {
     }
 
     /// Have an action carried out.
-    fn effect(&mut self, action: &Action) -> Result<Effect, Refusal> {
-        let effect = self.host.apply(action)?;
+    fn effect(&mut self, action: &Action, stop: &AtomicBool) -> Result<Effect, Refusal> {
+        let effect = self.host.apply_until_stopped(action, stop)?;
         self.stops.extend(&effect.stops);
         Ok(effect)
     }
@@ -235,7 +245,7 @@ impl<'a> Session<'a> {
     /// some time: it may be ending, wait in the kernel, or get no processor, and one that is given up stays as it is.
     fn effect_or_end(&mut self, undo: &Action, until: Instant) -> Result<Effect, Refusal> {
         loop {
-            let effect = self.effect(undo);
+            let effect = self.effect(undo, &AtomicBool::new(false));
             let of_process = whose(undo).is_some();
             if !of_process || !matches!(effect, Err(Refusal::Busy(_))) || Instant::now() >= until {
                 return effect;
@@ -486,9 +496,17 @@ impl<'a> Session<'a> {
     fn put_back(&mut self) -> Result<(Vec<Action>, Vec<Remains>), Error> {
         let (mut undone, mut remains, mut stored) = (Vec::new(), Vec::new(), Ok(()));
         let (older, until) = (self.left.len(), Instant::now() + ENDING);
+        // Each backend of a guest that hangs would take the whole time limit of its control socket.
+        let mut hung: BTreeSet<ProcessId> = BTreeSet::new();
         // `run` was written last and is put back first, so that ksmd does not run under half of the old settings.
         while let Some(entry) = self.journal.entries.pop() {
-            let back = self.put_back_one(&entry, until);
+            let guest = matches!(entry.undo, Action::GuestMerge { .. }).then(|| whose(&entry.undo)).flatten();
+            let started = Instant::now();
+            let back = match guest {
+                Some(process) if hung.contains(&process) => Back::not(&entry, HUNG, true),
+                _ => self.put_back_one(&entry, until),
+            };
+            hung.extend(guest.filter(|_| !back.remains.is_empty() && started.elapsed() >= ENDING));
             undone.extend(back.done);
             let left = self.left.len();
             for (entry, why, kept) in back.remains {

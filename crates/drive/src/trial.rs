@@ -19,6 +19,7 @@ use pagefold_model::plan::Plan;
 use pagefold_model::process::Process;
 use pagefold_model::{Absent, AddressRange, Pages, ProcessId};
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::AtomicBool;
 
 /// What is watched, and what was withdrawn.
 pub struct Trial<'h> {
@@ -284,7 +285,7 @@ impl<'h> Trial<'h> {
         stays: Stays,
     ) -> Result<Vec<Missed>, session::Error> {
         let action = Action::Advise { process, advice: Advice::Unmergeable, ranges };
-        act(session, process, &self.comm(process), &action, stays)
+        act(session, process, &self.comm(process), &action, stays, &AtomicBool::new(false))
     }
 
     /// Whether memory is short for a process, on the host or in its cgroup.
@@ -339,16 +340,17 @@ pub fn act(
     comm: &str,
     action: &Action,
     stays: Stays,
+    stop: &AtomicBool,
 ) -> Result<Vec<Missed>, session::Error> {
     let withdraws = matches!(action, Action::Advise { advice: Advice::Unmergeable, .. });
     let change = if withdraws { Change::Withdraw } else { Change::Enrol };
     let note = |range, why| Missed { change, pid: process.pid, comm: comm.to_owned(), range, why };
-    let mut outcome = session.apply(action, stays);
+    let mut outcome = session.apply_until_stopped(action, stays, stop);
     for _ in 0..MORE {
         if !matches!(outcome, Err(session::Error::Refused(Refusal::Busy(_)))) {
             break;
         }
-        outcome = session.apply(action, stays);
+        outcome = session.apply_until_stopped(action, stays, stop);
     }
     match outcome {
         Ok(effect) => {

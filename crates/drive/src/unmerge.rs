@@ -620,7 +620,7 @@ impl Work<'_, '_> {
         if done.ended || done.error.is_some() {
             return Ok(());
         }
-        match self.session.apply(action, Stays::ForGood) {
+        match self.session.apply_until_stopped(action, Stays::ForGood, self.stop) {
             Ok(effect) => {
                 done.stops.extend(effect.stops);
                 done.missed.extend(effect.missed);

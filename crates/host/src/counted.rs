@@ -4,7 +4,7 @@ use crate::act::{Action, Effect, Refusal};
 use crate::{Claim, FrameFlags, Holder, Host, Mapping, PageView, Process, Programs, Run, Way};
 use pagefold_model::{AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Wraps a host, and counts what was answered, well or not.
 pub struct Counted<'a> {
@@ -68,6 +68,10 @@ impl Host for Counted<'_> {
 
     fn apply(&self, action: &Action) -> Result<Effect, Refusal> {
         self.count(self.host.apply(action))
+    }
+
+    fn apply_until_stopped(&self, action: &Action, stop: &AtomicBool) -> Result<Effect, Refusal> {
+        self.count(self.host.apply_until_stopped(action, stop))
     }
 }
 

@@ -3,6 +3,7 @@
 use crate::act::{Action, Effect, Refusal};
 use crate::{FrameFlags, Host, Mapping, PageView, Process, Programs, Run, Way};
 use pagefold_model::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
+use std::sync::atomic::AtomicBool;
 
 /// What goes wrong with an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -97,6 +98,10 @@ impl<F: Fn(&str) -> Option<Fault> + Sync> Host for Faulty<'_, F> {
     }
 
     fn apply(&self, action: &Action) -> Result<Effect, Refusal> {
+        self.apply_until_stopped(action, &AtomicBool::new(false))
+    }
+
+    fn apply_until_stopped(&self, action: &Action, stop: &AtomicBool) -> Result<Effect, Refusal> {
         let path = match action {
             Action::Set { setting, .. } => format!("#set {}", setting.file()),
             Action::Advise { process, .. } => format!("proc/{}#advise", process.pid),
@@ -107,7 +112,7 @@ impl<F: Fn(&str) -> Option<Fault> + Sync> Host for Faulty<'_, F> {
         match (self.faults)(&path) {
             Some(Fault::Absent(why)) => Err(why.into()),
             Some(Fault::Replaced(_)) => Ok(Effect::default()),
-            _ => self.host.apply(action),
+            _ => self.host.apply_until_stopped(action, stop),
         }
     }
 }

@@ -25,6 +25,7 @@ use pagefold_model::{Absent, AddressRange, Fingerprint, PageSize, Pfn, Pid, Proc
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
 
 /// A host: live, recorded or faulty.
 pub trait Host: Sync {
@@ -69,6 +70,15 @@ pub trait Host: Sync {
 
     /// Carry out an action. The only way in which anything is changed.
     fn apply(&self, action: &Action) -> Result<Effect, Refusal>;
+
+    /// Carry out an action, and end the wait for a process that does not answer once `stop` is set. By default an
+    /// action waits for no process.
+    ///
+    /// # Errors
+    /// As [`Self::apply`]. An action that was stopped may have been carried out or may still be.
+    fn apply_until_stopped(&self, action: &Action, _stop: &AtomicBool) -> Result<Effect, Refusal> {
+        self.apply(action)
+    }
 }
 
 /// The lock that all Pagefolds on a host share.

@@ -13,9 +13,10 @@ use pagefold_model::{AddressRange, Pid, ProcessId};
 use pagefold_sys::{fault, inject};
 use std::fs;
 use std::io::{self, Write};
+use std::sync::atomic::AtomicBool;
 
-/// Carry out one action.
-pub fn apply(host: &LiveHost, action: &Action) -> Result<Effect, Refusal> {
+/// Carry out one action. Once `stop` is set, no answer of a guest is waited for.
+pub fn apply(host: &LiveHost, action: &Action, stop: &AtomicBool) -> Result<Effect, Refusal> {
     match action {
         Action::Set { setting, value } => set(*setting, value).map(|()| Effect::default()),
         Action::Advise { process, advice, ranges } => {
@@ -23,7 +24,7 @@ pub fn apply(host: &LiveHost, action: &Action) -> Result<Effect, Refusal> {
         }
         Action::MergeAny { process, on } => upon(host, *process, |process| advise::merge_any(process, *on)),
         Action::GuestMerge { process, socket, backend, on } => {
-            Ok(crate::qmp::set_merge(socket, *process, backend, *on).map(|()| Effect::default())?)
+            Ok(crate::qmp::set_merge(socket, *process, backend, *on, stop).map(|()| Effect::default())?)
         }
         Action::Collapse { process, ranges } => {
             upon(host, *process, |process| collapse::collapse(host, process, ranges))

@@ -21,6 +21,7 @@ use pagefold_model::{Absent, PageSize, Pfn, Pid, Reading};
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 
 /// The machine this runs on.
 #[derive(Debug)]
@@ -100,7 +101,11 @@ impl Host for LiveHost {
     }
 
     fn apply(&self, action: &Action) -> Result<Effect, Refusal> {
-        apply::apply(self, action)
+        apply::apply(self, action, &AtomicBool::new(false))
+    }
+
+    fn apply_until_stopped(&self, action: &Action, stop: &AtomicBool) -> Result<Effect, Refusal> {
+        apply::apply(self, action, stop)
     }
 }
 

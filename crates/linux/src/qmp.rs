@@ -17,7 +17,7 @@
 use pagefold_host::act::Refusal;
 use pagefold_host::{Process, parse};
 use pagefold_model::identity::{Monitor as Kind, Vm};
-use pagefold_model::{Bytes, PageSize, ProcessId};
+use pagefold_model::{Bytes, ProcessId};
 use pagefold_sys::fault;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use serde_json::{Value, json};
@@ -33,9 +33,12 @@ pub const PATIENCE: Duration = Duration::from_secs(3);
 /// How long asking a guest for all its backends may take.
 const CONVERSATION: Duration = Duration::from_secs(10);
 
-/// How long switching a backend may take, and how much longer for each GiB that the process has resident. It takes about
-/// 0.2 s a GiB where all of it is merged.
-const SWITCHING: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(2));
+/// How long marking a backend may take. It unmerges nothing.
+const MARK_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How long withdrawing a backend may take. It takes about 0.2 s a GiB where all of it is merged. A constant, since a
+/// hostile process can inflate what is known of its memory.
+const WITHDRAW_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// How often it is looked, while an answer is waited for, whether to stop.
 const STOP_CHECK: Duration = Duration::from_millis(100);
@@ -151,15 +154,14 @@ pub fn guests_backends(socket: &Path, process: ProcessId, stop: &AtomicBool) -> 
     Monitor::connect(socket, process, (PATIENCE, CONVERSATION), stop)?.backends()
 }
 
-/// Mark a backend for KSM or withdraw it, and make sure that it took.
+/// Mark a backend for KSM or withdraw it, and make sure that it took. Ends early once `stop` is set.
 ///
 /// # Errors
-/// As [`guests_backends`].
-pub fn set_merge(socket: &Path, process: ProcessId, backend: &str, on: bool) -> Result<(), Error> {
-    let never = AtomicBool::new(false);
-    let switching = switching(process);
-    let mut monitor = Monitor::connect(socket, process, (PATIENCE, switching + 3 * PATIENCE), &never)?;
-    monitor.patience = switching;
+/// As [`guests_backends`]. After [`Error::Stopped`] and [`Error::Busy`] QEMU may still switch the backend.
+pub fn set_merge(socket: &Path, process: ProcessId, backend: &str, on: bool, stop: &AtomicBool) -> Result<(), Error> {
+    let timeout = if on { MARK_TIMEOUT } else { WITHDRAW_TIMEOUT };
+    let mut monitor = Monitor::connect(socket, process, (PATIENCE, timeout + 3 * PATIENCE), stop)?;
+    monitor.patience = timeout;
     fault::point("before switching a backend");
     monitor.execute("qom-set", &json!({"path": backend, "property": "merge", "value": on}))?;
     fault::point("after switching a backend");
@@ -169,15 +171,6 @@ pub fn set_merge(socket: &Path, process: ProcessId, backend: &str, on: bool) -> 
         return Ok(());
     }
     Err(Error::Refused { command: "qom-set".to_owned(), why: format!("merge of {backend} is {now} afterwards") })
-}
-
-/// How long switching a backend of a process may take, by what the process has resident and not by what it says.
-fn switching(process: ProcessId) -> Duration {
-    let statm = std::fs::read(format!("/proc/{}/statm", process.pid)).ok().and_then(|bytes| parse::statm(&bytes).ok());
-    let page = PageSize::new(rustix::param::page_size() as u64);
-    let resident = statm.zip(page).map_or(Bytes::ZERO, |(statm, page)| page.of(statm.resident));
-    let gib = u32::try_from(resident.0 >> 30).unwrap_or(u32::MAX);
-    SWITCHING.0 + SWITCHING.1 * gib
 }
 
 /// The path at which a guest's control socket can be reached from here, if its command line names one. Its process may

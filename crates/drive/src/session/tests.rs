@@ -53,6 +53,31 @@ fn begin<'a>(host: &'a dyn Host, directory: &Path) -> Session<'a> {
 }
 
 #[test]
+fn hung_guest_is_asked_for_one_backend_when_changes_are_put_back() {
+    let (host, directory, asked) = (Fake::new(), tempfile::tempdir().unwrap(), AtomicUsize::new(0));
+    host.map(7, (0x1000, 0x3000), "", false);
+    let faulty = Faulty::new(&host, |path: &str| {
+        path.ends_with("#guest_merge").then(|| {
+            // Both are enrolled; then the socket takes its time limit.
+            if asked.fetch_add(1, Ordering::Relaxed) < 2 {
+                return Fault::Replaced(Vec::new());
+            }
+            thread::sleep(ENDING);
+            Fault::Absent(Absent::Malformed("no answer".to_owned()))
+        })
+    });
+    let mut session = begin(&faulty, directory.path());
+    for backend in ["/objects/a", "/objects/b"] {
+        let process = ProcessId { pid: Pid(7), start_time: 1 };
+        let (socket, backend) = ("/run/qmp".into(), backend.to_owned());
+        session.apply(&Action::GuestMerge { process, socket, backend, on: true }, Stays::ForNow).unwrap();
+    }
+    let remains = session.finish().unwrap();
+    assert_eq!((asked.load(Ordering::Relaxed), remains.len()), (3, 2), "{remains:?}");
+    assert!(remains.iter().all(|remains| remains.kept) && remains[1].why == HUNG, "{remains:?}");
+}
+
+#[test]
 fn what_is_set_comes_back_run_first() {
     let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
     let before = host.values();

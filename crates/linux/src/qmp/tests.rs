@@ -93,7 +93,7 @@ fn what_qemu_refuses_is_told_in_its_words() {
             _ => json!({"error": {"class": "GenericError", "desc": "Property 'x.merge' not found"}}),
         }]
     };
-    let error = with(|stream| qemu(stream, answer), |path| set_merge(path, own(), "/objects/x", false))
+    let error = with(|stream| qemu(stream, answer), |path| set_merge(path, own(), "/objects/x", false, &NEVER))
         .unwrap_err()
         .to_string();
     assert_eq!(error, "QEMU refuses qom-set: Property 'x.merge' not found");
@@ -103,7 +103,8 @@ fn what_qemu_refuses_is_told_in_its_words() {
 fn a_switch_that_did_not_take_is_an_error() {
     let answer =
         |command: &str, _: &Value| vec![json!({"return": if command == "qom-get" { json!(true) } else { json!({}) }})];
-    let error = with(|stream| qemu(stream, answer), |path| set_merge(path, own(), "/objects/x", false)).unwrap_err();
+    let error =
+        with(|stream| qemu(stream, answer), |path| set_merge(path, own(), "/objects/x", false, &NEVER)).unwrap_err();
     assert!(error.to_string().ends_with("merge of /objects/x is true afterwards"), "{error}");
 }
 
@@ -233,4 +234,21 @@ fn stop_ends_a_conversation() {
     };
     let error = with(drain, ask);
     assert!(matches!(error, Err(Error::Stopped { .. })), "{error:?}");
+}
+
+/// The server greets, takes the capabilities and then never answers the switch: the flag is set once that was asked for.
+#[test]
+fn stop_ends_the_wait_for_a_switch() {
+    for on in [false, true] {
+        let stop = AtomicBool::new(false);
+        let answer = |command: &str, _: &Value| match command {
+            "qmp_capabilities" => vec![json!({"return": {}})],
+            _ => {
+                stop.store(true, Ordering::Relaxed);
+                vec![]
+            }
+        };
+        let ended = with(|stream| qemu(stream, answer), |path| set_merge(path, own(), "/objects/x", on, &stop));
+        assert!(matches!(ended, Err(Error::Stopped { .. })), "{ended:?}");
+    }
 }
