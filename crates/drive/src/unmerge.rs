@@ -4,7 +4,8 @@
 //! be looked at; [`carry_out`] withdraws part by part, and asks [`pagefold_model::guard`] before each part, since other
 //! processes take memory meanwhile. Who needs least comes first: so most processes are through when memory runs out, and
 //! each of the others but one is as it was. Within a process parts go by address, which cuts at most one region in two
-//! at a time. A part is at most [`PART`] pages; a guest that is reached by its control socket is one part.
+//! at a time. A part is at most [`PART`] pages; a guest that is reached by its control socket is one part, whose backends are
+//! withdrawn one by one, and the guard is asked before each for what is left of the guest.
 //!
 //! Unless it is staged, a process goes on only while all of the rest of it fits. So a neighbor that begins to grow finds
 //! what is left, instead of a limit that is filled to the last page.
@@ -39,7 +40,7 @@ use pagefold_model::process::Process;
 use pagefold_model::region::{Region, VmFlags};
 use pagefold_model::{Absent, AddressRange, Bytes, Pages, Pfn, Reading};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -562,26 +563,8 @@ impl Work<'_, '_> {
             return Ok(());
         }
         match &target.way {
-            Way::Guest { socket, backends } => {
-                if self.is_pressed(target, done) || !self.allowed(target, &target.parts, &[])? {
-                    return Ok(());
-                }
-                let gib =
-                    u32::try_from(self.session.host().page_size().of(target.merged()).0 >> 30).unwrap_or(u32::MAX);
-                let until = Instant::now() + GUEST.0 + GUEST.1 * gib;
-                for (backend, _) in backends {
-                    if self.is_over() {
-                        return Ok(());
-                    }
-                    if Instant::now() >= until {
-                        done.error =
-                            Some(format!("{} answers too slowly; `--inject` goes from within", socket.display()));
-                        return Ok(());
-                    }
-                    let (socket, backend) = (socket.clone(), backend.clone());
-                    self.apply(&Action::GuestMerge { process, socket, backend, on: false }, done)?;
-                }
-            }
+            Way::Guest { socket, backends } if !self.withdraw_guest(target, socket, backends, done)? => return Ok(()),
+            Way::Guest { .. } => {}
             _ if !self.withdraw_parts(target, done)? => return Ok(()),
             Way::Whole => self.apply(&Action::MergeAny { process, on: false }, done)?,
             Way::Regions | Way::Ranges(_) | Way::Unreachable(_) => {}
@@ -594,6 +577,43 @@ impl Work<'_, '_> {
             done.withdrawn = true;
         }
         Ok(())
+    }
+
+    /// Withdraw the backends of a guest one after the other, each once the guard allows what is left of the guest. Tells
+    /// whether all of them were tried.
+    fn withdraw_guest(
+        &mut self,
+        target: &Target,
+        socket: &Path,
+        backends: &[(String, Bytes)],
+        done: &mut Withdrawn,
+    ) -> Result<bool, SessionError> {
+        let host = self.session.host();
+        let gib = u32::try_from(host.page_size().of(target.merged()).0 >> 30).unwrap_or(u32::MAX);
+        let (limit, mut spent) = (GUEST.0 + GUEST.1 * gib, Duration::ZERO);
+        for (backend, _) in backends {
+            if spent >= limit {
+                done.error = Some(format!("{} answers too slowly; `--inject` goes from within", socket.display()));
+            }
+            if done.ended || done.error.is_some() || self.is_over() || self.is_pressed(target, done) {
+                return Ok(false);
+            }
+            // Where frames can be read, the guard counts them; otherwise the kernel's sums tell what is left.
+            let left = match &target.exact {
+                Ok(()) => Err(Absent::NotOnThisKernel),
+                Err(_) => remains::left_of_guest(host, target),
+            };
+            let parts = left.map_or_else(|_| target.parts.clone(), |part| vec![part]);
+            if !self.allowed(target, &parts, &[])? {
+                return Ok(false);
+            }
+            let (socket, backend) = (socket.to_owned(), backend.clone());
+            let action = Action::GuestMerge { process: target.process.id, socket, backend, on: false };
+            let started = Instant::now();
+            self.apply(&action, done)?;
+            spent += started.elapsed();
+        }
+        Ok(true)
     }
 
     /// Withdraw the parts of a process one after the other, each once the guard allows it. Tells whether all of them

@@ -1,8 +1,10 @@
 //! What is left of a process once it was withdrawn: what is merged still, or that it has ended.
 
-use super::{Found, Target, Way, count, is_marked};
+use super::{Found, Part, Target, Way, count, is_marked};
 use crate::verify::open as held;
 use pagefold_host::{Host, observe, parse};
+use pagefold_model::process::Process;
+use pagefold_model::region::Region;
 use pagefold_model::{Absent, Bytes, Pages, ProcessId, Reading};
 use std::time::{Duration, Instant};
 
@@ -18,6 +20,17 @@ pub struct Remains {
     pub zeros: Pages,
     /// Pages of either that the way in which it is withdrawn does not reach; in none of the others.
     pub beside: Pages,
+}
+
+/// All that is still marked of a guest as one part, by the kernel's sums.
+pub(super) fn left_of_guest(host: &dyn Host, target: &Target) -> Reading<Part> {
+    let handle = held(host, target.process.id)?;
+    let regions = observe::regions(&*handle)?;
+    let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
+    let marked: Vec<&Region> =
+        regions.iter().filter(|region| is_marked(region) && target.way.reaches(region)).collect();
+    let process = Process { ksm, ..target.process.clone() };
+    super::bound(host, &process, &target.way, &marked, target.zeros)
 }
 
 /// What is merged in a process now, by smaps: `ksm_merging_pages` is only right once ksmd comes by again.

@@ -141,6 +141,11 @@ impl Host for Fake {
                 state.break_pages(process.pid.0, AddressRange { start: BASE, end });
                 state.processes.get_mut(&process.pid.0).unwrap().1 = false;
             }
+            Action::GuestMerge { process, backend, on: false, .. } => {
+                let (start, end) = backend.split_once('-').unwrap();
+                let at = |page: &str| BASE + page.parse::<u64>().unwrap() * PAGE;
+                state.break_pages(process.pid.0, AddressRange { start: at(start), end: at(end) });
+            }
             other => panic!("{other:?}"),
         }
         (self.beside)(&mut state);
@@ -242,9 +247,12 @@ fn planned(host: &dyn Host) -> Plan {
 
 /// Plan and carry out.
 fn run(host: &dyn Host, limits: Limits) -> (Plan, Done) {
+    carried_out(host, planned(host), limits)
+}
+
+fn carried_out(host: &dyn Host, plan: Plan, limits: Limits) -> (Plan, Done) {
     let directory = tempfile::tempdir().unwrap();
     let (mut session, _, _) = Session::begin(host, directory.path()).unwrap();
-    let plan = planned(host);
     let done = carry_out(&mut session, &plan, limits, &AtomicBool::new(false)).unwrap();
     session.finish().unwrap();
     assert!(!Path::new(directory.path()).join("journal.json").exists(), "nothing is to be put back");
@@ -418,6 +426,35 @@ fn unmerge_stops_when_a_neighbor_takes_the_memory() {
         assert_eq!((done.targets[0].parts, done.targets[0].is_whole()), (parts, parts == 3), "{:?}", done.stopped);
         let stopped = done.stopped.as_ref().map(|judgement| judgement.verdict.clone());
         assert_eq!(stopped, (parts < 3).then_some(Verdict::Short));
+    }
+}
+
+/// A guest of two backends of four merged pages each; pages 8 on are no backend's.
+fn planned_guest(host: &dyn Host) -> Plan {
+    let size = Bytes(4 * PAGE);
+    let backends = vec![("0-4".to_owned(), size), ("4-8".to_owned(), size)];
+    let way = Way::Guest { socket: "/run/qmp".into(), backends };
+    plan(host, &Selection::default(), &|_, _| Some(way.clone())).unwrap()
+}
+
+#[test]
+fn guard_is_asked_for_the_rest_before_each_backend_of_a_guest() {
+    let little = |state: &mut State| state.free = state.free.min(3);
+    let hides_frames = |path: &str| path.ends_with("#frame_flags").then_some(Fault::Absent(Absent::Denied));
+    for (beside, fits) in [((|_| {}) as fn(&mut State), true), (little, false)] {
+        for exact in [true, false] {
+            // Other processes have the frames, too, which do not come back.
+            let fake = Fake { beside, ..host(8, &["abcdefgh", "abcdefgh"]) };
+            let faulty = Faulty::new(&fake, |path: &str| hides_frames(path).filter(|_| !exact));
+            let mut plan = planned_guest(&faulty);
+            plan.targets.retain(|target| target.process.id.pid == Pid(1));
+            assert_eq!((plan.targets[0].exact.is_ok(), plan.targets[0].merged()), (exact, Pages(8)));
+            let (_, done) = carried_out(&faulty, plan, Limits::default());
+            assert_eq!(fake.state.lock().unwrap().actions.len(), if fits { 2 } else { 1 }, "exact: {exact}");
+            assert_eq!(done.targets[0].withdrawn, fits, "{:?}", done.stopped);
+            let stopped = done.stopped.map(|judgement| judgement.verdict);
+            assert_eq!(stopped, (!fits).then_some(Verdict::Short));
+        }
     }
 }
 
