@@ -115,7 +115,8 @@ pub struct Targets {
     /// Processes by the kernel's name of their program, with * and ?
     #[arg(long, value_name = "GLOB")]
     pub name: Vec<String>,
-    /// Processes of a cgroup and of those below it
+    /// Processes of a cgroup and of those below it, by its path on the host, also in a container that may join the
+    /// host's cgroup namespace
     #[arg(long, value_name = "PATH")]
     pub cgroup: Vec<String>,
     /// Processes of a user, by name or number

@@ -5,6 +5,10 @@
 //! `/sys/fs/cgroup/unified` beside v1 hierarchies without it. Each cgroup is read with all above it, since a limit
 //! holds for what is below.
 //!
+//! The paths of cgroups and the root of the mount are both told relative to the cgroup namespace of this process
+//! (kernel/cgroup/cgroup.c, `cgroup_show_path`, 6.18). Where another cgroup than `/` is mounted, as in a container that
+//! has joined the host's namespace but kept its own mount, no path resolves, and all limits are unknown.
+//!
 //! Limits: from within a cgroup namespace what lies outside of it cannot be found. A cgroup that cannot be found or
 //! read is unknown and said to be so. The three files of a cgroup are not of one instant.
 
@@ -101,6 +105,19 @@ type Found = (Rule, Bytes, Bytes, Bytes);
 
 impl<'h> Hierarchy<'h> {
     fn find(host: &'h dyn Host, swap: Bytes) -> Reading<Self> {
+        let found = Self::mounted(host, swap)?;
+        let mounts = host.read("proc/self/mountinfo").unwrap_or_default();
+        match parse::mount_root(&String::from_utf8_lossy(&mounts), &format!("/{}", found.top)) {
+            None | Some("/") => Ok(found),
+            Some(root) => Err(Absent::Malformed(format!(
+                "/{} shows only the cgroups below {root} and not the host's: mount the host's /sys/fs/cgroup there, and \
+                 run pagefold with hostPID, CAP_SYS_ADMIN and CAP_SYS_PTRACE",
+                found.top
+            ))),
+        }
+    }
+
+    fn mounted(host: &'h dyn Host, swap: Bytes) -> Reading<Self> {
         let found = |top, v1| Self { host, top, v1, swap };
         if host.read("sys/fs/cgroup/memory/memory.limit_in_bytes").is_ok() {
             return Ok(found("sys/fs/cgroup/memory", true));
@@ -312,6 +329,42 @@ mod tests {
         assert!(!short(&[], "/a"), "what cannot be read is not short");
         let little = ("proc/meminfo", "MemTotal: 102400 kB\nMemAvailable: 5119 kB\nSwapFree: 0 kB\n");
         assert!(short(&[little], "/a"), "without pressure what is left counts");
+    }
+
+    #[test]
+    fn limits_are_unknown_where_a_container_keeps_its_own_cgroup_mount() {
+        let mounts = |root: &str| {
+            format!(
+                "31 23 0:28 / /sys rw - sysfs sysfs rw\n32 31 0:29 / /sys/fs/cgroup rw - tmpfs tmpfs rw\n\
+                 41 31 0:38 {root} /sys/fs/cgroup ro,nosuid shared:9 - cgroup2 cgroup rw\n"
+            )
+        };
+        let judged = |root: &str| {
+            let files = [
+                ("proc/self/mountinfo", &*mounts(root)),
+                ("sys/fs/cgroup/cgroup.controllers", "memory\n"),
+                ("sys/fs/cgroup/cgroup.procs", ""),
+                ("sys/fs/cgroup/memory.max", "1048576\n"),
+                ("sys/fs/cgroup/memory.current", "1048576\n"),
+                ("sys/fs/cgroup/memory.stat", "inactive_file 0\n"),
+                ("sys/fs/cgroup/memory.swap.max", "0\n"),
+                ("sys/fs/cgroup/memory.swap.current", "0\n"),
+            ];
+            let directory = tempfile::tempdir().unwrap();
+            let host = host(directory.path(), &files);
+            (room(&host, &BTreeSet::from(["/".to_owned()])), is_short(&host, Some("/"), 10.0))
+        };
+        let (host, short) = judged("/");
+        assert_eq!((host.unknown.len(), host.limits.len(), short), (0, 2, true));
+        for root in ["/system.slice/docker-4c01db0b339c.scope", "/../.."] {
+            let (container, short) = judged(root);
+            assert_eq!((container.unknown.len(), container.limits.len(), short), (1, 1, false), "{container:?}");
+            let why = container.unknown[0].1.to_string();
+            assert!(
+                why.contains(&format!("below {root} ")) && why.contains("mount the host's /sys/fs/cgroup"),
+                "{why}"
+            );
+        }
     }
 
     #[test]

@@ -33,6 +33,16 @@ pub fn reclaimable(bytes: &[u8], v1: bool) -> Reading<Bytes> {
     Ok(Bytes(inactive.saturating_sub(dirty).saturating_sub(writeback)))
 }
 
+/// The directory of a file system that is mounted at a place, of `/proc/PID/mountinfo` (proc_pid_mountinfo(5)): of the
+/// last mount there, which covers those before it.
+pub fn mount_root<'a>(mountinfo: &'a str, mount_point: &str) -> Option<&'a str> {
+    mountinfo.lines().rev().find_map(|line| {
+        let mut fields = line.split(' ').skip(3);
+        let root = fields.next()?;
+        (fields.next()? == mount_point).then_some(root)
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -21,7 +21,7 @@ mod process;
 mod smaps;
 mod text;
 
-pub use cgroup::{limit as cgroup_limit, reclaimable as cgroup_reclaimable};
+pub use cgroup::{limit as cgroup_limit, mount_root, reclaimable as cgroup_reclaimable};
 pub use connector::{EXEC, ProcEvent, ProcRequest, proc_event, proc_request};
 pub use ksm::{ksm, process_ksm};
 pub use labels::{labels, only_labels};
