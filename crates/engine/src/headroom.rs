@@ -1,9 +1,9 @@
 //! How much memory this process may still take before its cgroup, or one above it, kills it, and what part of it a
 //! merge may use.
 //!
-//! A merge takes memory before it gives any back: notes of what it finds, the index, and the contents of a batch, which
-//! lie in the store and in the program until they are mapped. So it asks for headroom first, works in windows that fit,
-//! asks again before each batch, and does nothing where nothing fits.
+//! A merge takes memory before it gives any back: notes of what it finds, copies of written pages, the index, and the
+//! contents of a batch, which lie in the store and in the program until they are mapped. So it asks for headroom first, works in windows that fit,
+//! asks again before each copy and each batch, and does nothing where nothing fits.
 //!
 //! Mirrors the memory controllers of Linux 6.18: `memory.max`, `memory.high` and `memory.current` (cgroup v2, mm/
 //! memcontrol.c), `memory.limit_in_bytes` and `memory.usage_in_bytes` (v1, mm/memcontrol-v1.c). Inactive file pages that

@@ -268,10 +268,11 @@ impl State {
         // The other half of what is left is for what is found.
         let deadline = room.map(|room| Instant::now() + room.saturating_sub(self.surveying) / 2);
         survey.enforce(stillness, merged, page);
-        let healed = survey.heal(stillness, page);
+        let (healed, is_short) = self.heal(&survey, stillness);
         fault::point("after healing");
         let new = survey.new_pages(page);
         let (zeros, looked) = self.look(&survey.candidates, deadline, terms, merged);
+        merged.cut_short = merged.cut_short.max(u64::from(is_short));
         // New ones are first.
         self.promising += new - new.min(merged.looked_at);
         let pages = self.sight(&looked, threads, merged)?;
@@ -316,7 +317,7 @@ impl State {
             Some(_) => CHUNK as usize,
         };
         // Members that merge together have the same to store: each begins elsewhere.
-        let most = (self.headroom.budget.batch_pages as usize).clamp(1, BATCH);
+        let most = self.batch_pages();
         let mut batches = batches(&chosen, most);
         let elsewhere = self.random % batches.len().max(1) as u64;
         batches.rotate_left(elsewhere as usize);

@@ -9,7 +9,7 @@ use crate::statistics::Merged;
 use crate::stillness::Stillness;
 use pagefold_model::hot::Note;
 use pagefold_model::lasting::must_last;
-use pagefold_model::{AddressRange, Pages};
+use pagefold_model::{AddressRange, Bytes, Pages};
 use pagefold_sys::pagemap;
 use std::io;
 use std::time::Duration;
@@ -176,18 +176,17 @@ impl Survey {
         self.candidates.retain(|found| can(found.range));
     }
 
-    /// Make ordinary memory of what was written since it was merged: what was made so. What cannot be for want of
-    /// mappings stays as it is.
-    pub fn heal(&self, stillness: &Stillness<'_>, page: u64) -> Vec<AddressRange> {
-        let heal = |&range: &AddressRange| {
-            let Ok(_still) = stillness.of(range) else { return false };
-            // SAFETY: it was found mapped, to be read and written, and nobody writes to or unmaps it meanwhile.
-            let copy = unsafe { Incoming::copy_of(range) };
-            // SAFETY: what takes its place is private memory with the same content.
-            copy.and_then(|copy| unsafe { copy.take_place_at(range.start) }).is_ok()
-        };
-        let broken = self.broken.iter().flat_map(|&range| stillness.parts(range, page));
-        broken.take(self.room(0)).filter(heal).collect()
+    /// Copy pages that were written since they were merged into ordinary memory, at most `most_pages` of them at a time:
+    /// the copy and the original both take memory until one replaces the other. A piece for which `has_room` gives no
+    /// memory stays as it is, as does what there are too many mappings for. Returns what was copied.
+    pub fn heal(
+        &self,
+        stillness: &Stillness<'_>,
+        (page, most_pages): (u64, u64),
+        mut has_room: impl FnMut(Bytes) -> bool,
+    ) -> Vec<AddressRange> {
+        let pieces = self.broken.iter().flat_map(|&range| pieces(range, stillness, page, most_pages));
+        pieces.take(self.room(0)).filter(|piece| has_room(piece.bytes()) && make_ordinary(*piece, stillness)).collect()
     }
 
     /// For how many mappings in the midst of others there is room, once so many were.
@@ -195,6 +194,26 @@ impl Survey {
         let most = max_map_count() / 8 * MAPPINGS;
         (most.saturating_sub(self.mappings + 2 * made as u64) / 2) as usize
     }
+}
+
+/// A range in pieces of at most so many pages, each of which is copied at once.
+fn pieces(
+    range: AddressRange,
+    stillness: &Stillness<'_>,
+    page: u64,
+    most_pages: u64,
+) -> impl Iterator<Item = AddressRange> + use<> {
+    let bytes = page.saturating_mul(most_pages.max(1));
+    stillness.parts(range, page).flat_map(move |part| part.cut_at_multiples(bytes))
+}
+
+/// Put a copy in ordinary memory in the place of a range that maps a store; whether that was done.
+fn make_ordinary(range: AddressRange, stillness: &Stillness<'_>) -> bool {
+    let Ok(_still) = stillness.of(range) else { return false };
+    // SAFETY: the survey found it mapped, to be read and written, and nothing writes to or unmaps it meanwhile.
+    let copy = unsafe { Incoming::copy_of(range) };
+    // SAFETY: what takes its place is private memory with the same content.
+    copy.and_then(|copy| unsafe { copy.take_place_at(range.start) }).is_ok()
 }
 
 /// When a region is looked at, and was before, and for how long what is merged must last.

@@ -4,7 +4,9 @@ use crate::State;
 use crate::headroom::Budget;
 use crate::pass::{BATCH, Terms};
 use crate::statistics::Merged;
-use pagefold_model::Pages;
+use crate::stillness::Stillness;
+use crate::survey::Survey;
+use pagefold_model::{AddressRange, Pages};
 use std::io;
 
 /// Windows of one merge, where memory is short: each begins with a survey of everything.
@@ -36,5 +38,24 @@ impl State {
             }
         }
         Ok(new.unwrap_or_default())
+    }
+
+    /// How many pages are copied before anything is given back.
+    pub fn batch_pages(&self) -> usize {
+        (self.headroom.budget.batch_pages as usize).clamp(1, BATCH)
+    }
+
+    /// Copy pages that were written since they were merged into ordinary memory, as far as memory is left. Which were
+    /// copied, and whether some were not for want of memory.
+    pub fn heal(&mut self, survey: &Survey, stillness: &Stillness<'_>) -> (Vec<AddressRange>, bool) {
+        let (page, most, members) = (self.domain.page(), self.batch_pages(), self.domain.members());
+        let mut is_short = false;
+        let healed = survey.heal(stillness, (page, most as u64), |needed| {
+            // Where memory is short, other processes may have taken what there was.
+            let fits = most == BATCH || self.headroom.has_room_for(needed, members);
+            is_short |= !fits;
+            fits
+        });
+        (healed, is_short)
     }
 }

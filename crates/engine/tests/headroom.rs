@@ -91,3 +91,40 @@ fn members_with_little_headroom_are_not_killed_and_merge_what_fits() {
         drop(members);
     }
 }
+
+#[test]
+fn members_with_little_headroom_are_not_killed_while_written_pages_become_ordinary_memory() {
+    const PAGES: u64 = 12_000;
+    for headroom in [3, 4, 8] {
+        let root = root();
+        let Some(cgroup) = Cgroup::make(&format!("written-{headroom}")) else {
+            println!("skipped: no cgroup with a memory limit can be made here");
+            return;
+        };
+        let mut members = [0; 2].map(|_| Member::start(&root, PAGES, &[]));
+        for member in &mut members {
+            cgroup.take(member);
+            member.tell(&format!("fill 0 {PAGES} 7"));
+            member.merge();
+        }
+        assert_eq!(members[0].merge().of("merged"), PAGES);
+        members.iter_mut().for_each(|member| drop(member.tell(&format!("fill 0 {PAGES} 8"))));
+        cgroup.leave(headroom * MIB);
+        let (mut broken, mut merged) = (0, 0);
+        for _ in 0..12 {
+            members.iter_mut().for_each(|member| member.say("merge"));
+            for member in &mut members {
+                let told = Told(member.answer().unwrap_or_else(|| panic!("killed with {headroom} MiB of headroom")));
+                (broken, merged) = (broken + told.of("broken"), merged + told.of("merged"));
+                // Else pages that were written soon after a merge are left alone.
+                member.tell(&format!("advise 0 {PAGES} 0"));
+            }
+        }
+        members.iter_mut().for_each(Member::check);
+        println!("{headroom} MiB of headroom: {broken} pages written, {merged} merged again");
+        assert!(broken >= 2 * PAGES);
+        if headroom >= 8 {
+            assert!(merged > PAGES, "{merged} of {} pages merged again", 2 * PAGES);
+        }
+    }
+}
