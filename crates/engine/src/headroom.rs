@@ -125,6 +125,22 @@ impl Headroom {
         let needed = Bytes(bytes.0.saturating_mul(SHARE).saturating_mul(members.max(1)));
         self.left(needed) >= needed
     }
+
+    /// Whether so many members may each take so much for good, and merges of regions of so many pages still have room
+    /// for batches of so many pages.
+    pub fn leaves_batches(
+        &mut self,
+        taken: Bytes,
+        members: u64,
+        region_pages: u64,
+        (page_bytes, batch_pages): (u64, u64),
+    ) -> bool {
+        let taken = taken.0.saturating_mul(members.max(1));
+        let plenty = Budget::plenty(members, region_pages, batch_pages.saturating_mul(page_bytes));
+        let left = self.left(Bytes(plenty.0.saturating_add(taken))).0.saturating_sub(taken);
+        Budget::new(Bytes(left), members, region_pages, page_bytes)
+            .is_some_and(|budget| budget.batch_pages >= batch_pages)
+    }
 }
 
 /// `MemAvailable`, but for a hundredth of all memory.

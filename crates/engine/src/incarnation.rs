@@ -13,7 +13,8 @@
 //!   once the name of its lock is gone, no thread can get that lock any more.
 //! - A member that goes to another incarnation may still map the store of its former one, and gives up its references
 //!   to it. Before that it abandons the former incarnation ([`abandon`]): the members that are left free nothing any
-//!   more, and join anew, too. The memory of that store is free once no process maps it.
+//!   more, and join anew, too. The memory of that store is free once no process maps it: merges copy what they find
+//!   of it into ordinary memory ([`crate::survey::Survey::drain`]).
 //!
 //! Removed files of members are noticed by their number ([`Header::Members`]): it is raised before a file is made, and
 //! lowered after one was removed, so that it is never too low.

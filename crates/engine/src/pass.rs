@@ -268,7 +268,7 @@ impl State {
         // The other half of what is left is for what is found.
         let deadline = room.map(|room| Instant::now() + room.saturating_sub(self.surveying) / 2);
         survey.enforce(stillness, merged, page);
-        let (healed, is_short) = self.heal(&survey, stillness);
+        let (healed, is_short) = self.heal(&survey, stillness, deadline);
         fault::point("after healing");
         let new = survey.new_pages(page);
         let (zeros, looked) = self.look(&survey.candidates, deadline, terms, merged);

@@ -20,6 +20,9 @@ const MAPPINGS: u64 = 6;
 /// `vm.max_map_count` where it cannot be read (include/linux/mm.h, DEFAULT_MAX_MAP_COUNT).
 const MAX_MAP_COUNT: u64 = 65_530;
 
+/// The most merges that copying a former store is spread over, where memory and time are plenty.
+const MERGES_TO_DRAIN: u64 = 16;
+
 /// What a survey found.
 #[derive(Debug, Default)]
 pub struct Survey {
@@ -29,6 +32,8 @@ pub struct Survey {
     pub candidates: Vec<Candidates>,
     /// What was merged and written since, mapped as merging maps it.
     pub broken: Vec<AddressRange>,
+    /// Resident pages of a former store, mapped as merging maps it.
+    pub former: Vec<AddressRange>,
     /// Pages of this process that map the store, of regions or not.
     pub stored: u64,
     /// Mappings of this process.
@@ -114,7 +119,9 @@ impl Survey {
                     let addresses = (range.start..range.end).step_by(page as usize);
                     match part.kind {
                         // What was swapped out is not brought back for this; guard regions look like it.
-                        Kind::Stored { .. } if mapped.file || mapped.swapped => {}
+                        Kind::Stored { .. } if mapped.swapped => {}
+                        Kind::Stored { slot: None, plain: true } if mapped.file => survey.former.push(range),
+                        Kind::Stored { .. } if mapped.file => {}
                         Kind::Stored { plain, .. } => {
                             for address in addresses {
                                 // What cannot be healed is found each time, and was broken once.
@@ -173,6 +180,7 @@ impl Survey {
             can
         };
         self.broken.retain(|&range| can(range));
+        self.former.retain(|&range| can(range));
         self.candidates.retain(|found| can(found.range));
     }
 
@@ -187,6 +195,38 @@ impl Survey {
     ) -> Vec<AddressRange> {
         let pieces = self.broken.iter().flat_map(|&range| pieces(range, stillness, page, most_pages));
         pieces.take(self.room(0)).filter(|piece| has_room(piece.bytes()) && make_ordinary(*piece, stillness)).collect()
+    }
+
+    /// Copy pages of a former store into ordinary memory, which is what frees that store: a part of them at each merge, so
+    /// that they merge anew meanwhile. Each `most_pages` of them need leave of `may_take`. Returns what was copied; there
+    /// were so many mappings more before.
+    pub fn drain(
+        &self,
+        stillness: &Stillness<'_>,
+        (page, most_pages): (u64, u64),
+        made: usize,
+        mut may_take: impl FnMut(Bytes) -> bool,
+    ) -> Vec<AddressRange> {
+        let all: u64 = self.former.iter().map(|range| range.bytes().0 / page).sum();
+        let mut left = most_pages.max(all / MERGES_TO_DRAIN);
+        let mut granted = 0;
+        let mut is_granted = |piece: &AddressRange| {
+            let pages = piece.bytes().0 / page;
+            if pages > left {
+                return false;
+            }
+            if pages > granted {
+                granted = most_pages.min(left);
+                if !may_take(Bytes(granted * page)) {
+                    return false;
+                }
+            }
+            (left, granted) = (left - pages, granted - pages);
+            true
+        };
+        let pieces = self.former.iter().flat_map(|&range| pieces(range, stillness, page, most_pages));
+        let taken = pieces.take(self.room(made)).take_while(|piece| is_granted(piece));
+        taken.filter(|piece| make_ordinary(*piece, stillness)).collect()
     }
 
     /// For how many mappings in the midst of others there is room, once so many were.

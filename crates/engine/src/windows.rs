@@ -8,6 +8,7 @@ use crate::stillness::Stillness;
 use crate::survey::Survey;
 use pagefold_model::{AddressRange, Pages};
 use std::io;
+use std::time::Instant;
 
 /// Windows of one merge, where memory is short: each begins with a survey of everything.
 const WINDOWS: usize = 64;
@@ -45,17 +46,36 @@ impl State {
         (self.headroom.budget.batch_pages as usize).clamp(1, BATCH)
     }
 
-    /// Copy pages that were written since they were merged into ordinary memory, as far as memory is left. Which were
-    /// copied, and whether some were not for want of memory.
-    pub fn heal(&mut self, survey: &Survey, stillness: &Stillness<'_>) -> (Vec<AddressRange>, bool) {
+    /// Copy pages into ordinary memory: those that were written since they were merged, as far as memory is left, and
+    /// some of a former store, where memory is plenty and until the deadline. Which were copied, and whether written
+    /// ones were not for want of memory.
+    pub fn heal(
+        &mut self,
+        survey: &Survey,
+        stillness: &Stillness<'_>,
+        deadline: Option<Instant>,
+    ) -> (Vec<AddressRange>, bool) {
         let (page, most, members) = (self.domain.page(), self.batch_pages(), self.domain.members());
         let mut is_short = false;
-        let healed = survey.heal(stillness, (page, most as u64), |needed| {
+        let mut healed = survey.heal(stillness, (page, most as u64), |needed| {
             // Where memory is short, other processes may have taken what there was.
             let fits = most == BATCH || self.headroom.has_room_for(needed, members);
             is_short |= !fits;
             fits
         });
+        let region_pages = self.regions.iter().map(|region| region.range().bytes().0 / page).sum();
+        let mut is_first = true;
+        let drained = survey.drain(stillness, (page, most as u64), healed.len(), |needed| {
+            let is_over = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            (std::mem::take(&mut is_first) || !is_over)
+                && most == BATCH
+                && self.headroom.leaves_batches(needed, members, region_pages, (page, most as u64))
+        });
+        // They were not written, and are new to the present store.
+        for &range in &drained {
+            self.regions.iter_mut().for_each(|region| region.forget(range));
+        }
+        healed.extend(drained);
         (healed, is_short)
     }
 }

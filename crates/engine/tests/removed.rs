@@ -4,7 +4,9 @@
 mod member;
 
 use member::{Member, PAGE, root};
-use std::path::Path;
+use std::collections::BTreeSet;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
@@ -92,6 +94,40 @@ fn members_keep_their_memory_when_the_slots_are_removed() {
 #[test]
 fn members_keep_their_memory_when_the_lock_is_removed() {
     newcomers_and_old_members_keep_their_memory(&["lock"]);
+}
+
+/// The stores that a member maps or has open, by their inodes.
+fn stores(member: &Member) -> BTreeSet<u64> {
+    let process = Path::new("/proc").join(member.child.id().to_string());
+    let maps = std::fs::read_to_string(process.join("maps")).expect("it lives");
+    let inode = |line: &str| line.split_ascii_whitespace().nth(4).and_then(|inode| inode.parse().ok());
+    let mapped = maps.lines().filter(|line| line.contains("/memfd:pagefold-store")).filter_map(inode);
+    let descriptors = std::fs::read_dir(process.join("fd")).expect("it lives").flatten().map(|entry| entry.path());
+    let is_store =
+        |path: &PathBuf| path.read_link().is_ok_and(|link| link.to_string_lossy().starts_with("/memfd:pagefold-store"));
+    let open = descriptors.filter(is_store).filter_map(|path| Some(path.metadata().ok()?.ino()));
+    mapped.chain(open).collect()
+}
+
+/// The memory of a store is free once no process maps or opens it.
+#[test]
+fn unwritten_pages_leave_a_former_store_and_merge_anew() {
+    let root = root();
+    let mut members = merged_pair(&root, 5);
+    let former = stores(&members[0]);
+    assert_eq!((former.len(), stores(&members[1])), (1, former.clone()));
+    remove(&root, &["domain", "lock"]);
+    for _ in 0..4 {
+        members.iter_mut().for_each(|member| drop(member.merge()));
+        members.iter_mut().for_each(Member::check);
+    }
+    let present = stores(&members[0]);
+    assert_eq!((present.len(), stores(&members[1])), (1, present.clone()));
+    assert!(present.is_disjoint(&former), "the former store is still in use");
+    for member in &mut members {
+        let standing = member.standing();
+        assert_eq!([standing.of("merged"), standing.of("store")], [500, 500 * PAGE]);
+    }
 }
 
 /// A member that goes to another store gives up its references to the former one, of which it still maps something,
