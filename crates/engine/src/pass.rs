@@ -25,6 +25,7 @@ use crate::references::Bits;
 use crate::statistics::Merged;
 use crate::stillness::{CHUNK, PROMISED_CHUNK, Stillness};
 use crate::survey::{Candidates, EVERYWHERE, Survey, slots_mapped};
+use crate::windows::is_whole;
 use crate::{Options, State, clock, record};
 use pagefold_model::allowance::Round;
 use pagefold_model::engine::Tally;
@@ -212,9 +213,9 @@ impl State {
         self.allowance.spend(cost);
         let page = self.domain.page();
         let round = merged.round(page);
-        // What is cut short again and again has come to everything once it begins anew.
-        let whole = round.whole || self.cursor <= cursor && cursor > 0;
-        let promising = known + *done.as_ref().unwrap_or(&Pages::ZERO);
+        let found = done.as_ref().ok().copied().flatten();
+        let whole = is_whole(found.is_some(), round.whole, cursor, self.cursor);
+        let promising = known + found.unwrap_or_default();
         self.rest.note(Round { cost, whole, ..round }, now, Bytes(promising.0 * page));
         self.so_far += merged;
         self.last_merge = Some(record::now());

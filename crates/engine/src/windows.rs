@@ -15,8 +15,8 @@ const WINDOWS: usize = 64;
 
 impl State {
     /// Merge by windows that fit into the memory which there is. Where time is bounded the next merge goes on behind the
-    /// first of them. How many pages were there of which nothing was known.
-    pub fn merge_in_windows(&mut self, terms: Terms<'_>, merged: &mut Merged) -> io::Result<Pages> {
+    /// first of them. How many pages were there of which nothing was known; `None` if there was no memory for any window.
+    pub fn merge_in_windows(&mut self, terms: Terms<'_>, merged: &mut Merged) -> io::Result<Option<Pages>> {
         let (first, mut new, mut has_wrapped) = (self.cursor, None, false);
         for _ in 0..WINDOWS {
             let (page, members) = (self.domain.page(), self.domain.members());
@@ -38,7 +38,7 @@ impl State {
                 break;
             }
         }
-        Ok(new.unwrap_or_default())
+        Ok(new)
     }
 
     /// How many pages are copied before anything is given back.
@@ -77,5 +77,26 @@ impl State {
         }
         healed.extend(drained);
         (healed, is_short)
+    }
+}
+
+/// Whether a merge counts as one that looked at everything: it did, or it is one of those that are cut short again and
+/// again, and its cursor has come around. A merge in which no window ran looked at nothing.
+pub fn is_whole(has_run: bool, saw_all: bool, cursor_before: u64, cursor: u64) -> bool {
+    has_run && (saw_all || cursor_before > 0 && cursor <= cursor_before)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_merge_that_was_refused_for_want_of_memory_is_not_whole() {
+        let refused = |cursor| is_whole(false, false, cursor, cursor);
+        assert_eq!([refused(0), refused(0x5000)], [false, false]);
+        assert!(is_whole(true, true, 0, 0), "it saw everything");
+        assert!(!is_whole(true, false, 0, 0x5000), "it was cut short");
+        assert!(!is_whole(true, false, 0x5000, 0x6000), "it goes on later");
+        assert!(is_whole(true, false, 0x5000, 0x3000), "it has come around");
     }
 }
