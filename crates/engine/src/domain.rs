@@ -129,12 +129,23 @@ impl Domain {
     /// # Errors
     /// Those of files and of the lock, `InvalidData` where the directory holds something else.
     pub fn join(path: &Path, page: u64, node: Option<u32>, until: Instant) -> io::Result<(Self, Hasher)> {
+        let namespace = pid_namespace()?;
+        Self::join_within(path, page, node, namespace, until).map_err(incarnation::lost_if_absent)
+    }
+
+    /// The same, with the PID namespace of this process: of files, it needs none but those of the domain.
+    fn join_within(
+        path: &Path,
+        page: u64,
+        node: Option<u32>,
+        namespace: u64,
+        until: Instant,
+    ) -> io::Result<(Self, Hasher)> {
         let lock = Lock::wait(&path.join(LOCK), until)?;
         // A file system that answers for others, as over a network, cannot be relied on to tell who is there.
         if rustix::fs::statfs(path)?.f_type != TMPFS_MAGIC {
             return Err(io::Error::new(io::ErrorKind::Unsupported, format!("{} is not on a tmpfs", path.display())));
         }
-        let namespace = std::fs::metadata("/proc/thread-self/ns/pid")?.ino();
         let mut everybody = Everybody::find(path)?;
         record::sweep(path);
         let Incarnation { header, identity, slots, store, key } =
@@ -288,7 +299,7 @@ impl Domain {
                 {
                     continue;
                 }
-                Err(error) => return Err(error),
+                Err(error) => return Err(incarnation::lost_if_absent(error)),
             };
             (self.index, self.generation) = (index, generation);
         }
@@ -475,6 +486,13 @@ fn enlist(header: &Words, path: &Path, store: &Store) -> io::Result<References> 
         // It has left no file.
         members.fetch_sub(1, Ordering::SeqCst);
     })
+}
+
+/// The inode of the PID namespace of this process.
+fn pid_namespace() -> io::Result<u64> {
+    const PATH: &str = "/proc/thread-self/ns/pid";
+    let failed = |error: io::Error| io::Error::new(error.kind(), format!("cannot read {PATH}: {error}; mount /proc"));
+    Ok(std::fs::metadata(PATH).map_err(failed)?.ino())
 }
 
 /// The index of a generation.

@@ -33,7 +33,7 @@ use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The header of a domain.
 pub const DOMAIN: &str = "domain";
@@ -189,7 +189,7 @@ pub fn is_named(path: &Path, header: &Words, domain: Identity, locked: Option<u6
 /// # Errors
 /// Those of open(2); see [`lost`] if the name leads to another file.
 pub fn slots_file(path: &Path, header: &Words) -> io::Result<File> {
-    let file = directory::open(&path.join(SLOTS), false)?;
+    let file = directory::open(&path.join(SLOTS), false).map_err(lost_if_absent)?;
     let own = inode(&file) == header[Header::SlotsFile as usize].load(Ordering::SeqCst);
     if own { Ok(file) } else { Err(lost()) }
 }
@@ -200,10 +200,27 @@ pub fn lost() -> io::Error {
     io::Error::new(io::ErrorKind::StaleNetworkFileHandle, why)
 }
 
-/// Whether something failed because files were removed meanwhile: trying again founds the domain anew.
+/// The error of using a file or the directory of a domain: [`lost`] if it is not there. Of other files, as of `/proc`,
+/// that would be wrong: they are not there at the next try, either.
+pub fn lost_if_absent(error: io::Error) -> io::Error {
+    if error.kind() == io::ErrorKind::NotFound { lost() } else { error }
+}
+
+/// Whether something failed because files of the domain were removed meanwhile: trying again founds the domain anew.
 pub fn is_lost(error: &io::Error) -> bool {
-    use io::ErrorKind::{Interrupted, NotFound, StaleNetworkFileHandle};
-    matches!(error.kind(), StaleNetworkFileHandle | NotFound | Interrupted)
+    matches!(error.kind(), io::ErrorKind::StaleNetworkFileHandle | io::ErrorKind::Interrupted)
+}
+
+/// The pause before another try: each takes the lock of the domain.
+const RETRY_PAUSE: Duration = Duration::from_millis(1);
+
+/// Whether to try again after an error, until some time; pauses first.
+pub fn may_retry(error: &io::Error, until: Instant) -> bool {
+    let may = is_lost(error) && Instant::now() < until;
+    if may {
+        std::thread::sleep(RETRY_PAUSE);
+    }
+    may
 }
 
 /// Try again while files are removed meanwhile, until some time.
@@ -213,7 +230,7 @@ pub fn is_lost(error: &io::Error) -> bool {
 pub fn retry_lost<T>(until: Instant, mut join: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     loop {
         match join() {
-            Err(error) if is_lost(&error) && Instant::now() < until => {}
+            Err(error) if may_retry(&error, until) => {}
             done => return done,
         }
     }
@@ -246,7 +263,7 @@ pub fn replace(path: &Path) -> io::Result<File> {
     }
     directory::create(path).map_err(|error| match error.kind() {
         io::ErrorKind::AlreadyExists => io::ErrorKind::Interrupted.into(),
-        _ => error,
+        _ => lost_if_absent(error),
     })
 }
 
@@ -280,4 +297,41 @@ fn random(bytes: &mut [u8]) -> io::Result<()> {
         filled += getrandom(&mut bytes[filled..], GetRandomFlags::empty())?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_join_is_tried_again_after_a_pause_while_files_are_removed() {
+        const LIMIT: Duration = Duration::from_millis(100);
+        let mut tries = 0;
+        let result: io::Result<()> = retry_lost(Instant::now() + LIMIT, || {
+            tries += 1;
+            Err(lost())
+        });
+        assert!(is_lost(&result.unwrap_err()));
+        // A pause is never shorter than asked for; a loaded machine makes fewer tries.
+        assert!((2..=1 + LIMIT.as_millis()).contains(&tries), "{tries} tries");
+    }
+
+    #[test]
+    fn only_absent_files_of_a_domain_are_a_reason_to_try_again() {
+        let absent = || io::Error::from(io::ErrorKind::NotFound);
+        let mut tries = 0;
+        let result: io::Result<()> = retry_lost(Instant::now() + Duration::from_secs(10), || {
+            tries += 1;
+            Err(absent())
+        });
+        assert_eq!((tries, result.unwrap_err().kind()), (1, io::ErrorKind::NotFound));
+        assert!(is_lost(&lost_if_absent(absent())));
+        let denied = lost_if_absent(io::ErrorKind::PermissionDenied.into());
+        assert!(!is_lost(&denied));
+        // The directory itself is gone.
+        let directory = tempfile::tempdir().unwrap().path().to_owned();
+        assert!(is_lost(&replace(&directory.join(DOMAIN)).unwrap_err()));
+        assert!(is_lost(&Everybody::find(&directory).unwrap_err()));
+        assert!(is_lost(&Lock::wait(&directory.join(LOCK), Instant::now() + Duration::from_secs(60)).unwrap_err()));
+    }
 }

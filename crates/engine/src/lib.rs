@@ -333,7 +333,7 @@ impl Engine {
             let directory = directory::of_domain(&root, name)?;
             match State::join(&directory, options, node) {
                 // The last member took it away, or files were removed meanwhile.
-                Err(error) if incarnation::is_lost(&error) && Instant::now() < until => {}
+                Err(error) if incarnation::may_retry(&error, until) => {}
                 joined => break (directory, joined.map_err(failed)?),
             }
         };

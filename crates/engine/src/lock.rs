@@ -8,6 +8,7 @@
 //! A process that is stopped keeps what it has, for as long as it is stopped. So nobody waits longer than it says, and
 //! the lock is asked for again and again, because fcntl(2) knows no time to wait at most.
 
+use crate::incarnation::lost_if_absent;
 use rustix::fs::{FlockOperation, fcntl_lock};
 use rustix::process::getpid;
 use std::fs::File;
@@ -49,7 +50,7 @@ impl Lock {
     }
 
     fn of_process(path: &Path, until: Instant) -> io::Result<Self> {
-        let file = crate::directory::open(path, true)?;
+        let file = crate::directory::open(path, true).map_err(lost_if_absent)?;
         asked_for(until, || match fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(Some(())),
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::ACCESS | rustix::io::Errno::INTR) => Ok(None),

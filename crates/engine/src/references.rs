@@ -20,6 +20,7 @@
 //! when the reading began.
 
 use crate::directory;
+use crate::incarnation::lost_if_absent;
 use crate::words::{WORD, Words};
 use rustix::fs::{FlockOperation, SeekFrom, flock, seek};
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -57,7 +58,7 @@ impl References {
         getrandom(&mut random, GetRandomFlags::empty())?;
         let (process, random) = (std::process::id(), u64::from_ne_bytes(random));
         let path = directory.join(format!("{PREFIX}{store}-{process}-{descriptor}-{random:016x}"));
-        let file = directory::open(&path, true)?;
+        let file = directory::open(&path, true).map_err(lost_if_absent)?;
         let made = flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(io::Error::from);
         let made = made.and_then(|()| Words::map(&file, (slots as usize).div_ceil(64)));
         let words = made.inspect_err(|_| {
@@ -91,7 +92,8 @@ impl References {
             let word = u64::from(slot) / 64;
             if word >= self.backed.load(Ordering::Relaxed) {
                 let upto = (word + 1).next_multiple_of(STEP).min(self.words().len() as u64);
-                Words::allocate(&directory::open(&self.path, false)?, 0..upto)?;
+                let file = directory::open(&self.path, false).map_err(lost_if_absent)?;
+                Words::allocate(&file, 0..upto)?;
                 self.backed.fetch_max(upto, Ordering::Relaxed);
             }
             self.words()[word as usize].fetch_or(1 << (slot % 64), Ordering::SeqCst);
@@ -146,7 +148,7 @@ impl Everybody {
     /// Those of reading the directory and of open(2): where one cannot be asked, nothing is known of all.
     pub fn find(directory: &Path) -> io::Result<Self> {
         let (mut files, mut sources, mut gone) = (Vec::new(), Vec::new(), Vec::new());
-        for name in directory::names(directory)? {
+        for name in directory::names(directory).map_err(lost_if_absent)? {
             let path = directory.join(&name);
             let Some(name) = name.to_str().and_then(|name| name.strip_prefix(PREFIX)) else { continue };
             let file = match directory::open(&path, false) {

@@ -6,6 +6,25 @@ use member::{Member, program, root};
 use std::process::{Command, Stdio};
 
 #[test]
+fn a_program_without_proc_is_told_at_once_that_it_cannot_join() {
+    let root = root();
+    let without_proc = |program: &std::ffi::OsStr| {
+        let mut command = Command::new("unshare");
+        let script = "mount -t tmpfs none /proc && exec \"$@\"";
+        command.args(["--mount", "sh", "-c", script, "sh"]).arg(program).args(["test", "16"]);
+        command.env("PAGEFOLD_RUNTIME", root.path()).stdin(Stdio::null()).output()
+    };
+    if !without_proc("true".as_ref()).is_ok_and(|output| output.status.success()) {
+        println!("skipped: unshare makes no mount namespace here");
+        return;
+    }
+    let output = without_proc(program().as_os_str()).expect("it is there");
+    let told = [output.stdout, output.stderr].concat();
+    let told = String::from_utf8_lossy(&told);
+    assert!(told.contains("cannot read /proc/thread-self/ns/pid"), "{told}");
+}
+
+#[test]
 fn members_of_another_pid_namespace_are_told_why_they_cannot_join() {
     let root = root();
     let mut first = Member::start(&root, 16, &[]);
