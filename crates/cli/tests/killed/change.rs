@@ -59,7 +59,9 @@ impl Change {
         };
         let labs: Vec<Lab<Region>> = self.labs.iter().map(start).collect();
         if self.merged {
-            for (name, value) in [("pages_to_scan", 20_000), ("sleep_millisecs", 1), ("run", 1)] {
+            // ksmd may skip pages for ever that it came upon at different times.
+            let settings = [("smart_scan", 0), ("pages_to_scan", 20_000), ("sleep_millisecs", 1), ("run", 1)];
+            for (name, value) in settings.into_iter().filter(|(name, _)| ksm.value(name).is_some()) {
                 ksm.set(name, value);
             }
             // Not until ksmd settles: who else is enrolled may keep it busy.
