@@ -42,7 +42,7 @@ use crate::incarnation::{self, DOMAIN, FIRST_ENTRIES, Incarnation, LOCK, SLOTS, 
 use crate::index::Index;
 use crate::lock::Lock;
 use crate::record::{self, Record};
-use crate::references::{Everybody, References};
+use crate::references::{self, Everybody, References, is_any_held};
 use crate::store::{Identity, Slots, Store};
 use crate::words::Words;
 use crate::{directory, ending};
@@ -441,7 +441,7 @@ impl Domain {
         self.patience = Instant::now() + PATIENCE;
         let Ok(_lock) = self.lock() else { return };
         // Nothing more can be done about what cannot be removed; the next to join finds it.
-        if Everybody::find(&self.path).is_ok_and(|everybody| everybody.count() == 0) {
+        if is_any_held(&self.path).is_ok_and(|is_held| !is_held) {
             let _ = directory::remove(&self.path);
         }
     }
@@ -467,14 +467,23 @@ impl Domain {
 pub fn sweep(root: &Path) {
     for name in directory::names(root).unwrap_or_default() {
         let path = root.join(name);
-        if [DOMAIN, SLOTS].iter().any(|name| path.join(name).exists())
+        let names = directory::names(&path).unwrap_or_default();
+        // Files of others may be here where PAGEFOLD_RUNTIME names a directory that is used for more.
+        if !names.is_empty()
+            && names.iter().all(|name| name.to_str().is_some_and(is_file_name))
             && let Ok(_lock) = Lock::wait(&path.join(LOCK), Instant::now())
-            && Everybody::find(&path).is_ok_and(|everybody| everybody.count() == 0)
+            && is_any_held(&path).is_ok_and(|is_held| !is_held)
         {
             // What cannot be removed now is found again.
             let _ = directory::remove(&path);
         }
     }
+}
+
+/// Whether a file in a domain's directory may have a name.
+fn is_file_name(name: &str) -> bool {
+    let prefixes = [incarnation::INDEX, references::PREFIX, record::PREFIX, ending::ENDING];
+    [DOMAIN, LOCK, SLOTS].contains(&name) || prefixes.iter().any(|prefix| name.starts_with(prefix))
 }
 
 /// New references to a store, counted before others can find them.
@@ -506,6 +515,26 @@ fn present(directory: &Path, generation: u64) -> io::Result<Index> {
 mod tests {
     use super::*;
     use std::cell::{Cell, RefCell};
+
+    #[test]
+    fn what_killed_members_left_is_removed_whichever_files_it_is() {
+        let root = tempfile::tempdir_in("/dev/shm").unwrap();
+        let make = |domain: &str, files: &[&str]| {
+            std::fs::create_dir(root.path().join(domain)).unwrap();
+            files.iter().for_each(|file| std::fs::write(root.path().join(domain).join(file), "").unwrap());
+        };
+        for file in [DOMAIN, SLOTS, LOCK, "index-7", "member-1-2-3-4", "status-1-2", "ending-member-1-2-3-4"] {
+            make(file, &[file]);
+        }
+        make("other", &["domain", "notes.txt"]);
+        make("empty", &[]);
+        make("used", &["domain"]);
+        let _member = References::new(&root.path().join("used"), 64, 1, 3).unwrap();
+        sweep(root.path());
+        let mut left = directory::names(root.path()).unwrap();
+        left.sort();
+        assert_eq!(left, ["empty", "other", "used"]);
+    }
 
     #[test]
     fn who_finds_a_larger_index_counts_anew_before_it_makes_another() {

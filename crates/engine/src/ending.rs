@@ -8,11 +8,12 @@
 
 use crate::references::{PREFIX, is_held};
 use crate::{directory, domain};
+use std::collections::HashSet;
 use std::io;
 use std::path::Path;
 
 /// What precedes the name of a member's references in that of its file.
-const ENDING: &str = "ending-";
+pub const ENDING: &str = "ending-";
 
 /// The member that has its references in a file is about to end: whether that holds for all members of the domain now.
 /// Under the domain's lock.
@@ -24,19 +25,26 @@ pub fn all_end(directory: &Path, references: &Path) -> io::Result<bool> {
     if let Some(name) = references.file_name().and_then(|name| name.to_str()) {
         directory::open(&marker(name), true)?;
     }
-    let mut all = true;
-    for name in directory::names(directory)? {
-        let Some(name) = name.to_str() else { continue };
-        if name.starts_with(PREFIX) {
-            all &= marker(name).exists() || !is_held(&directory.join(name))?;
-        } else if let Some(member) = name.strip_prefix(ENDING)
-            && !directory.join(member).exists()
-        {
-            // One that cannot be removed now is found again.
-            let _ = std::fs::remove_file(directory.join(name));
+    let names = directory::names(directory)?;
+    let names: HashSet<&str> = names.iter().filter_map(|name| name.to_str()).collect();
+    let is_left = |name: &&str| name.strip_prefix(ENDING).is_some_and(|member| !names.contains(member));
+    for name in names.iter().filter(|name| is_left(name)) {
+        // One that cannot be removed now is found again.
+        let _ = std::fs::remove_file(directory.join(name));
+    }
+    all_end_among(&names, |name| is_held(&directory.join(name)))
+}
+
+/// Whether all members among the names of files are about to end, or have ended. Asks for no member that has said so, and
+/// for none after one that is still there: all ranks of a job ask this at the same time, under one lock.
+fn all_end_among(names: &HashSet<&str>, mut is_held: impl FnMut(&str) -> io::Result<bool>) -> io::Result<bool> {
+    let members = names.iter().filter(|name| name.starts_with(PREFIX));
+    for name in members.filter(|name| !names.contains(format!("{ENDING}{name}").as_str())) {
+        if is_held(name)? {
+            return Ok(false);
         }
     }
-    Ok(all)
+    Ok(true)
 }
 
 /// Remove the domains of this user whose members have all ended, or were killed: for whoever outlives members, as the
@@ -49,6 +57,26 @@ pub fn sweep_domains() {
 mod tests {
     use super::*;
     use crate::references::References;
+
+    #[test]
+    fn members_are_asked_for_until_one_is_still_there() {
+        let check = |members: u32, ending: u32, expected: (bool, u32)| {
+            let member = |prefix: &str, number: u32| format!("{prefix}{PREFIX}{number}");
+            let mut names: Vec<String> = (0..members).map(|number| member("", number)).collect();
+            names.extend((0..ending).map(|number| member(ENDING, number)));
+            let mut asked = 0;
+            let all = all_end_among(&names.iter().map(String::as_str).collect(), |_| {
+                asked += 1;
+                Ok(true)
+            });
+            assert_eq!((all.unwrap(), asked), expected, "{ending} of {members}");
+        };
+        check(100, 1, (false, 1));
+        check(100, 99, (false, 1));
+        check(100, 100, (true, 0));
+        let names = ["member-1", "member-2"].into();
+        assert!(all_end_among(&names, |_| Ok(false)).unwrap(), "both were killed");
+    }
 
     #[test]
     fn the_last_member_that_ends_knows_it() {

@@ -42,7 +42,7 @@ pub const LOCK: &str = "lock";
 /// Which slots are taken.
 pub const SLOTS: &str = "slots";
 /// How the names of indexes begin; the generation follows.
-const INDEX: &str = "index-";
+pub const INDEX: &str = "index-";
 
 /// Entries of the first index: 64 KiB, for two thousand contents.
 pub const FIRST_ENTRIES: usize = 4096;

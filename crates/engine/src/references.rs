@@ -130,6 +130,23 @@ pub fn is_held(path: &Path) -> io::Result<bool> {
     }
 }
 
+/// Whether a member has references in a domain's directory. Looks no further than the first. Under its lock.
+///
+/// # Errors
+/// Those of reading the directory and of [`is_held`].
+pub fn is_any_held(directory: &Path) -> io::Result<bool> {
+    for name in directory::names(directory)? {
+        if name.to_str().is_some_and(|name| name.starts_with(PREFIX)) {
+            match is_held(&directory.join(name)) {
+                Ok(false) => {}
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                held => return held,
+            }
+        }
+    }
+    Ok(false)
+}
+
 /// The references of all members that there are.
 #[derive(Debug)]
 pub struct Everybody {
