@@ -88,14 +88,22 @@ impl Blocks {
         touching.map(|block| block.state != State::New).reduce(|known, next| known || next)
     }
 
-    /// Take a range out: what is left of blocks that have part in it stays.
-    pub fn cut(&mut self, range: AddressRange) {
+    /// Take a range out: what is left of blocks that have part in it stays. The parts that were taken out.
+    pub fn cut(&mut self, range: AddressRange) -> Vec<Block> {
+        let mut taken = Vec::new();
         for block in self.touching(range) {
             self.blocks.remove(&block.range.start);
+            let part_of = |part: AddressRange| Block {
+                range: part,
+                heap: block.heap && part.start == block.range.start,
+                ..block
+            };
             for left in block.range.outside(&[range]) {
-                self.insert(Block { range: left, heap: block.heap && left.start == block.range.start, ..block });
+                self.insert(part_of(left));
             }
+            taken.extend(block.range.overlap(range).map(part_of));
         }
+        taken
     }
 
     /// Let a block stand otherwise with the engine.
@@ -134,5 +142,69 @@ impl Blocks {
         let best = *self.spare.iter().filter(fits).min_by_key(|range| range.bytes().0)?;
         self.spare.retain(|range| *range != best);
         Some(best)
+    }
+}
+
+/// Take a range out of the blocks, then have the engine give it up; the parts that were taken out. In this order: a merge
+/// that begins between the two finds no new block in the range which it would adopt after it was given up. If giving it
+/// up fails, the blocks are as before, and the answer is `None`.
+pub fn cut_and_give_up(
+    blocks: &Locked<Blocks>,
+    range: AddressRange,
+    give_up: impl FnOnce() -> bool,
+) -> Option<Vec<Block>> {
+    let taken = blocks.lock()?.cut(range);
+    if give_up() {
+        return Some(taken);
+    }
+    if let Some(mut blocks) = blocks.lock() {
+        taken.into_iter().for_each(|block| blocks.insert(block));
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn block(start: u64, end: u64, state: State) -> Block {
+        Block { range: AddressRange { start, end }, state, heap: false }
+    }
+
+    fn two_blocks() -> Locked<Blocks> {
+        let blocks = Locked::new(Blocks { blocks: BTreeMap::new(), spare: Vec::new() });
+        let mut held = blocks.lock().expect("this thread does not have it");
+        held.insert(block(0x1000, 0x3000, State::Adopted));
+        held.insert(block(0x3000, 0x5000, State::New));
+        drop(held);
+        blocks
+    }
+
+    fn in_state(blocks: &Locked<Blocks>, state: State) -> Vec<Block> {
+        blocks.lock().expect("this thread does not have it").all(state)
+    }
+
+    #[test]
+    fn no_merge_adopts_a_new_block_of_a_range_that_is_given_up() {
+        let blocks = two_blocks();
+        let range = AddressRange { start: 0x2000, end: 0x4000 };
+        let mut found = None;
+        let taken = cut_and_give_up(&blocks, range, || {
+            // A merge in another thread adopts what it finds at this moment.
+            found = Some(in_state(&blocks, State::New));
+            true
+        });
+        assert_eq!(found, Some(vec![block(0x4000, 0x5000, State::New)]));
+        assert_eq!(taken, Some(vec![block(0x2000, 0x3000, State::Adopted), block(0x3000, 0x4000, State::New)]));
+        assert_eq!(in_state(&blocks, State::Adopted), [block(0x1000, 0x2000, State::Adopted)]);
+    }
+
+    #[test]
+    fn blocks_are_kept_if_their_range_cannot_be_given_up() {
+        let blocks = two_blocks();
+        let range = AddressRange { start: 0x1000, end: 0x5000 };
+        assert_eq!(cut_and_give_up(&blocks, range, || false), None);
+        assert_eq!(in_state(&blocks, State::Adopted), [block(0x1000, 0x3000, State::Adopted)]);
+        assert_eq!(in_state(&blocks, State::New), [block(0x3000, 0x5000, State::New)]);
     }
 }

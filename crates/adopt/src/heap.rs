@@ -112,7 +112,7 @@ fn give_back(block: Block) {
         return mappings::unmap(block.range);
     }
     drop(blocks);
-    if !merge::cut_beside(block.range) {
+    if merge::cut_beside(block.range).is_none() {
         let Some(mut merger) = MERGER.lock() else { return };
         merger.cut(block.range);
     }

@@ -139,25 +139,25 @@ fn ending<T>(range: AddressRange, work: impl FnOnce() -> T, is_done: impl FnOnce
     let Some(mut blocks) = BLOCKS.lock() else { return work() };
     match blocks.touches(range) {
         None => {}
-        Some(false) => blocks.cut(range),
+        Some(false) => drop(blocks.cut(range)),
         Some(true) => {
-            let before = blocks.touching(range);
             drop(blocks);
             let mut held = None;
-            if !merge::cut_beside(range) {
-                let Some(mut merger) = MERGER.lock() else { return work() };
-                merger.cut(range);
-                held = Some(merger);
-            }
+            let taken = match merge::cut_beside(range) {
+                Some(taken) => taken,
+                None => {
+                    let Some(mut merger) = MERGER.lock() else { return work() };
+                    let taken = merger.cut(range);
+                    held = Some(merger);
+                    taken
+                }
+            };
             let answer = work();
             if !is_done(&answer)
                 && let Some(mut blocks) = BLOCKS.lock()
             {
-                for block in before.iter().filter(|block| block.state != State::New) {
-                    if let Some(part) = block.range.overlap(range) {
-                        let heap = block.heap && part.start == block.range.start;
-                        blocks.insert(Block { range: part, state: State::Left, heap });
-                    }
+                for part in taken.into_iter().filter(|part| part.state != State::New) {
+                    blocks.set(part, State::Left);
                 }
             }
             drop(held);

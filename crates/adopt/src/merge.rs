@@ -1,6 +1,6 @@
 //! When blocks are merged, and by what right: at the safe points of an MPI program, or beside a program that runs.
 
-use crate::blocks::{BLOCKS, Block, State};
+use crate::blocks::{self, BLOCKS, Block, State};
 use crate::lock::Locked;
 use crate::settings::{self, settings};
 use crate::{guest, mappings};
@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 pub static MERGER: Locked<Merger> = Locked::new(Merger::new());
 
 /// The same engine, for threads that free blocks without waiting for the merge in hand. Taken after the lock of the
-/// merger, never while a thread that merges works on pages, and held over a fork.
+/// merger, never while a thread that merges works on pages, and held over a fork. A thread that frees has it only to copy
+/// the handle.
 pub static FREEING: Locked<Option<Arc<Engine>>> = Locked::new(None);
 
 /// Before this moment of [`clock`], in nanoseconds, a safe point has nothing to do.
@@ -183,15 +184,15 @@ impl Merger {
         }
     }
 
-    /// Take a range out of blocks: what is left of them stays adopted.
-    pub fn cut(&mut self, range: AddressRange) {
-        let Some(mut blocks) = BLOCKS.lock() else { return };
+    /// Take a range out of blocks: what is left of them stays adopted. The parts that were taken out.
+    pub fn cut(&mut self, range: AddressRange) -> Vec<Block> {
+        let Some(mut blocks) = BLOCKS.lock() else { return Vec::new() };
         for block in blocks.touching(range).into_iter().filter(|block| block.state == State::Adopted) {
             if let Some(part) = block.range.overlap(range) {
                 self.forsake(part);
             }
         }
-        blocks.cut(range);
+        blocks.cut(range)
     }
 
     /// What was merged in a range is no more.
@@ -242,22 +243,17 @@ impl Merger {
 }
 
 /// Take a range that is to be unmapped or replaced, where it is, out of blocks: what is left of them stays adopted. It
-/// waits for the pages that a merge beside has in hand, and not for its end. Whether that could be done; otherwise
-/// [`Merger::cut`] does it.
-pub fn cut_beside(range: AddressRange) -> bool {
+/// waits for the pages that a merge beside has in hand, and not for its end. The parts of blocks that were taken out;
+/// `None` if that could not be done: then [`Merger::cut`] does it.
+pub fn cut_beside(range: AddressRange) -> Option<Vec<Block>> {
     // What the merge itself frees comes after what it claims, and must not wait for that.
     if MERGER.is_own() {
-        return false;
+        return None;
     }
-    // SAFETY: whoever calls unmaps or replaces it next, where it is.
-    let forsake = |engine: &Arc<Engine>| unsafe { engine.forsake_in_place(range) }.is_ok();
-    // That lock is held over a fork, and not while the blocks' is taken.
-    let is_forsaken = FREEING.lock().is_some_and(|freeing| freeing.as_ref().is_some_and(forsake));
-    is_forsaken
-        && BLOCKS.lock().is_some_and(|mut blocks| {
-            blocks.cut(range);
-            true
-        })
+    // The lock is not kept while this thread waits for a claim, so that other threads can free memory meanwhile.
+    let engine = Arc::clone(FREEING.lock()?.as_ref()?);
+    // SAFETY: the caller unmaps or replaces the range next, where it is.
+    blocks::cut_and_give_up(&BLOCKS, range, || unsafe { engine.forsake_in_place(range) }.is_ok())
 }
 
 /// Leave blocks alone that have part in a range, whatever they are to the engine.
