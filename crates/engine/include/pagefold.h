@@ -146,7 +146,8 @@ int pagefold_clear(pagefold_engine *engine, void *memory, size_t bytes);
  * Merge what is identical now. Nobody may write to, unmap, move or replace memory that is or was the engine's until it
  * returns. Fails while memory of this process is pinned for a device or io_uring (VmPin of /proc/self/status), unless
  * merge_while_pinned is set: what is written to pinned pages after they were merged would be lost. Pins of a moment, as
- * of O_DIRECT reads under way, are not seen. merged may be NULL.
+ * of O_DIRECT reads under way, are not seen. Nor may memory of the engine be registered or pinned (io_uring, RDMA) while
+ * any merge runs, in the background or not: the kernel accounts a pin only after it is made. merged may be NULL.
  */
 int pagefold_merge_sized(pagefold_engine *engine, pagefold_merged *merged, size_t size);
 static inline int pagefold_merge(pagefold_engine *engine, pagefold_merged *merged)

@@ -40,6 +40,7 @@ impl Engine {
     ///
     /// # Safety
     /// Until what this gives is dropped, nobody unmaps or replaces adopted memory but by the engine's own functions.
+    /// None of it is registered or pinned, as for io_uring or RDMA.
     pub unsafe fn merge_in_background(self: &Arc<Self>, share: f64) -> Result<Background, Error> {
         // Whether it may is told now, and not in the thread.
         drop(pagefold_sys::userfault::UserFault::new().map_err(Error::NotPermitted)?);

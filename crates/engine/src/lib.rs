@@ -69,7 +69,9 @@
 //!   domain puts it in (bit 2, core(5)).
 //! - **devices and direct I/O**: memory that is pinned for a device must not be merged, since the device would go on
 //!   writing to the old frames. While `VmPin` of the process is above zero a merge is refused ([`Error::Pinned`]), unless
-//!   [`Options::merge_while_pinned`] vouches for it. `VmPin` counts RDMA and registered buffers of io_uring, charged to
+//!   [`Options::merge_while_pinned`] vouches for it. Memory must not be registered or pinned while a merge runs: the
+//!   kernel accounts a pin only after it is made, so that a merge does not see one in the making. `VmPin` is read when a
+//!   merge begins, and before each replacement by [`Engine::merge_while_running`]. `VmPin` counts RDMA and registered buffers of io_uring, charged to
 //!   the process that made the ring. It does not count what other drivers pin (VFIO, AF_XDP, some GPUs), nor pins of a
 //!   moment: `O_DIRECT`, io_uring or process_vm_writev into adopted memory must not be under way during a merge.
 //! - **advice and locks on memory**: what merging maps has none: `MADV_WIPEONFORK`, `MADV_DONTFORK`, `MADV_DONTDUMP`,
@@ -452,10 +454,10 @@ impl Engine {
     ///
     /// # Safety
     /// Until it returns nobody, no signal handler either, writes to, unmaps or replaces adopted memory, or moves what
-    /// was adopted before; and no mutable borrow of it is used.
+    /// was adopted before; and no mutable borrow of it is used. No adopted memory is registered or pinned meanwhile, as
+    /// for io_uring or RDMA.
     pub unsafe fn merge(&self) -> Result<Merged, Error> {
-        self.refuse_pinned()?;
-        self.merge_by(&Stillness::promised(&self.claims))
+        self.merge_by(|| Ok(Stillness::promised(&self.claims)))
     }
 
     /// Merge what is identical, while the program runs: writers wait for as long as the pages that they write to are in
@@ -470,17 +472,20 @@ impl Engine {
     /// Until it returns nobody unmaps, moves or replaces adopted memory but by the engine's own functions, or closes
     /// descriptors that are not its own. Adopted memory holds no thread's stack, and no mutex with priority inheritance
     /// or that is robust: the kernel does not wait to write to those. No direct or asynchronous I/O into it is under
-    /// way.
+    /// way, and none of it is registered or pinned meanwhile, as for io_uring or RDMA.
     pub unsafe fn merge_while_running(&self) -> Result<Merged, Error> {
-        self.refuse_pinned()?;
-        let userfault = UserFault::new().map_err(Error::NotPermitted)?;
         let _blocked = BlockedSignals::new().map_err(|source| Error::Domain { name: self.name.clone(), source })?;
-        self.merge_by(&Stillness::enforced(&self.claims, userfault, !self.options.merge_while_pinned))
+        self.merge_by(|| {
+            let userfault = UserFault::new().map_err(Error::NotPermitted)?;
+            Ok(Stillness::enforced(&self.claims, userfault, !self.options.merge_while_pinned))
+        })
     }
 
-    fn merge_by(&self, stillness: &Stillness<'_>) -> Result<Merged, Error> {
+    fn merge_by<'e>(&'e self, stillness: impl FnOnce() -> Result<Stillness<'e>, Error>) -> Result<Merged, Error> {
         self.with(|state| {
-            let merged = state.merge(&self.options, &self.directory, stillness);
+            // With the lock: what was pinned while another merge had it is seen.
+            self.refuse_pinned()?;
+            let merged = state.merge(&self.options, &self.directory, &stillness()?);
             merged.map_err(|source| Error::Domain { name: self.name.clone(), source })
         })?
     }

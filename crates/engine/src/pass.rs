@@ -98,7 +98,7 @@ impl Sifted {
     /// What cannot be held up is left for another time.
     fn of(chunk: Candidates, hasher: &Hasher, Looks { page, stillness, sparing }: Looks<'_>) -> Self {
         let mut sifted = Self { range: chunk.range, zeros: Vec::new(), others: Vec::new(), samples: Vec::new() };
-        let Ok(_still) = stillness.of(chunk.range) else { return sifted };
+        let Ok(_still) = stillness.to_read(chunk.range) else { return sifted };
         // SAFETY: the survey found it resident ordinary memory, and nobody writes to or unmaps it meanwhile.
         let bytes = unsafe { memory::bytes(chunk.range) };
         for (found, bytes) in chunk.pieces(page).zip(bytes.chunks_exact(page as usize)) {
@@ -133,7 +133,7 @@ impl Looked {
         Looks { page, stillness, sparing }: Looks<'_>,
     ) -> Self {
         let mut looked = Self::default();
-        let Ok(_still) = stillness.of(range) else { return looked };
+        let Ok(_still) = stillness.to_read(range) else { return looked };
         for &found in found {
             // SAFETY: the survey found it resident ordinary memory, and nobody writes to or unmaps it meanwhile.
             let bytes = unsafe { memory::bytes(found.range) };
@@ -524,7 +524,7 @@ impl State {
         }
         let start = piece[0].from.address;
         let range = AddressRange { start, end: start + piece.len() as u64 * page };
-        let Ok(still) = stillness.of(range) else { return vec![None; piece.len()] };
+        let Ok(still) = stillness.to_read(range) else { return vec![None; piece.len()] };
         // SAFETY: these pages were looked at, so they are resident, and nobody writes to or unmaps them meanwhile.
         let bytes = unsafe { memory::bytes(range) };
         // Between then and now they may have been written, unless that was promised.

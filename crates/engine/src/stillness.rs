@@ -6,8 +6,7 @@ use crate::memory;
 use pagefold_model::{AddressRange, Bytes};
 use pagefold_sys::userfault::{Held, UserFault};
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Pages that are worked on at a time, and that writers are held up from: at most as many as a huge page has on x86-64,
 /// and none of two, so that this splits none.
@@ -16,9 +15,6 @@ pub const CHUNK: u64 = 512;
 /// Pages that are copied or given back at a time where the program has promised not to write: as many as take no more
 /// than about 2 ms, for which a thread that frees them waits.
 pub const PROMISED_CHUNK: u64 = 1024;
-
-/// How old the last look at `VmPin` may be while the program runs: reading it takes some 30 µs.
-const PIN_CHECK_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Why nobody writes to pages that are in hand.
 #[derive(Debug)]
@@ -46,23 +42,28 @@ impl Still<'_> {
 /// Watches for pins that are made while the program runs beside a merge.
 #[derive(Debug)]
 struct PinWatch {
-    began: Instant,
-    /// Nanoseconds after `began` at which `VmPin` was read last; `u64::MAX` once it was not zero.
-    read: AtomicU64,
+    /// How much is pinned now.
+    read: fn() -> io::Result<Bytes>,
+    /// Memory was pinned, or that could not be read: this merge replaces no more pages.
+    was_pinned: AtomicBool,
 }
 
 impl PinWatch {
+    fn new(read: fn() -> io::Result<Bytes>) -> Self {
+        Self { read, was_pinned: AtomicBool::new(false) }
+    }
+
+    /// Whether nothing is pinned at this moment. No former answer is used again, though reading takes some 30 µs: a
+    /// buffer that was pinned since would lose what is written to it.
     fn allows(&self) -> bool {
-        let (now, read) = (self.began.elapsed().as_nanos() as u64, self.read.load(Ordering::Relaxed));
-        if read == u64::MAX {
+        if self.was_pinned.load(Ordering::Relaxed) {
             return false;
         }
-        if now < read.saturating_add(PIN_CHECK_INTERVAL.as_nanos() as u64) {
-            return true;
+        let is_free = (self.read)().is_ok_and(|pinned| pinned == Bytes::ZERO);
+        if !is_free {
+            self.was_pinned.store(true, Ordering::Relaxed);
         }
-        let pinned = !memory::pinned().is_ok_and(|pinned| pinned == Bytes::ZERO);
-        self.read.store(if pinned { u64::MAX } else { now }, Ordering::Relaxed);
-        !pinned
+        is_free
     }
 }
 
@@ -72,9 +73,9 @@ impl<'e> Stillness<'e> {
         Self { claims, userfault: None, pins: None }
     }
 
-    /// Writers are held up. Where `watch_pins` says so, `VmPin` was zero just now, and is watched.
+    /// Writers are held up. Where `watch_pins` says so, `VmPin` is read before each replacement.
     pub fn enforced(claims: &'e Claims, userfault: UserFault, watch_pins: bool) -> Self {
-        let pins = watch_pins.then(|| PinWatch { began: Instant::now(), read: AtomicU64::new(0) });
+        let pins = watch_pins.then(|| PinWatch::new(memory::pinned));
         Self { claims, userfault: Some(userfault), pins }
     }
 
@@ -83,23 +84,57 @@ impl<'e> Stillness<'e> {
         self.userfault.as_ref()
     }
 
-    /// Nobody writes to a range until what this gives is dropped.
+    /// Nobody writes to a range until what this gives is dropped, and its pages may be replaced.
     ///
     /// # Errors
     /// Those of holding up writers; `Interrupted` where the program has given up part of it, or has pinned memory since
     /// the merge began.
     pub fn of(&self, range: AddressRange) -> io::Result<Still<'_>> {
-        let claim = self.claims.claim(range).ok_or(io::ErrorKind::Interrupted)?;
-        let held = self.userfault.as_ref().map(|power| power.hold(range.start..range.end)).transpose()?;
-        // After writers are held up: pinning for writing is held up, too.
+        let still = self.to_read(range)?;
+        // After writers are held up: pinning for writing is held up, too. The kernel accounts a pin only after it is made
+        // (`io_sqe_buffer_register`, 6.18), so that one in the making is not seen.
         if !self.pins.as_ref().is_none_or(PinWatch::allows) {
             return Err(io::ErrorKind::Interrupted.into());
         }
+        Ok(still)
+    }
+
+    /// Nobody writes to a range until what this gives is dropped. Its pages are read and not replaced, so it does not
+    /// matter whether they are pinned.
+    ///
+    /// # Errors
+    /// Those of holding up writers; `Interrupted` where the program has given up part of it.
+    pub fn to_read(&self, range: AddressRange) -> io::Result<Still<'_>> {
+        let claim = self.claims.claim(range).ok_or(io::ErrorKind::Interrupted)?;
+        let held = self.userfault.as_ref().map(|power| power.hold(range.start..range.end)).transpose()?;
         Ok(Still { held, _claim: claim })
     }
 
     /// The parts of a range that are taken one after another: those who are held up do not wait for all of it.
     pub fn parts(&self, range: AddressRange, page: u64) -> impl Iterator<Item = AddressRange> + use<> {
         range.cut_at_multiples(page * if self.userfault.is_some() { CHUNK } else { PROMISED_CHUNK })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU64;
+
+    #[test]
+    fn memory_that_was_pinned_a_moment_ago_is_not_replaced() {
+        static PINNED: AtomicU64 = AtomicU64::new(0);
+        let read = || Ok(Bytes(PINNED.load(Ordering::Relaxed)));
+        let claims = Claims::default();
+        let pins = Some(PinWatch::new(read));
+        let stillness = Stillness { claims: &claims, userfault: None, pins };
+        let range = AddressRange { start: 0x1000, end: 0x2000 };
+        assert!(stillness.of(range).is_ok());
+        PINNED.store(4096, Ordering::Relaxed);
+        let refused = stillness.of(range).expect_err("it is pinned");
+        assert_eq!(refused.kind(), io::ErrorKind::Interrupted);
+        assert!(stillness.to_read(range).is_ok(), "reading loses nothing");
+        PINNED.store(0, Ordering::Relaxed);
+        assert!(stillness.of(range).is_err(), "for the rest of the merge");
     }
 }
