@@ -80,7 +80,7 @@ pub fn huge_page(address: u64, page: u64) -> u64 {
 
 /// The runs that are worth it, at most so many, as ranges of positions among some pages. `follows` says whether one of
 /// them can be mapped as one with the one before, which lies right before it; `worth` what a page gives back, `None` if it
-/// is not to be merged. Huge /// pages that are split already have nothing to lose.
+/// is not to be merged. Huge pages that are split already have nothing to lose.
 pub fn choose(
     pages: &[Page],
     follows: impl Fn(usize) -> bool,

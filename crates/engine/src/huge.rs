@@ -1,11 +1,12 @@
 //! Huge pages: which of them a merge may split into base pages, and what that is expected to cost the program.
 //!
 //! Contents of the store are mapped by base pages, so a program that reads merged memory at random takes more TLB misses
-//! than by huge pages. Where its slow-down is bounded, a huge page is left whole unless all of its pages merge; those
-//! that are not all zeros, which the huge page of zeros maps, merge only as far as the expected loss fits into the bound
-//! ([`pagefold_model::huge`]).
+//! than by huge pages. Where its slow-down is bounded, a huge page is split only if all of its pages are zeros, which the
+//! huge page of zeros maps, or if all of them have a partner, and then only as far as the expected loss fits into the
+//! bound ([`pagefold_model::huge`]). One that holds both is left whole: the two are merged one after another, and if the
+//! second failed, it would be split for a part of its pages.
 
-use crate::choose::{Page, Run, huge_page};
+use crate::choose::{Page, huge_page};
 use crate::survey::Candidates;
 use pagefold_model::huge::{expected_loss, may_split};
 use pagefold_model::{AddressRange, Pages};
@@ -21,8 +22,8 @@ pub enum Splits {
 }
 
 impl Splits {
-    /// Those that may be split, of pages of zeros and pages with a partner: without a limit all; otherwise those of zeros,
-    /// and by their addresses so many pages of others of which all pages are either.
+    /// Those that may be split, of pages of zeros and pages with a partner: without a limit all; otherwise those of zeros
+    /// alone, and by their addresses so many pages of those of which all pages have a partner.
     pub fn among(zeros: &[Candidates], partners: &[Page], page: u64, limit: Option<Pages>) -> Self {
         let Some(Pages(mut left)) = limit else { return Self::Any };
         let pages_each = page / 8;
@@ -35,11 +36,9 @@ impl Splits {
             counts.entry(huge_page(partner.address, page)).or_default().1 += 1;
         }
         let mut fits = |&(_, (zeros, partners)): &(u64, (u64, u64))| {
-            let whole = zeros + partners == pages_each;
-            let costs = if partners > 0 { pages_each } else { 0 };
-            let fits = whole && costs <= left;
-            left -= if fits { costs } else { 0 };
-            fits
+            let has_partners = partners == pages_each && left >= pages_each;
+            left -= if has_partners { pages_each } else { 0 };
+            has_partners || zeros == pages_each
         };
         Self::These(counts.into_iter().filter(|count| fits(count)).map(|(number, _)| number).collect())
     }
@@ -56,7 +55,7 @@ impl Splits {
 /// What a member has split under a bound.
 #[derive(Debug, Default)]
 pub struct SplitLedger {
-    /// Pages that are mapped by themselves since they were merged, and were parts of huge pages before.
+    /// Pages of all huge pages that were split to merge pages with a partner.
     split: Pages,
     /// Resident pages of this member, as the last survey found.
     resident: Pages,
@@ -78,9 +77,12 @@ impl SplitLedger {
         expected_loss(period, self.resident, self.split)
     }
 
-    /// A run was mapped.
-    pub fn note(&mut self, run: &Run<'_>) {
-        self.split += Pages(run.pages.iter().filter(|found| found.huge).count() as u64);
+    /// Some pages were merged, or may have been split for that. Each huge page counts whole, and once for each set of
+    /// numbers of those that are counted.
+    pub fn note<'p>(&mut self, pages: impl Iterator<Item = &'p Page>, page: u64, counted: &mut HashSet<u64>) {
+        let huge = pages.filter(|found| found.huge).map(|found| huge_page(found.address, page));
+        let new = huge.filter(|&number| counted.insert(number)).count() as u64;
+        self.split += Pages(new * (page / 8));
     }
 }
 
@@ -110,14 +112,14 @@ mod tests {
     }
 
     #[test]
-    fn huge_pages_are_split_if_all_of_their_pages_merge_and_as_far_as_the_limit_goes() {
+    fn huge_pages_are_split_if_all_of_their_pages_merge_alike_and_as_far_as_the_limit_goes() {
         // Of zeros but for one page, of zeros, of partners twice, of both, and of partners but for one.
         let zeros = [zeros(0, 511), zeros(512, 1024), zeros(2048, 2060)];
         let partners = [partners(1024..2048), partners(2060..2560), partners(2561..3072)].concat();
         let among = |limit| Splits::among(&zeros, &partners, PAGE, limit);
         assert_eq!(among(None), Splits::Any);
-        assert_eq!(among(Some(Pages(1 << 20))), these(&[1, 2, 3, 4]));
-        assert_eq!(among(Some(Pages(2 * 512 + 511))), these(&[1, 2, 3]));
+        assert_eq!(among(Some(Pages(1 << 20))), these(&[1, 2, 3]));
+        assert_eq!(among(Some(Pages(512 + 511))), these(&[1, 2]));
         assert_eq!(among(Some(Pages(0))), these(&[1]), "zeros cost nothing");
         let found = |number: u64, huge| Page::new(number * PAGE, huge);
         let splits = these(&[1]);
@@ -129,7 +131,11 @@ mod tests {
     fn what_was_split_is_charged_while_it_is_adopted() {
         let mut ledger = SplitLedger::default();
         assert_eq!(ledger.limit(0.5, Pages(4096)), Pages(2048));
-        ledger.note(&Run { pages: &partners(0..1024), slot: 0 });
+        // Of two huge pages, one of which comes in two parts, and of no huge page.
+        let mut counted = HashSet::new();
+        ledger.note(partners(0..30).iter(), PAGE, &mut counted);
+        ledger.note(partners(40..513).iter(), PAGE, &mut counted);
+        ledger.note([Page::new(2048 * PAGE, false)].iter(), PAGE, &mut counted);
         assert_eq!(ledger.limit(0.5, Pages(4096)), Pages(1024));
         let second = Duration::from_secs(1);
         assert_eq!(ledger.charge(8 * second, Pages(4096)), second, "a quarter of the memory is half as slow again");

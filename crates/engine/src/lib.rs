@@ -226,8 +226,8 @@ pub struct Options {
     /// it a merge fails with [`Error::Pinned`] while `VmPin` of `/proc/self/status` is above zero.
     pub merge_while_pinned: bool,
     /// Split huge pages wherever that saves memory, for a program that was measured not to lose by it. Without it, and
-    /// with a bound on the slow-down, a huge page is split only if all of its pages merge, and what is not zeros only
-    /// as far as the TLB misses that this is expected to cost fit into the bound ([`pagefold_model::huge`]).
+    /// with a bound on the slow-down, a huge page is split only if all of its pages are zeros, or all of them have a
+    /// partner and the TLB misses that this is expected to cost fit into the bound ([`pagefold_model::huge`]).
     pub split_huge_pages: bool,
 }
 

@@ -327,6 +327,7 @@ impl State {
         let mut room = survey.room(healed.len()) + cuts;
         let contents = self.reserve(&partners, &places, &batches, wanted, merged)?;
         let mut stored = vec![None; wanted as usize];
+        let mut counted = HashSet::new();
         for (batch, contents) in batches.iter().zip(&contents) {
             let all: usize = batch.iter().map(Range::len).sum();
             if room == 0 {
@@ -340,6 +341,10 @@ impl State {
             if !self.domain.is_present() || !fits {
                 merged.failed += Pages(all as u64);
                 continue;
+            }
+            if limit.is_some() && stillness.userfault().is_some() {
+                // Holding writers up from a part of a huge page splits it, whether or not that part is merged then.
+                self.split.note(batch.iter().flat_map(|range| &partners[range.clone()]), page, &mut counted);
             }
             self.store(contents, stillness, &mut stored);
             let own = contents.iter().filter(|content| content.is_own(stored[content.order as usize]));
@@ -358,7 +363,7 @@ impl State {
                 merged.merged += Pages(run.pages.len() as u64);
                 merged.runs += 1;
                 if limit.is_some() {
-                    self.split.note(run);
+                    self.split.note(run.pages.iter(), page, &mut counted);
                 }
                 merged.retried += self.note_merged(run.range(page), now, |tally| &mut tally.merged);
             }

@@ -144,3 +144,42 @@ fn a_bound_on_the_slow_down_keeps_huge_pages_unless_all_of_them_merges() {
     first.check();
     assert_eq!(first.smaps("AnonHugePages:"), before[0]);
 }
+
+#[test]
+fn huge_pages_of_zeros_and_of_equal_pages_are_kept_under_a_bound() {
+    let _one = ONE.lock();
+    let root = root();
+    // The bound allows for two huge pages of the eight or so.
+    let start = || {
+        let mut member = Member::start(&root, 4096, &["--max-slowdown", "30", "--lifetime", "36000"]);
+        member.tell("huge");
+        member.tell("fill 0 4096 3");
+        // Wherever a huge page begins, 12 pages of it have a partner and the others are zeros.
+        (0..8).for_each(|part| drop(member.tell(&format!("fill {} 500 0", part * 512))));
+        member
+    };
+    let (mut first, mut second) = (start(), start());
+    let before = [first.smaps("AnonHugePages:"), second.smaps("AnonHugePages:")];
+    if before[0] < 6 * 2048 || before[1] < 6 * 2048 {
+        println!("skipped: there are too few huge pages");
+        return;
+    }
+    // Members merge at the same moments, and look at each page twice. Each huge page is found at least three times.
+    let (mut zeros, mut merged, mut kept) = (0, 0, 0);
+    for _ in 0..300 {
+        first.merge();
+        let told = second.merge();
+        (zeros, merged, kept) = (zeros + told.of("zeros"), merged + told.of("merged"), kept + told.of("not_worth"));
+        if kept >= 3 * 4096 {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    assert!(kept >= 3 * 2048, "pages are found and kept: {kept}");
+    // At either end there may be pages that are of no huge page.
+    let after = [first.smaps("AnonHugePages:"), second.smaps("AnonHugePages:")];
+    assert!(zeros < 1024 && merged < 1024, "{zeros} {merged} {before:?} {after:?}");
+    assert_eq!([first.smaps("AnonHugePages:"), second.smaps("AnonHugePages:")], before);
+    first.check();
+    second.check();
+}
