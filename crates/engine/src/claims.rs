@@ -4,23 +4,29 @@
 //! copy or map them. Memory that the program frees is **given up** first: no later claim succeeds in it, and the call
 //! returns once the claims there are dropped. The regions forget it at the next call that has the engine's lock.
 //!
-//! In a child of fork(2) the threads that held claims do not exist: their claims are dropped at the first call.
+//! In a child of fork(2) the threads that held claims do not exist: their claims are dropped at the first call. If one of
+//! them held the lock at that moment, what was given up is not known in the child: every call fails there, at once.
 //!
 //! Limits: a claim holder must not take a lock that a thread which gives memory up holds.
 
 use pagefold_model::AddressRange;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// How long to try for the lock: longer than any thread holds it, but one that was lost in a fork.
-const LOCK_ATTEMPTS: u32 = 2000;
-const LOCK_RETRY: Duration = Duration::from_millis(1);
+/// How often a thread only lets others run before it sleeps: the lock is held for less than a microsecond, and claims
+/// for as long as it takes to compare, copy or map some pages.
+const YIELDS: u32 = 8;
+/// How long it sleeps then.
+const RETRY: Duration = Duration::from_micros(100);
 
 /// The claims of one engine.
 #[derive(Debug, Default)]
 pub struct Claims {
+    /// The process whose thread has the lock, or 0. In a child another process is named, if the lock was lost.
+    holder: AtomicU32,
+    /// Locked by the holder only, so nobody waits for it.
     ranges: Mutex<Ranges>,
-    dropped: Condvar,
 }
 
 #[derive(Debug, Default)]
@@ -29,14 +35,29 @@ struct Ranges {
     process: u32,
     claimed: Vec<AddressRange>,
     given_up: Vec<AddressRange>,
-    /// Threads that wait for claims to be dropped.
-    waiting: usize,
+}
+
+/// The lock of the ranges, until it is dropped.
+#[derive(Debug)]
+struct Locked<'c> {
+    /// `None` once it is unlocked.
+    ranges: Option<MutexGuard<'c, Ranges>>,
+    holder: &'c AtomicU32,
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        drop(self.ranges.take());
+        self.holder.store(0, Ordering::Release);
+    }
 }
 
 /// A range that a merge works on, until it is dropped.
 #[derive(Debug)]
 pub struct Claim<'c> {
     claims: &'c Claims,
+    /// The process that has made it.
+    process: u32,
     range: AddressRange,
 }
 
@@ -44,69 +65,83 @@ fn overlaps(ranges: &[AddressRange], range: AddressRange) -> bool {
     ranges.iter().any(|other| other.overlap(range).is_some())
 }
 
+/// Wait for a moment, the longer the more often this was done before.
+fn wait_after(attempts: u32) {
+    if attempts < YIELDS { std::thread::yield_now() } else { std::thread::sleep(RETRY) }
+}
+
 impl Claims {
-    /// `None` if the lock was held by another thread when this process was forked.
-    fn lock(&self) -> Option<MutexGuard<'_, Ranges>> {
-        let mut attempts = 0;
-        let mut ranges = loop {
-            match self.ranges.try_lock() {
-                Ok(ranges) => break ranges,
-                Err(TryLockError::Poisoned(poisoned)) => break poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) if attempts >= LOCK_ATTEMPTS => return None,
-                Err(TryLockError::WouldBlock) => {}
-            }
-            // Held for less than a microsecond, unless its thread was preempted.
-            if attempts < 8 {
-                std::thread::yield_now()
-            } else {
-                std::thread::sleep(LOCK_RETRY)
-            }
-            attempts += 1;
-        };
+    /// Do something with the ranges. `None` if the lock was held by another thread when this process was forked;
+    /// otherwise its holder is a thread of this process, and gives it back.
+    fn with<T>(&self, work: impl FnOnce(&mut Ranges) -> T) -> Option<T> {
         let process = std::process::id();
+        let mut attempts = 0;
+        while let Err(holder) = self.holder.compare_exchange(0, process, Ordering::Acquire, Ordering::Relaxed) {
+            if holder != process {
+                return None;
+            }
+            wait_after(attempts);
+            attempts = attempts.saturating_add(1);
+        }
+        let ranges = self.ranges.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut locked = Locked { ranges: Some(ranges), holder: &self.holder };
+        let ranges = locked.ranges.as_deref_mut()?;
         if ranges.process != process {
-            (ranges.process, ranges.waiting) = (process, 0);
+            ranges.process = process;
             ranges.claimed.clear();
         }
-        Some(ranges)
+        Some(work(ranges))
     }
 
     /// Claim a range to work on. `None` if the program has given up part of it.
     pub fn claim(&self, range: AddressRange) -> Option<Claim<'_>> {
-        let mut ranges = self.lock()?;
-        if overlaps(&ranges.given_up, range) {
-            return None;
-        }
-        ranges.claimed.push(range);
-        Some(Claim { claims: self, range })
+        let is_claimed = self.with(|ranges| {
+            let is_free = !overlaps(&ranges.given_up, range);
+            ranges.claimed.extend(is_free.then_some(range));
+            is_free
+        })?;
+        is_claimed.then(|| Claim { claims: self, process: std::process::id(), range })
     }
 
     /// Let no merge touch a range from now on, and wait until the work in hand on it is done. Whether that was possible:
     /// `false` in a child that was forked at a moment at which another thread had the lock.
     pub fn give_up(&self, range: AddressRange) -> bool {
-        let Some(mut ranges) = self.lock() else { return false };
-        ranges.given_up.push(range);
-        ranges.waiting += 1;
-        let claimed = |ranges: &mut Ranges| overlaps(&ranges.claimed, range);
-        let mut ranges = self.dropped.wait_while(ranges, claimed).unwrap_or_else(PoisonError::into_inner);
-        ranges.waiting -= 1;
+        let is_claimed = |ranges: &mut Ranges| overlaps(&ranges.claimed, range);
+        let claimed = self.with(|ranges| {
+            ranges.given_up.push(range);
+            is_claimed(ranges)
+        });
+        let Some(mut claimed) = claimed else { return false };
+        let mut attempts = 0;
+        while claimed {
+            wait_after(attempts);
+            attempts = attempts.saturating_add(1);
+            // A child of vfork(2), which has the same memory, may have the lock for a moment.
+            claimed = self.with(is_claimed).unwrap_or(true);
+        }
         true
     }
 
-    /// What was given up since the last call. For the holder of the engine's lock, outside of a merge.
-    pub fn take_given_up(&self) -> Vec<AddressRange> {
-        self.lock().map_or_else(Vec::new, |mut ranges| std::mem::take(&mut ranges.given_up))
+    /// What was given up since the last call. For the holder of the engine's lock, outside of a merge. `None` in a child
+    /// that was forked at a moment at which another thread had the lock: that is not known there.
+    pub fn take_given_up(&self) -> Option<Vec<AddressRange>> {
+        self.with(|ranges| std::mem::take(&mut ranges.given_up))
     }
 }
 
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
-        let Some(mut ranges) = self.claims.lock() else { return };
-        if let Some(at) = ranges.claimed.iter().position(|range| *range == self.range) {
-            ranges.claimed.swap_remove(at);
-        }
-        if ranges.waiting > 0 {
-            self.claims.dropped.notify_all();
+        let remove = |ranges: &mut Ranges| {
+            if let Some(at) = ranges.claimed.iter().position(|range| *range == self.range) {
+                ranges.claimed.swap_remove(at);
+            }
+        };
+        // A claim that stayed would be waited for without end. In a child, all of its parent's are dropped by the first
+        // call.
+        let mut attempts = 0;
+        while self.process == std::process::id() && self.claims.with(remove).is_none() {
+            wait_after(attempts);
+            attempts = attempts.saturating_add(1);
         }
     }
 }
@@ -142,7 +177,47 @@ mod tests {
         });
         assert!(claims.claim(range(0x0, 0x1000)).is_some());
         assert!(claims.claim(range(0x0, 0x4000)).is_none());
-        assert_eq!(claims.take_given_up(), [range(0x3000, 0x4000), range(0x2000, 0x3000)]);
+        assert_eq!(claims.take_given_up(), Some(vec![range(0x3000, 0x4000), range(0x2000, 0x3000)]));
         assert!(claims.claim(range(0x0, 0x4000)).is_some(), "it may be used for other memory now");
+    }
+
+    #[test]
+    fn a_claim_is_dropped_however_long_another_thread_has_the_lock() {
+        let claims = Claims::default();
+        let claim = claims.claim(range(0x1000, 0x2000)).expect("nothing is given up");
+        thread::scope(|scope| {
+            claims.with(|_| {
+                let dropper = scope.spawn(|| drop(claim));
+                // Longer than a thread tries for the lock which would give up.
+                thread::sleep(Duration::from_secs(3));
+                assert!(!dropper.is_finished());
+            });
+        });
+        assert_eq!(claims.with(|ranges| ranges.claimed.len()), Some(0));
+    }
+
+    #[test]
+    fn a_lock_that_was_lost_in_a_fork_fails_every_call_at_once() {
+        let claims = Claims::default();
+        // As in the child, where the lock names a thread of the parent.
+        claims.holder.store(std::process::id() + 1, Ordering::Relaxed);
+        let began = std::time::Instant::now();
+        (0..100).for_each(|_| assert!(claims.claim(range(0x1000, 0x2000)).is_none()));
+        assert!(!claims.give_up(range(0x1000, 0x2000)));
+        assert_eq!(claims.take_given_up(), None);
+        // A call that waits to find that out takes two seconds, and 100 of them more than three minutes.
+        assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
+    }
+
+    #[test]
+    fn claims_of_a_parent_are_dropped_in_its_child_and_what_was_given_up_is_kept() {
+        let claims = Claims::default();
+        let claim = claims.claim(range(0x1000, 0x2000)).expect("nothing is given up");
+        assert!(claims.give_up(range(0x3000, 0x4000)));
+        // As in the child, which has another number.
+        claims.with(|ranges| ranges.process += 1);
+        assert!(claims.give_up(range(0x1000, 0x2000)), "this does not wait");
+        assert_eq!(claims.take_given_up(), Some(vec![range(0x3000, 0x4000), range(0x1000, 0x2000)]));
+        drop(claim);
     }
 }

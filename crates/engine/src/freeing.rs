@@ -43,13 +43,15 @@ impl Engine {
         unsafe { memory::release(range) }.map_err(|source| Error::Memory(range.bytes(), source))
     }
 
-    /// Have no regions any more where memory was given up. Not during a merge, which may have found it before.
-    pub(crate) fn forget_given_up(&self, state: &mut State) {
-        let given_up = self.claims.take_given_up();
+    /// Have no regions any more where memory was given up; whether that is known. Not during a merge, which may have found
+    /// it before.
+    pub(crate) fn forget_given_up(&self, state: &mut State) -> bool {
+        let Some(given_up) = self.claims.take_given_up() else { return false };
         if !given_up.is_empty() {
             given_up.into_iter().for_each(|range| state.leave_alone(range));
             state.tell(&self.options);
         }
+        true
     }
 }
 

@@ -573,13 +573,14 @@ impl Engine {
         } else {
             state.rejoin(&self.directory, until).map(|()| state.tell(&self.options))
         };
-        let done = joined.map(|()| {
-            self.forget_given_up(&mut state);
-            let done = work(&mut state);
-            self.forget_given_up(&mut state);
-            done
-        });
-        done.map_err(|source| Error::Domain { name: self.name.clone(), source })
+        joined.map_err(|source| Error::Domain { name: self.name.clone(), source })?;
+        // Without it, memory that was given up would still be merged, which may be in other use now.
+        if !self.forget_given_up(&mut state) {
+            return Err(Error::Forked);
+        }
+        let done = work(&mut state);
+        self.forget_given_up(&mut state);
+        Ok(done)
     }
 
     fn lock(&self, process: u32) -> Result<MutexGuard<'_, State>, Error> {
