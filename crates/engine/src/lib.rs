@@ -355,15 +355,20 @@ impl Engine {
     /// # Errors
     /// [`Error::Memory`].
     pub fn allocate(&self, bytes: usize) -> Result<Region<'_>, Error> {
-        self.with(|state| {
-            let whole = (bytes as u64).checked_next_multiple_of(state.domain.page());
-            // More than there are addresses is refused by the kernel, too.
-            let bytes = whole.unwrap_or(u64::MAX);
-            let range = memory::reserve(bytes).map_err(|source| Error::Memory(Bytes(bytes), source))?;
+        let whole = (bytes as u64).checked_next_multiple_of(rustix::param::page_size() as u64);
+        // More than there are addresses is refused by the kernel, too.
+        let bytes = whole.unwrap_or(u64::MAX);
+        // Before the lock is taken: where another thread has freed memory in this place, that is forgotten first.
+        let range = memory::reserve(bytes).map_err(|source| Error::Memory(Bytes(bytes), source))?;
+        let taken = self.with(|state| {
             state.take(range);
             state.tell(&self.options);
-            Ok(Region { engine: self, range })
-        })?
+        });
+        if taken.is_err() {
+            // SAFETY: it was made above, and nothing else knows of it.
+            let _ = unsafe { memory::release(range) };
+        }
+        taken.map(|()| Region { engine: self, range })
     }
 
     /// Take memory of the program into the engine's hands, until [`Engine::forsake`].
