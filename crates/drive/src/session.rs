@@ -527,6 +527,10 @@ impl<'a> Session<'a> {
     }
 
     fn put_back_one(&mut self, entry: &Entry, until: Instant) -> Back {
+        // The socket of a guest that has ended would be tried for ever.
+        if whose(&entry.undo).is_some_and(|process| matches!(verify::open(self.host, process), Err(Absent::Vanished))) {
+            return Back::done(entry);
+        }
         if entry.until_done
             && let Err(why) = self.may_copy(&entry.undo)
         {

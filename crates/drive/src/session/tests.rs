@@ -78,6 +78,25 @@ fn hung_guest_is_asked_for_one_backend_when_changes_are_put_back() {
 }
 
 #[test]
+fn nothing_is_left_to_put_back_of_a_guest_that_has_ended() {
+    let (host, directory, asked) = (Fake::new(), tempfile::tempdir().unwrap(), AtomicUsize::new(0));
+    host.map(7, (0x1000, 0x3000), "", false);
+    let faulty = Faulty::new(&host, |path: &str| {
+        path.ends_with("#guest_merge").then(|| match asked.fetch_add(1, Ordering::Relaxed) {
+            0 => Fault::Replaced(Vec::new()),
+            _ => Fault::Absent(Absent::Malformed("no such socket".to_owned())),
+        })
+    });
+    let mut session = begin(&faulty, directory.path());
+    let process = ProcessId { pid: Pid(7), start_time: 1 };
+    let (socket, backend) = ("/run/qmp".into(), "/objects/a".to_owned());
+    session.apply(&Action::GuestMerge { process, socket, backend, on: true }, Stays::ForNow).unwrap();
+    host.end(Pid(7));
+    assert_eq!(session.finish().unwrap(), []);
+    assert_eq!(asked.load(Ordering::Relaxed), 1, "its socket is not tried");
+}
+
+#[test]
 fn what_is_set_comes_back_run_first() {
     let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
     let before = host.values();
