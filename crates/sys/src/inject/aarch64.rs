@@ -12,6 +12,8 @@
 use std::io;
 use std::time::Duration;
 
+use memchr::memmem;
+
 use super::ptrace::Thread;
 use super::target::Call;
 use super::{Error, Home, failed};
@@ -98,7 +100,7 @@ pub struct State {
 
 /// Positions of the stub and of the landing in code: they are one here.
 pub fn find(code: &[u8]) -> (Option<usize>, Option<usize>) {
-    let stub = code.windows(NOP_STUB.len()).position(|window| window == NOP_STUB).map(|position| position + 4);
+    let stub = memmem::find(code, &NOP_STUB).map(|position| position + 4);
     (stub, stub)
 }
 

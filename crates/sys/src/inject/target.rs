@@ -411,7 +411,7 @@ fn find_home(memory: &File, maps: &str) -> Result<Home, Error> {
     // A program of gigabytes need not be searched when the C library is there.
     code.sort_by_key(|mapping| {
         let file = mapping.name.rsplit('/').next().unwrap_or_default();
-        !(file.starts_with("libc") || file.starts_with("ld-musl") || file == "[vdso]")
+        !(["libc.so", "libc-", "libc.musl", "ld-musl"].iter().any(|name| file.starts_with(name)) || file == "[vdso]")
     });
     let (mut stub, mut landing) = (None, None);
     let mut buffer = vec![0; CHUNK + OVERLAP];

@@ -8,6 +8,8 @@ use std::arch::x86_64::__cpuid_count;
 use std::io;
 use std::time::Duration;
 
+use memchr::memmem;
+
 use super::ptrace::Thread;
 use super::target::Call;
 use super::{Error, Home, failed};
@@ -88,8 +90,8 @@ pub struct State {
 
 /// Positions of the stub and of the landing in code: each where there is one.
 pub fn find(code: &[u8]) -> (Option<usize>, Option<usize>) {
-    let stub = code.windows(STUB.len()).position(|window| window == STUB);
-    let landing = code.windows(3).position(|window| LANDINGS.iter().any(|landing| window == landing));
+    let stub = memmem::find(code, &STUB);
+    let landing = LANDINGS.iter().filter_map(|landing| memmem::find(code, landing)).min();
     // The landing is the `ret`; the two bytes before it are where a restarted call comes back to.
     (stub, landing.map(|position| position + 2))
 }
