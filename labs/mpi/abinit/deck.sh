@@ -7,7 +7,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 
 case $1 in
 prepare)
-    case $2 in quick) cutoff=6 steps=2 ;; *) cutoff=20 steps=7 ;; esac
+    case $2 in quick) cutoff=6 steps=2 ;; *) cutoff=38 steps=16 ;; esac
     cp /usr/share/abinit/psp/14si.pspnc .
     sed -e "s/@cutoff@/$cutoff/" -e "s/@steps@/$steps/" "$here/silicon.abi" > silicon.abi
     ;;

@@ -7,7 +7,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 
 case $1 in
 prepare)
-    case $2 in quick) points=2 steps=2 ;; *) points=8 steps=6 ;; esac
+    case $2 in quick) points=2 steps=2 ;; *) points=8 steps=40 ;; esac
     sed -e "s/@points@/$points/g" -e "s/@steps@/$steps/" "$here/elk.in" > elk.in
     ;;
 run) launch elk-lapw ;;

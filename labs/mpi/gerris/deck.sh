@@ -7,7 +7,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 
 case $1 in
 prepare)
-    case $2 in quick) level=5 end=0.05 ;; *) level=8 end=0.05 ;; esac
+    case $2 in quick) level=5 end=0.05 ;; *) level=8 end=0.2 ;; esac
     sed -e "s/@level@/$level/g" -e "s/@end@/$end/" "$here/vortices.gfs" > vortices.gfs
     ;;
 run) launch gerris2D vortices.gfs ;;

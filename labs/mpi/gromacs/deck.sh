@@ -8,7 +8,7 @@ export GMX_MAXBACKUP=-1
 
 case $1 in
 prepare)
-    case $2 in quick) box=4 steps=100 ;; *) box=10 steps=500 ;; esac
+    case $2 in quick) box=4 steps=100 ;; *) box=10 steps=1200 ;; esac
     cp "$here/water.top" water.top
     sed -e "s/@steps@/$steps/" "$here/water.mdp" > water.mdp
     gmx -quiet solvate -cs spc216.gro -box $box $box $box -p water.top -o water.gro > prepared 2>&1

@@ -6,7 +6,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 
 case $1 in
 prepare)
-    case $2 in quick) molecules=2 ;; *) molecules=6 ;; esac
+    case $2 in quick) molecules=2 ;; *) molecules=28 ;; esac
     { sed '/@molecules@/q' "$here/water.nw" | sed '$d'
       awk -v n=$molecules 'BEGIN { for (i = 0; i < n; i++) {
           printf "  O %.3f 0.000 0.119\n  H %.3f 0.763 -0.477\n  H %.3f -0.763 -0.477\n", 3 * i, 3 * i, 3 * i } }'
