@@ -52,6 +52,8 @@ pub struct Options {
     pub same_mib: u32,
     /// Data that only one holds, in MiB.
     pub own_mib: u32,
+    /// Whether the first 4,086 bytes of all pages of data are equal.
+    pub equal_start: bool,
     /// What their names begin with.
     pub names: String,
     /// Whether their memory is mergeable.
@@ -173,6 +175,7 @@ impl Guest {
         let (qmp, serial, log) = (file("qmp"), file("serial"), file("log"));
         let machine = if options.merge { "pc" } else { "pc,mem-merge=off" };
         let (same, own) = (options.same_mib, options.own_mib);
+        let start = if options.equal_start { "equal" } else { "different" };
         let process = bound(QEMU.as_ref())?
             .args(["-name", &name, "-accel", "tcg,thread=single,tb-size=32", "-M", machine])
             .args(["-m", &format!("{}M", options.memory_mib)])
@@ -181,7 +184,10 @@ impl Guest {
             .arg(&options.assets.kernel)
             .arg("-initrd")
             .arg(&options.assets.initramfs)
-            .args(["-append", &format!("{KERNEL_OPTIONS} lab.name={name} lab.same={same} lab.own={own}")])
+            .args([
+                "-append",
+                &format!("{KERNEL_OPTIONS} lab.name={name} lab.same={same} lab.own={own} lab.start={start}"),
+            ])
             .arg("-chardev")
             .arg(format!("socket,id=serial,path={},server=on,wait=off,logfile={}", escaped(&serial)?, escaped(&log)?))
             .args(["-serial", "chardev:serial", "-qmp"])

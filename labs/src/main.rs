@@ -147,6 +147,9 @@ struct FleetArguments {
     /// Data that only one guest holds, in MiB; no two pages of it are equal
     #[arg(long, value_name = "MiB", default_value_t = 16)]
     own: u32,
+    /// Let the first 4,086 bytes of all pages of data be equal: ksmd reads two pages to their end to tell them apart
+    #[arg(long)]
+    equal_start: bool,
     /// The guests are named PREFIX-0, PREFIX-1, ...
     #[arg(long, value_name = "PREFIX", default_value = "lab", value_parser = parse_names)]
     names: String,
@@ -273,6 +276,7 @@ fn run_fleet(arguments: FleetArguments) -> Result<ExitCode> {
         memory_mib: arguments.memory,
         same_mib: arguments.same,
         own_mib: arguments.own,
+        equal_start: arguments.equal_start,
         names: arguments.names,
         merge: !arguments.no_mem_merge,
         assets: Assets::find(&directory)?,

@@ -125,6 +125,11 @@ impl Comparison {
         pairs
             .filter_map(|(whole, guided)| match measure {
                 Measure::LessCpu => ratio(at(whole).map(|at| at.cpu), at(guided).map(|at| at.cpu)),
+                Measure::LessCpuInAll => {
+                    let bytes = 0.99 * whole.exact.min(guided.exact) as f64;
+                    let cpu = |sample: Sample| sample.ksmd + sample.pagefold;
+                    Some(cpu(whole.reached(bytes)?) / cpu(guided.last()))
+                }
                 Measure::Sooner => ratio(at(whole).map(|at| at.seconds), at(guided).map(|at| at.seconds)),
                 Measure::Net => Some(guided.net() / guided.reachable_net()),
                 Measure::HugeKept => guided.huge_kept(),

@@ -92,6 +92,8 @@ enum Section {
     Synthetic,
     /// QEMU guests
     Fleet,
+    /// Four QEMU guests of 1.7 GiB with much that is duplicate; only where it is named
+    BigFleet,
     /// Databases with their data
     Program,
     /// Simulations that write what was merged
@@ -111,6 +113,7 @@ impl Section {
         match self {
             Self::Synthetic => "synthetic",
             Self::Fleet => "fleet",
+            Self::BigFleet => "big-fleet",
             Self::Program => "program",
             Self::Hot => "hot",
             Self::Debian => "debian",
@@ -147,7 +150,7 @@ pub fn benchmark(arguments: &Arguments) -> Result<bool> {
     };
     let pagefold = Pagefold { program: program.canonicalize().with_context(|| format!("no {}", program.display()))? };
     let chosen = |section: &&Section| match arguments.sections.is_empty() {
-        true => !matches!(section, Section::Debian | Section::Hera | Section::Throughput),
+        true => !matches!(section, Section::BigFleet | Section::Debian | Section::Hera | Section::Throughput),
         false => arguments.sections.contains(section),
     };
     trial::note_signals()?;
@@ -194,6 +197,7 @@ impl Kept<'_> {
         let workloads = match section {
             Section::Synthetic => Workload::synthetic(quick),
             Section::Fleet => Workload::fleet(quick),
+            Section::BigFleet => Workload::big_fleet(quick),
             Section::Program => Workload::program(quick),
             Section::Hot | Section::Debian => {
                 let codes = if section == Section::Hot { hot::CODES } else { hot::FURTHER };

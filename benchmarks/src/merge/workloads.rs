@@ -57,6 +57,12 @@ pub enum Kind {
         guests: u32,
         /// Memory of each.
         mib: u32,
+        /// Data that all hold, in MiB.
+        same: u32,
+        /// Data that only one holds, in MiB.
+        own: u32,
+        /// Whether the first 4,086 bytes of all pages of data are equal.
+        equal_start: bool,
     },
     /// SQLite shells, each with the same database and own tables in memory.
     Databases {
@@ -102,7 +108,25 @@ impl Workload {
     pub fn fleet(quick: bool) -> Vec<Self> {
         let guests = if quick { 2 } else { 8 };
         let title = format!("{guests} QEMU guests of 128 MiB: 16 MiB of the same and 16 MiB of own data in each");
-        vec![Self { name: "fleet", title, kind: Kind::Fleet { guests, mib: 128 }, all_policies: true }]
+        let kind = Kind::Fleet { guests, mib: 128, same: 16, own: 16, equal_start: false };
+        vec![Self { name: "fleet", title, kind, all_policies: true }]
+    }
+
+    /// Those of the section `big-fleet`: guests in which much is duplicate.
+    pub fn big_fleet(quick: bool) -> Vec<Self> {
+        let (guests, mib, same, own) = if quick { (2, 256, 64, 64) } else { (4, 1700, 700, 500) };
+        let one = |name, equal_start, pages: &str| Self {
+            name,
+            title: format!(
+                "{guests} QEMU guests of {mib} MiB: {same} MiB of the same and {own} MiB of own data in each, {pages}"
+            ),
+            kind: Kind::Fleet { guests, mib, same, own, equal_start },
+            all_policies: false,
+        };
+        vec![
+            one("big-fleet", false, "pages that differ in their first bytes"),
+            one("big-fleet-equal-start", true, "pages whose first 4,086 bytes are equal"),
+        ]
     }
 
     /// That of the section `program`.
@@ -153,11 +177,13 @@ impl Workload {
                 let pids = holders.iter().map(Holder::pid).collect::<Vec<_>>();
                 (holders, pids, Some("checksum"), truth)
             }
-            Kind::Fleet { guests, mib } => {
+            Kind::Fleet { guests, mib, same, own, equal_start } => {
                 Assets::find(&Assets::directory())?;
                 // QEMU enrols the guests' memory itself, as it does anywhere.
                 let mut command = held(&lab, false)?;
                 command.args(["fleet", "--guests", &guests.to_string(), "--memory", &mib.to_string()]);
+                command.args(["--same", &same.to_string(), "--own", &own.to_string(), "--timeout", "600"]);
+                command.args(equal_start.then_some("--equal-start"));
                 command.stderr(Stdio::null());
                 let mut holder = Holder::start(command)?;
                 let guests = holder.ready()?;
