@@ -1,9 +1,10 @@
 //! Where a domain keeps what its members share: a directory of one user, which nobody else can enter.
 
-use rustix::fs::{Dir, Mode, OFlags};
+use rustix::fs::{Dir, Mode, OFlags, fstat, openat};
 use std::ffi::{OsStr, OsString};
 use std::fs::{DirBuilder, File};
 use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -89,6 +90,26 @@ pub fn of_domain(root: &Path, name: &str) -> Result<PathBuf, Error> {
     Ok(path)
 }
 
+/// Open a directory, no symbolic link. `None` if it does not belong to `owner`, if others have one of the forbidden
+/// rights, or if it is no directory.
+///
+/// # Errors
+/// Those of openat(2) and fstat(2).
+pub fn open_private<P: rustix::path::Arg>(
+    above: impl AsFd,
+    name: P,
+    owner: u32,
+    forbidden: u32,
+) -> io::Result<Option<OwnedFd>> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let directory = match openat(above, name, flags, Mode::empty()) {
+        Err(rustix::io::Errno::LOOP | rustix::io::Errno::NOTDIR) => return Ok(None),
+        directory => directory?,
+    };
+    let status = fstat(&directory)?;
+    Ok((status.st_uid == owner && status.st_mode & forbidden == 0).then_some(directory))
+}
+
 /// Open a file for reading and writing, no symbolic link; a new one is for this user alone.
 ///
 /// # Errors
@@ -110,15 +131,23 @@ fn open_with(path: &Path, more: OFlags) -> io::Result<File> {
     Ok(rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?.into())
 }
 
-/// The names in a directory, but for its own and the one above. Without opendir(3), which allocates by the program's
+/// The names in a directory, no symbolic link, but for its own and the one above. Without opendir(3), which allocates by the program's
 /// malloc(3): that may be waiting for who reads this.
 ///
 /// # Errors
 /// Those of open(2) and getdents(2).
 pub fn names(path: &Path) -> io::Result<Vec<OsString>> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    names_in(rustix::fs::open(path, flags, Mode::empty())?)
+}
+
+/// As [`names`], of a directory that is open.
+///
+/// # Errors
+/// Those of openat(2) and getdents(2).
+pub fn names_in(directory: impl AsFd) -> io::Result<Vec<OsString>> {
     let mut names = Vec::new();
-    for entry in Dir::new(rustix::fs::open(path, flags, Mode::empty())?)? {
+    for entry in Dir::read_from(directory)? {
         let entry = entry?;
         let name = OsStr::from_bytes(entry.file_name().to_bytes());
         if name != "." && name != ".." {
@@ -128,11 +157,20 @@ pub fn names(path: &Path) -> io::Result<Vec<OsString>> {
     Ok(names)
 }
 
-/// Remove a domain's directory, which holds files only; the lock goes last, and so nobody joins between.
+/// Remove a domain's directory, which holds files only.
 ///
 /// # Errors
 /// Those of reading it, of unlink(2) and of rmdir(2).
 pub fn remove(path: &Path) -> io::Result<()> {
+    remove_files(path)?;
+    std::fs::remove_dir(path)
+}
+
+/// Remove the files of a domain's directory; the lock goes last, and so nobody joins between.
+///
+/// # Errors
+/// Those of reading it and of unlink(2).
+pub fn remove_files(path: &Path) -> io::Result<()> {
     let mut names = names(path)?;
     names.sort_by_key(|name| name == "lock");
     for name in names {
@@ -141,7 +179,7 @@ pub fn remove(path: &Path) -> io::Result<()> {
             _ => {}
         }
     }
-    std::fs::remove_dir(path)
+    Ok(())
 }
 
 #[cfg(test)]

@@ -48,9 +48,12 @@ use crate::words::Words;
 use crate::{directory, ending};
 use pagefold_sys::fault;
 use pagefold_sys::fingerprint::Hasher;
+use rustix::fs::{AtFlags, CWD, unlinkat};
+use std::ffi::OsString;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::MetadataExt;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -463,27 +466,71 @@ impl Domain {
     }
 }
 
-/// Remove the domains under a root whose members were all killed.
+/// Remove the domains under a root whose members were all killed. The root and each domain have to be directories of
+/// this user which no other user can change, as [`directory::of_domain`] makes them. Each is opened before it is
+/// checked, and only what was opened is worked on, so no name can lead elsewhere.
 pub fn sweep(root: &Path) {
-    for name in directory::names(root).unwrap_or_default() {
-        let path = root.join(name);
-        let names = directory::names(&path).unwrap_or_default();
-        // Files of others may be here where PAGEFOLD_RUNTIME names a directory that is used for more.
-        if !names.is_empty()
-            && names.iter().all(|name| name.to_str().is_some_and(is_file_name))
-            && let Ok(_lock) = Lock::wait(&path.join(LOCK), Instant::now())
-            && is_any_held(&path).is_ok_and(|is_held| !is_held)
+    let user = rustix::process::geteuid().as_raw();
+    let Ok(Some(root)) = directory::open_private(CWD, root, user, 0o022) else { return };
+    for name in directory::names_in(&root).unwrap_or_default() {
+        if let Ok(Some(domain)) = directory::open_private(&root, &name, user, 0o077)
+            && sweep_domain(&domain)
         {
             // What cannot be removed now is found again.
-            let _ = directory::remove(&path);
+            let _ = unlinkat(&root, &name, AtFlags::REMOVEDIR);
         }
     }
 }
 
-/// Whether a file in a domain's directory may have a name.
-fn is_file_name(name: &str) -> bool {
-    let prefixes = [incarnation::INDEX, references::PREFIX, record::PREFIX, ending::ENDING];
-    [DOMAIN, LOCK, SLOTS].contains(&name) || prefixes.iter().any(|prefix| name.starts_with(prefix))
+/// Remove the files of a domain whose members were all killed; whether all are gone.
+fn sweep_domain(domain: &OwnedFd) -> bool {
+    // The dot has the descriptor followed where symbolic links are not.
+    let path = PathBuf::from(format!("/proc/thread-self/fd/{}/.", domain.as_raw_fd()));
+    let names = directory::names_in(domain).unwrap_or_default();
+    is_domain(&path, &names)
+        && Lock::wait(&path.join(LOCK), Instant::now()).is_ok_and(|_lock| {
+            is_any_held(&path).is_ok_and(|is_held| !is_held) && directory::remove_files(&path).is_ok()
+        })
+}
+
+/// Whether a directory with files of some names is a domain's: `PAGEFOLD_RUNTIME` may name one that is used for more.
+/// Each name is one that a domain may have, and one of the files at least is what no other program makes: a header, or a
+/// file of a member.
+fn is_domain(path: &Path, names: &[OsString]) -> bool {
+    let names: Option<Vec<&str>> = names.iter().map(|name| name.to_str()).collect();
+    let is_shared = |name: &str| {
+        [DOMAIN, LOCK, SLOTS].contains(&name) || name.strip_prefix(incarnation::INDEX).is_some_and(is_number)
+    };
+    names.is_some_and(|names| {
+        names.iter().all(|name| is_shared(name) || is_of_member(name))
+            && names.iter().any(|name| is_of_member(name) || *name == DOMAIN && is_header(&path.join(name)))
+    })
+}
+
+/// Whether a file of a member may have a name, of which a random number is the end.
+fn is_of_member(name: &str) -> bool {
+    let has = |name: &str, prefix: &str, numbers: usize| {
+        let rest = name.strip_prefix(prefix).and_then(|rest| rest.rsplit_once('-'));
+        rest.is_some_and(|(rest, random)| {
+            let is_random = random.len() == 16 && random.bytes().all(|digit| digit.is_ascii_hexdigit());
+            is_random && rest.split('-').count() == numbers && rest.split('-').all(is_number)
+        })
+    };
+    match name.strip_prefix(ending::ENDING) {
+        Some(member) => has(member, references::PREFIX, 3),
+        None => has(name, references::PREFIX, 3) || has(name, record::PREFIX, 1),
+    }
+}
+
+fn is_number(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|digit| digit.is_ascii_digit())
+}
+
+/// Whether a file is the header of a domain that was founded.
+fn is_header(path: &Path) -> bool {
+    let mut magic = [0; 8];
+    let read = directory::open(path, false).and_then(|file| file.read_exact_at(&mut magic, 0));
+    read.is_ok() && u64::from_ne_bytes(magic) == MAGIC
 }
 
 /// New references to a store, counted before others can find them.
@@ -515,25 +562,84 @@ fn present(directory: &Path, generation: u64) -> io::Result<Index> {
 mod tests {
     use super::*;
     use std::cell::{Cell, RefCell};
+    use std::fs::Permissions;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    fn chmod(path: &Path, mode: u32) {
+        std::fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+    }
+
+    /// A root that is this user's alone.
+    fn root() -> tempfile::TempDir {
+        let root = tempfile::tempdir_in("/dev/shm").unwrap();
+        chmod(root.path(), 0o700);
+        root
+    }
+
+    /// Make a directory that is this user's alone, with some files. The header is one that a founder has completed.
+    fn make(root: &Path, domain: &str, files: &[&str]) {
+        let path = root.join(domain);
+        std::fs::create_dir(&path).unwrap();
+        chmod(&path, 0o700);
+        for file in files {
+            let content = if *file == DOMAIN { MAGIC.to_ne_bytes().to_vec() } else { Vec::new() };
+            std::fs::write(path.join(file), content).unwrap();
+        }
+    }
+
+    /// What a sweep leaves under a root.
+    fn swept(root: &Path) -> Vec<OsString> {
+        sweep(root);
+        let mut left = directory::names(root).unwrap();
+        left.sort();
+        left
+    }
+
+    const MEMBER: &str = "member-7-8-9-0123456789abcdef";
 
     #[test]
-    fn what_killed_members_left_is_removed_whichever_files_it_is() {
-        let root = tempfile::tempdir_in("/dev/shm").unwrap();
-        let make = |domain: &str, files: &[&str]| {
-            std::fs::create_dir(root.path().join(domain)).unwrap();
-            files.iter().for_each(|file| std::fs::write(root.path().join(domain).join(file), "").unwrap());
-        };
-        for file in [DOMAIN, SLOTS, LOCK, "index-7", "member-1-2-3-4", "status-1-2", "ending-member-1-2-3-4"] {
+    fn what_killed_members_left_is_removed_and_files_of_other_programs_are_not() {
+        let root = root();
+        let make = |domain: &str, files: &[&str]| make(root.path(), domain, files);
+        for file in [DOMAIN, MEMBER, "status-8-0123456789abcdef", &format!("ending-{MEMBER}")] {
             make(file, &[file]);
         }
-        make("other", &["domain", "notes.txt"]);
-        make("empty", &[]);
-        make("used", &["domain"]);
+        make("all", &[DOMAIN, SLOTS, LOCK, "index-7", MEMBER]);
+        make("headless", &[SLOTS, LOCK, "index-7", MEMBER]);
+        let others: [(&str, &[&str]); 6] = [
+            ("o-1", &[]),
+            ("o-2", &[LOCK]),
+            ("o-3", &[LOCK, SLOTS, "index-7"]),
+            ("o-4", &[DOMAIN, "notes.txt"]),
+            ("o-5", &["member-1-2-3-4", "status-1-2", "index-new"]),
+            ("o-6", &["status-0123456789abcdef", LOCK]),
+        ];
+        others.iter().for_each(|(domain, files)| make(domain, files));
+        make("o-7", &[LOCK]);
+        std::fs::write(root.path().join("o-7").join(DOMAIN), "example.org\n").unwrap();
+        make("used", &[DOMAIN]);
         let _member = References::new(&root.path().join("used"), 64, 1, 3).unwrap();
-        sweep(root.path());
-        let mut left = directory::names(root.path()).unwrap();
-        left.sort();
-        assert_eq!(left, ["empty", "other", "used"]);
+        assert_eq!(swept(root.path()), ["o-1", "o-2", "o-3", "o-4", "o-5", "o-6", "o-7", "used"]);
+        for (domain, files) in others {
+            assert_eq!(directory::names(&root.path().join(domain)).unwrap().len(), files.len(), "{domain}");
+        }
+    }
+
+    #[test]
+    fn a_sweep_follows_no_symbolic_link_and_touches_nothing_that_others_can_change() {
+        let (root, elsewhere) = (root(), root());
+        make(elsewhere.path(), "x", &[DOMAIN, LOCK]);
+        symlink(elsewhere.path().join("x"), root.path().join("link")).unwrap();
+        make(root.path(), "open", &[DOMAIN, LOCK]);
+        chmod(&root.path().join("open"), 0o750);
+        assert_eq!(swept(root.path()), ["link", "open"]);
+        symlink(elsewhere.path(), root.path().join("root")).unwrap();
+        sweep(&root.path().join("root"));
+        assert_eq!(directory::names(&elsewhere.path().join("x")).unwrap().len(), 2);
+        chmod(elsewhere.path(), 0o770);
+        assert_eq!(swept(elsewhere.path()), ["x"], "a group can change what is there");
+        chmod(elsewhere.path(), 0o700);
+        assert!(swept(elsewhere.path()).is_empty(), "nothing else kept it");
     }
 
     #[test]

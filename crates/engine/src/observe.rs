@@ -174,15 +174,9 @@ fn open_directory<P: rustix::path::Arg>(
     forbidden: u32,
     path: &Path,
 ) -> Result<OwnedFd, Error> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let failed = |errno: rustix::io::Errno| match errno {
-        rustix::io::Errno::LOOP | rustix::io::Errno::NOTDIR => Error::Exposed(path.to_owned()),
-        errno => Error::Io { path: path.to_owned(), source: errno.into() },
-    };
-    let directory = openat(above, name, flags, Mode::empty()).map_err(failed)?;
-    let status = fstat(&directory).map_err(failed)?;
-    let private = status.st_uid == owner && status.st_mode & forbidden == 0;
-    if private { Ok(directory) } else { Err(Error::Exposed(path.to_owned())) }
+    let opened = crate::directory::open_private(above, name, owner, forbidden);
+    let opened = opened.map_err(|source| Error::Io { path: path.to_owned(), source })?;
+    opened.ok_or_else(|| Error::Exposed(path.to_owned()))
 }
 
 /// Open a regular file of a user.
