@@ -145,22 +145,16 @@ impl Blocks {
     }
 }
 
-/// Take a range out of the blocks, then have the engine give it up; the parts that were taken out. In this order: a merge
-/// that begins between the two finds no new block in the range which it would adopt after it was given up. If giving it
-/// up fails, the blocks are as before, and the answer is `None`.
-pub fn cut_and_give_up(
+/// Take a range out of the blocks, if the engine merges nothing there from now on, as `refuse` says; the parts that were
+/// taken out. Both with the lock, without which no merge adopts a block, and which is held over a fork: a child finds
+/// both done, or neither. If `refuse` fails, the blocks are as before, and the answer is `None`.
+pub fn cut_and_refuse(
     blocks: &Locked<Blocks>,
     range: AddressRange,
-    give_up: impl FnOnce() -> bool,
+    refuse: impl FnOnce() -> bool,
 ) -> Option<Vec<Block>> {
-    let taken = blocks.lock()?.cut(range);
-    if give_up() {
-        return Some(taken);
-    }
-    if let Some(mut blocks) = blocks.lock() {
-        taken.into_iter().for_each(|block| blocks.insert(block));
-    }
-    None
+    let mut blocks = blocks.lock()?;
+    refuse().then(|| blocks.cut(range))
 }
 
 #[cfg(test)]
@@ -185,26 +179,26 @@ mod tests {
     }
 
     #[test]
-    fn no_merge_adopts_a_new_block_of_a_range_that_is_given_up() {
+    fn no_merge_and_no_fork_comes_between_the_blocks_and_the_engine() {
         let blocks = two_blocks();
         let range = AddressRange { start: 0x2000, end: 0x4000 };
-        let mut found = None;
-        let taken = cut_and_give_up(&blocks, range, || {
-            // A merge in another thread adopts what it finds at this moment.
-            found = Some(in_state(&blocks, State::New));
-            true
-        });
-        assert_eq!(found, Some(vec![block(0x4000, 0x5000, State::New)]));
+        // A merge that adopts new blocks takes this lock, and so does a fork.
+        let taken = cut_and_refuse(&blocks, range, || blocks.is_own());
         assert_eq!(taken, Some(vec![block(0x2000, 0x3000, State::Adopted), block(0x3000, 0x4000, State::New)]));
+        assert!(!blocks.is_own(), "whoever waits for a merge does so without it");
         assert_eq!(in_state(&blocks, State::Adopted), [block(0x1000, 0x2000, State::Adopted)]);
+        assert_eq!(in_state(&blocks, State::New), [block(0x4000, 0x5000, State::New)]);
     }
 
     #[test]
-    fn blocks_are_kept_if_their_range_cannot_be_given_up() {
+    fn blocks_are_as_before_if_the_engine_does_not_refuse_their_range() {
         let blocks = two_blocks();
-        let range = AddressRange { start: 0x1000, end: 0x5000 };
-        assert_eq!(cut_and_give_up(&blocks, range, || false), None);
-        assert_eq!(in_state(&blocks, State::Adopted), [block(0x1000, 0x3000, State::Adopted)]);
+        let heap = Block { heap: true, ..block(0x6000, 0x9000, State::Adopted) };
+        blocks.lock().expect("this thread does not have it").insert(heap);
+        for range in [AddressRange { start: 0x1000, end: 0x5000 }, AddressRange { start: 0x7000, end: 0x8000 }] {
+            assert_eq!(cut_and_refuse(&blocks, range, || false), None);
+        }
+        assert_eq!(in_state(&blocks, State::Adopted), [block(0x1000, 0x3000, State::Adopted), heap]);
         assert_eq!(in_state(&blocks, State::New), [block(0x3000, 0x5000, State::New)]);
     }
 }

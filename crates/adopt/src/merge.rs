@@ -250,10 +250,13 @@ pub fn cut_beside(range: AddressRange) -> Option<Vec<Block>> {
     if MERGER.is_own() {
         return None;
     }
-    // The lock is not kept while this thread waits for a claim, so that other threads can free memory meanwhile.
+    // No lock is kept while this thread waits for a claim, so that other threads can free memory meanwhile.
     let engine = Arc::clone(FREEING.lock()?.as_ref()?);
-    // SAFETY: the caller unmaps or replaces the range next, where it is.
-    blocks::cut_and_give_up(&BLOCKS, range, || unsafe { engine.forsake_in_place(range) }.is_ok())
+    // SAFETY: this waits for the merge, and the caller unmaps or replaces the range next, where it is.
+    let taken = blocks::cut_and_refuse(&BLOCKS, range, || unsafe { engine.refuse(range) }.is_ok())?;
+    // A fork while this thread looks would leave the claims locked in the child.
+    engine.wait_for_claims(range, || BLOCKS.lock());
+    Some(taken)
 }
 
 /// Leave blocks alone that have part in a range, whatever they are to the engine.

@@ -1,8 +1,8 @@
 //! Which memory a merge works on at this moment, so that memory can be freed without waiting for the whole merge.
 //!
 //! A merge claims each range before it reads or replaces pages, and holds the claim for as long as it takes to compare,
-//! copy or map them. Memory that the program frees is **given up** first: no later claim succeeds in it, and the call
-//! returns once the claims there are dropped. The regions forget it at the next call that has the engine's lock.
+//! copy or map them. Memory that the program frees is **given up** first: later claims in it are refused, and the program
+//! waits until the claims there are dropped. The regions forget it at the next call that has the engine's lock.
 //!
 //! In a child of fork(2) the threads that held claims do not exist: their claims are dropped at the first call. If one of
 //! them held the lock at that moment, what was given up is not known in the child: every call fails there, at once.
@@ -103,23 +103,25 @@ impl Claims {
         is_claimed.then(|| Claim { claims: self, process: std::process::id(), range })
     }
 
-    /// Let no merge touch a range from now on, and wait until the work in hand on it is done. Whether that was possible:
-    /// `false` in a child that was forked at a moment at which another thread had the lock.
-    pub fn give_up(&self, range: AddressRange) -> bool {
-        let is_claimed = |ranges: &mut Ranges| overlaps(&ranges.claimed, range);
-        let claimed = self.with(|ranges| {
-            ranges.given_up.push(range);
-            is_claimed(ranges)
-        });
-        let Some(mut claimed) = claimed else { return false };
+    /// Let no merge claim part of a range from now on. Whether that was possible: `false` in a child that was forked at a
+    /// moment at which another thread had the lock.
+    pub fn refuse(&self, range: AddressRange) -> bool {
+        self.with(|ranges| ranges.given_up.push(range)).is_some()
+    }
+
+    /// Wait until the work in hand on a refused range is done. What `lock` gives is held each time that this looks, and
+    /// not while it waits.
+    pub fn wait<L>(&self, range: AddressRange, lock: impl Fn() -> L) {
+        let is_claimed = || {
+            let _held = lock();
+            // A child of vfork(2), which has the same memory, may have the lock for a moment.
+            self.with(|ranges| overlaps(&ranges.claimed, range)).unwrap_or(true)
+        };
         let mut attempts = 0;
-        while claimed {
+        while is_claimed() {
             wait_after(attempts);
             attempts = attempts.saturating_add(1);
-            // A child of vfork(2), which has the same memory, may have the lock for a moment.
-            claimed = self.with(is_claimed).unwrap_or(true);
         }
-        true
     }
 
     /// What was given up since the last call. For the holder of the engine's lock, outside of a merge. `None` in a child
@@ -156,15 +158,24 @@ mod tests {
         AddressRange { start, end }
     }
 
+    /// Refuse a range and wait for what is claimed in it; whether the first was possible.
+    fn give_up(claims: &Claims, range: AddressRange) -> bool {
+        let refused = claims.refuse(range);
+        if refused {
+            claims.wait(range, || ());
+        }
+        refused
+    }
+
     #[test]
     fn giving_up_waits_for_claims_in_the_range_and_for_no_others() {
         let claims = Claims::default();
         let claim = claims.claim(range(0x1000, 0x3000)).expect("nothing is given up");
         let dropped = AtomicBool::new(false);
-        assert!(claims.give_up(range(0x3000, 0x4000)), "it is not claimed, so this does not wait");
+        assert!(give_up(&claims, range(0x3000, 0x4000)), "it is not claimed, so this does not wait");
         thread::scope(|scope| {
             let giver = scope.spawn(|| {
-                assert!(claims.give_up(range(0x2000, 0x3000)));
+                assert!(give_up(&claims, range(0x2000, 0x3000)));
                 assert!(dropped.load(Ordering::SeqCst), "it has waited for the claim");
             });
             // Claims fail as soon as the range is given up, which may take as long as it likes.
@@ -179,6 +190,38 @@ mod tests {
         assert!(claims.claim(range(0x0, 0x4000)).is_none());
         assert_eq!(claims.take_given_up(), Some(vec![range(0x3000, 0x4000), range(0x2000, 0x3000)]));
         assert!(claims.claim(range(0x0, 0x4000)).is_some(), "it may be used for other memory now");
+    }
+
+    #[test]
+    fn who_waits_has_the_given_lock_when_it_looks_and_not_while_it_waits() {
+        let claims = Claims::default();
+        let claim = claims.claim(range(0x1000, 0x2000)).expect("nothing is given up");
+        assert!(claims.refuse(range(0x1000, 0x2000)));
+        let (lock, looks) = (Mutex::new(()), AtomicU32::new(0));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                claims.wait(range(0x1000, 0x2000), || {
+                    looks.fetch_add(1, Ordering::SeqCst);
+                    lock.lock()
+                });
+            });
+            // It is to be had between two looks.
+            while looks.load(Ordering::SeqCst) < 3 {
+                drop(lock.lock().expect("nothing panics with it"));
+                thread::yield_now();
+            }
+            // Whoever looks waits here, and has it.
+            claims.with(|_| {
+                while lock.try_lock().is_ok() {
+                    thread::yield_now();
+                }
+                (0..100).for_each(|_| {
+                    thread::sleep(RETRY);
+                    assert!(lock.try_lock().is_err());
+                });
+            });
+            drop(claim);
+        });
     }
 
     #[test]
@@ -203,7 +246,7 @@ mod tests {
         claims.holder.store(std::process::id() + 1, Ordering::Relaxed);
         let began = std::time::Instant::now();
         (0..100).for_each(|_| assert!(claims.claim(range(0x1000, 0x2000)).is_none()));
-        assert!(!claims.give_up(range(0x1000, 0x2000)));
+        assert!(!give_up(&claims, range(0x1000, 0x2000)));
         assert_eq!(claims.take_given_up(), None);
         // A call that waits to find that out takes two seconds, and 100 of them more than three minutes.
         assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
@@ -213,10 +256,10 @@ mod tests {
     fn claims_of_a_parent_are_dropped_in_its_child_and_what_was_given_up_is_kept() {
         let claims = Claims::default();
         let claim = claims.claim(range(0x1000, 0x2000)).expect("nothing is given up");
-        assert!(claims.give_up(range(0x3000, 0x4000)));
+        assert!(give_up(&claims, range(0x3000, 0x4000)));
         // As in the child, which has another number.
         claims.with(|ranges| ranges.process += 1);
-        assert!(claims.give_up(range(0x1000, 0x2000)), "this does not wait");
+        assert!(give_up(&claims, range(0x1000, 0x2000)), "this does not wait");
         assert_eq!(claims.take_given_up(), Some(vec![range(0x3000, 0x4000), range(0x1000, 0x2000)]));
         drop(claim);
     }

@@ -16,8 +16,32 @@ impl Engine {
     /// # Safety
     /// Until it is unmapped or replaced it is not moved while [`Engine::merge_while_running`] runs.
     pub unsafe fn forsake_in_place(&self, range: AddressRange) -> Result<(), Error> {
+        // SAFETY: the caller's promise, and the wait is next.
+        unsafe { self.refuse(range) }?;
+        self.wait_for_claims(range, || ());
+        Ok(())
+    }
+
+    /// The first part of [`Engine::forsake_in_place`], which does not wait: a merge takes no more pages of the range in
+    /// hand. For a program that forks beside other threads: with a lock that it also holds over fork(2), a child knows
+    /// what was refused.
+    ///
+    /// # Errors
+    /// As for [`Engine::forsake_in_place`].
+    ///
+    /// # Safety
+    /// As for [`Engine::forsake_in_place`]; and until [`Engine::wait_for_claims`] has returned, the range is not unmapped
+    /// or replaced.
+    pub unsafe fn refuse(&self, range: AddressRange) -> Result<(), Error> {
         whole(range, rustix::param::page_size() as u64)?;
-        if self.claims.give_up(range) { Ok(()) } else { Err(Error::Forked) }
+        if self.claims.refuse(range) { Ok(()) } else { Err(Error::Forked) }
+    }
+
+    /// The second part of [`Engine::forsake_in_place`]: wait for the pages of a refused range that a merge has in hand.
+    /// Each time that this thread looks it has what `lock` gives, and not while it waits: a lock that is also held over
+    /// fork(2), since a child that is forked while a thread looks cannot use the engine.
+    pub fn wait_for_claims<L>(&self, range: AddressRange, lock: impl Fn() -> L) {
+        self.claims.wait(range, lock);
     }
 
     /// Forsake memory and unmap it. Waits as [`Engine::forsake_in_place`] does.
