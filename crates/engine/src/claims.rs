@@ -5,12 +5,15 @@
 //! waits until the claims there are dropped. The regions forget it at the next call that has the engine's lock.
 //!
 //! In a child of fork(2) the threads that held claims do not exist: their claims are dropped at the first call. If one of
-//! them held the lock at that moment, what was given up is not known in the child: every call fails there, at once.
+//! them held the lock at that moment, what was given up is not known in the child: every call fails there, at once. So
+//! does a call in a signal handler that has interrupted its own thread while that had the lock.
 //!
-//! Limits: a claim holder must not take a lock that a thread which gives memory up holds.
+//! Limits: a claim holder must not take a lock that a thread which gives memory up holds. A child that has the number of
+//! its parent, as the first process of a PID namespace may, waits for some seconds once until it takes the lock for lost.
 
 use pagefold_model::AddressRange;
-use std::sync::atomic::{AtomicU32, Ordering};
+use rustix::thread::gettid;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -19,12 +22,17 @@ use std::time::Duration;
 const YIELDS: u32 = 8;
 /// How long it sleeps then.
 const RETRY: Duration = Duration::from_micros(100);
+/// So often a thread asks for the lock, for some seconds, until it takes that for lost: the thread that it names is not in
+/// this process.
+const LOST_ATTEMPTS: u32 = 20_000;
+/// In place of the holder of a lock that is lost: no process has this number.
+const LOST: u64 = u64::MAX;
 
 /// The claims of one engine.
 #[derive(Debug, Default)]
 pub struct Claims {
-    /// The process whose thread has the lock, or 0. In a child another process is named, if the lock was lost.
-    holder: AtomicU32,
+    /// The thread that has the lock ([`holder`]), or 0. In a child one of another process is named, if the lock was lost.
+    holder: AtomicU64,
     /// Locked by the holder only, so nobody waits for it.
     ranges: Mutex<Ranges>,
 }
@@ -42,7 +50,7 @@ struct Ranges {
 struct Locked<'c> {
     /// `None` once it is unlocked.
     ranges: Option<MutexGuard<'c, Ranges>>,
-    holder: &'c AtomicU32,
+    holder: &'c AtomicU64,
 }
 
 impl Drop for Locked<'_> {
@@ -70,14 +78,26 @@ fn wait_after(attempts: u32) {
     if attempts < YIELDS { std::thread::yield_now() } else { std::thread::sleep(RETRY) }
 }
 
+/// A thread of a process, as the holder of the lock.
+fn holder(process: u32, thread: u32) -> u64 {
+    u64::from(process) << 32 | u64::from(thread)
+}
+
 impl Claims {
-    /// Do something with the ranges. `None` if the lock was held by another thread when this process was forked;
-    /// otherwise its holder is a thread of this process, and gives it back.
+    /// Do something with the ranges. `None` if the lock was held by another thread when this process was forked, or if
+    /// this thread has it, which a signal handler has interrupted; otherwise its holder is another thread of this process,
+    /// and gives it back.
     fn with<T>(&self, work: impl FnOnce(&mut Ranges) -> T) -> Option<T> {
         let process = std::process::id();
+        let this = holder(process, gettid().as_raw_pid().cast_unsigned());
         let mut attempts = 0;
-        while let Err(holder) = self.holder.compare_exchange(0, process, Ordering::Acquire, Ordering::Relaxed) {
-            if holder != process {
+        while let Err(other) = self.holder.compare_exchange(0, this, Ordering::Acquire, Ordering::Relaxed) {
+            if other == this || other >> 32 != u64::from(process) {
+                return None;
+            }
+            if attempts >= LOST_ATTEMPTS {
+                // Later calls fail at once. A holder that is there after all gives it back, and all is as before.
+                let _ = self.holder.compare_exchange(other, LOST, Ordering::Relaxed, Ordering::Relaxed);
                 return None;
             }
             wait_after(attempts);
@@ -104,7 +124,7 @@ impl Claims {
     }
 
     /// Let no merge claim part of a range from now on. Whether that was possible: `false` in a child that was forked at a
-    /// moment at which another thread had the lock.
+    /// moment at which another thread had the lock, and in a signal handler that has interrupted a thread which has it.
     pub fn refuse(&self, range: AddressRange) -> bool {
         self.with(|ranges| ranges.given_up.push(range)).is_some()
     }
@@ -151,7 +171,8 @@ impl Drop for Claim<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
     use std::thread;
 
     fn range(start: u64, end: u64) -> AddressRange {
@@ -243,13 +264,45 @@ mod tests {
     fn a_lock_that_was_lost_in_a_fork_fails_every_call_at_once() {
         let claims = Claims::default();
         // As in the child, where the lock names a thread of the parent.
-        claims.holder.store(std::process::id() + 1, Ordering::Relaxed);
+        claims.holder.store(holder(std::process::id() + 1, 1), Ordering::Relaxed);
         let began = std::time::Instant::now();
         (0..100).for_each(|_| assert!(claims.claim(range(0x1000, 0x2000)).is_none()));
         assert!(!give_up(&claims, range(0x1000, 0x2000)));
         assert_eq!(claims.take_given_up(), None);
         // A call that waits to find that out takes two seconds, and 100 of them more than three minutes.
         assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
+    }
+
+    #[test]
+    fn a_thread_that_has_the_lock_does_not_wait_for_itself() {
+        let (done, is_done) = std::sync::mpsc::channel();
+        // Not joined: it would never return.
+        thread::spawn(move || {
+            let claims = Claims::default();
+            // As in a signal handler that interrupts the thread here.
+            let within = claims.with(|_| {
+                let failed = claims.claim(range(0x1000, 0x2000)).is_none() && !claims.refuse(range(0, 0x1000));
+                (failed, claims.holder.load(Ordering::Relaxed) == LOST)
+            });
+            done.send((within, claims.refuse(range(0, 0x1000)))).expect("the test waits for it");
+        });
+        let answers = is_done.recv_timeout(Duration::from_secs(60)).expect("it does not wait without end");
+        assert_eq!(answers, (Some((true, false)), true), "nor until it takes the lock for lost");
+    }
+
+    #[test]
+    fn a_lock_that_was_lost_in_a_child_of_the_same_number_is_waited_for_once() {
+        let claims = Arc::new(Claims::default());
+        // As in the child, which has its parent's number, and not the thread.
+        claims.holder.store(holder(std::process::id(), u32::MAX), Ordering::Relaxed);
+        let (done, is_done) = std::sync::mpsc::channel();
+        let of_child = Arc::clone(&claims);
+        // Not joined: it would never return.
+        thread::spawn(move || done.send((0..100).any(|_| of_child.refuse(range(0x1000, 0x2000)))));
+        assert_eq!(is_done.recv_timeout(Duration::from_secs(100)), Ok(false), "100 waits take five minutes");
+        // As by a thread that had only been stopped.
+        claims.holder.store(0, Ordering::Release);
+        assert!(claims.refuse(range(0x1000, 0x2000)));
     }
 
     #[test]

@@ -11,7 +11,8 @@ impl Engine {
     /// this member have the memory until the engine is called again.
     ///
     /// # Errors
-    /// [`Error::Range`] if it is not of whole pages; [`Error::Forked`]. Then nothing has changed.
+    /// [`Error::Range`] if it is not of whole pages; [`Error::Forked`], also in a signal handler that has interrupted another
+    /// call in this thread. Then nothing has changed.
     ///
     /// # Safety
     /// Until it is unmapped or replaced it is not moved while [`Engine::merge_while_running`] runs.
