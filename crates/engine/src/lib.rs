@@ -40,8 +40,8 @@
 //! - A member may be stopped at any point. A merge waits at most a second for the lock of a domain, then leaves what
 //!   needs it for a later one, and says so ([`Merged::held_up`]).
 //! - With [`Options::max_slowdown`] the time that the engine takes from its program stays about that share, once what it
-//!   was told of [`Options::lifetime`] is over. Only looking stops when there is no time left: what was found is still
-//!   stored and mapped. A write to what was merged, and a read of zeros that were given back, is counted when a later
+//!   was told of [`Options::lifetime`] is over. Only looking, and copying written pages back into ordinary memory, stop
+//!   when there is no time left: what was found is still stored and mapped. A write to what was merged, and a read of zeros that were given back, is counted when a later
 //!   merge finds it, at what such a fault costs by itself ([`Standing::spending`]). What was spent beyond the share is
 //!   made up for before anything else is done.
 //!

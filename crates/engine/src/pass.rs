@@ -269,11 +269,11 @@ impl State {
         // The other half of what is left is for what is found.
         let deadline = room.map(|room| Instant::now() + room.saturating_sub(self.surveying) / 2);
         survey.enforce(stillness, merged, page);
-        let (healed, is_short) = self.heal(&survey, stillness, deadline);
+        let (healed, is_partial) = self.heal(&survey, stillness, deadline);
         fault::point("after healing");
         let new = survey.new_pages(page);
         let (zeros, looked) = self.look(&survey.candidates, deadline, terms, merged);
-        merged.cut_short = merged.cut_short.max(u64::from(is_short));
+        merged.cut_short = merged.cut_short.max(u64::from(is_partial));
         // New ones are first.
         self.promising += new - new.min(merged.looked_at);
         let pages = self.sight(&looked, threads, merged)?;

@@ -12,7 +12,7 @@ use pagefold_model::lasting::must_last;
 use pagefold_model::{AddressRange, Bytes, Pages};
 use pagefold_sys::pagemap;
 use std::io;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Of the mappings that a process may have (`vm.max_map_count`), so many of 8 may be there after a merge.
 const MAPPINGS: u64 = 6;
@@ -185,16 +185,28 @@ impl Survey {
     }
 
     /// Copy pages that were written since they were merged into ordinary memory, at most `most_pages` of them at a time:
-    /// the copy and the original both take memory until one replaces the other. A piece for which `has_room` gives no
-    /// memory stays as it is, as does what there are too many mappings for. Returns what was copied.
+    /// the copy and the original both take memory until one replaces the other. Each `most_pages` of them need leave of
+    /// `may_take`. The first one that is refused ends it, and so does the deadline, but for the first piece. Returns what
+    /// was copied, and whether that ended it; what there are too many mappings for stays as it is, too.
     pub fn heal(
         &self,
         stillness: &Stillness<'_>,
         (page, most_pages): (u64, u64),
-        mut has_room: impl FnMut(Bytes) -> bool,
-    ) -> Vec<AddressRange> {
+        deadline: Option<Instant>,
+        may_take: impl FnMut(Bytes) -> bool,
+    ) -> (Vec<AddressRange>, bool) {
+        let all = self.broken.iter().map(|range| range.bytes().0 / page).sum();
+        let mut leave = Leave { page, most_pages, left: all, granted: 0, may_take };
+        let (mut is_first, mut is_ended) = (true, false);
+        let mut goes_on = |piece: &AddressRange| {
+            let is_over = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            is_ended = !std::mem::take(&mut is_first) && is_over || !leave.covers(piece);
+            !is_ended
+        };
         let pieces = self.broken.iter().flat_map(|&range| pieces(range, stillness, page, most_pages));
-        pieces.take(self.room(0)).filter(|piece| has_room(piece.bytes()) && make_ordinary(*piece, stillness)).collect()
+        let taken = pieces.take(self.room(0)).take_while(|piece| goes_on(piece));
+        let healed = taken.filter(|piece| make_ordinary(*piece, stillness)).collect();
+        (healed, is_ended)
     }
 
     /// Copy pages of a former store into ordinary memory, which is what frees that store: a part of them at each merge, so
@@ -205,27 +217,13 @@ impl Survey {
         stillness: &Stillness<'_>,
         (page, most_pages): (u64, u64),
         made: usize,
-        mut may_take: impl FnMut(Bytes) -> bool,
+        may_take: impl FnMut(Bytes) -> bool,
     ) -> Vec<AddressRange> {
         let all: u64 = self.former.iter().map(|range| range.bytes().0 / page).sum();
-        let mut left = most_pages.max(all / MERGES_TO_DRAIN);
-        let mut granted = 0;
-        let mut is_granted = |piece: &AddressRange| {
-            let pages = piece.bytes().0 / page;
-            if pages > left {
-                return false;
-            }
-            if pages > granted {
-                granted = most_pages.min(left);
-                if !may_take(Bytes(granted * page)) {
-                    return false;
-                }
-            }
-            (left, granted) = (left - pages, granted - pages);
-            true
-        };
+        let left = most_pages.max(all / MERGES_TO_DRAIN);
+        let mut leave = Leave { page, most_pages, left, granted: 0, may_take };
         let pieces = self.former.iter().flat_map(|&range| pieces(range, stillness, page, most_pages));
-        let taken = pieces.take(self.room(made)).take_while(|piece| is_granted(piece));
+        let taken = pieces.take(self.room(made)).take_while(|piece| leave.covers(piece));
         taken.filter(|piece| make_ordinary(*piece, stillness)).collect()
     }
 
@@ -233,6 +231,35 @@ impl Survey {
     pub fn room(&self, made: usize) -> usize {
         let most = max_map_count() / 8 * MAPPINGS;
         (most.saturating_sub(self.mappings + 2 * made as u64) / 2) as usize
+    }
+}
+
+/// Leave to copy pages, which is asked for as many of them as may be copied at once: finding out whether there is memory
+/// takes longer than copying a page.
+struct Leave<F> {
+    page: u64,
+    most_pages: u64,
+    /// Pages that may be copied yet, and those of them for which there is leave.
+    left: u64,
+    granted: u64,
+    may_take: F,
+}
+
+impl<F: FnMut(Bytes) -> bool> Leave<F> {
+    /// Whether it is for a piece, too.
+    fn covers(&mut self, piece: &AddressRange) -> bool {
+        let pages = piece.bytes().0 / self.page;
+        if pages > self.left {
+            return false;
+        }
+        if pages > self.granted {
+            self.granted = self.most_pages.min(self.left);
+            if !(self.may_take)(Bytes(self.granted * self.page)) {
+                return false;
+            }
+        }
+        (self.left, self.granted) = (self.left - pages, self.granted - pages);
+        true
     }
 }
 
@@ -308,6 +335,42 @@ mod tests {
     /// Pages of this number and up to that, of a huge page or not.
     fn pages(start: u64, end: u64, huge: bool) -> Candidates {
         Candidates { range: AddressRange { start: start * PAGE, end: end * PAGE }, huge, new: false }
+    }
+
+    /// Heal every second one of so many pages, with leave for so many bytes of memory once for each answer; the pages that
+    /// were copied, whether it was ended, and what was asked for.
+    fn heal(count: u64, most_pages: u64, deadline: Option<Instant>, answers: &[bool]) -> (usize, bool, Vec<u64>) {
+        let page = rustix::param::page_size() as u64;
+        let memory = crate::memory::reserve(count * page).expect("memory");
+        let broken = memory.cut_at_multiples(page).step_by(2).collect();
+        let survey = Survey { broken, ..Survey::default() };
+        let claims = crate::claims::Claims::default();
+        let mut asked = Vec::new();
+        let (healed, is_ended) = survey.heal(&Stillness::promised(&claims), (page, most_pages), deadline, |needed| {
+            asked.push(needed.0 / page);
+            answers[asked.len() - 1]
+        });
+        // SAFETY: it was made above, and nothing borrows it.
+        unsafe { crate::memory::release(memory) }.expect("its own");
+        (healed.len(), is_ended, asked)
+    }
+
+    #[test]
+    fn healing_asks_for_the_memory_of_many_pages_at_a_time() {
+        assert_eq!(heal(80, 16, None, &[true; 3]), (40, false, vec![16, 16, 8]));
+    }
+
+    #[test]
+    fn healing_ends_at_the_first_refusal() {
+        assert_eq!(heal(80, 16, None, &[true, false]), (16, true, vec![16, 16]));
+        assert_eq!(heal(80, 16, None, &[false]), (0, true, vec![16]));
+    }
+
+    #[test]
+    fn healing_ends_at_the_deadline_but_for_the_first_piece() {
+        assert_eq!(heal(80, 16, Some(Instant::now()), &[true]), (1, true, vec![16]));
+        let later = Instant::now() + Duration::from_secs(3600);
+        assert_eq!(heal(80, 40, Some(later), &[true]), (40, false, vec![40]));
     }
 
     #[test]

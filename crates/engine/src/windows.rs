@@ -47,8 +47,8 @@ impl State {
     }
 
     /// Copy pages into ordinary memory: those that were written since they were merged, as far as memory is left, and
-    /// some of a former store, where memory is plenty and until the deadline. Which were copied, and whether written
-    /// ones were not for want of memory.
+    /// some of a former store, where memory is plenty; both until the deadline. Which were copied, and whether written
+    /// ones were not for want of memory or time.
     pub fn heal(
         &mut self,
         survey: &Survey,
@@ -56,12 +56,9 @@ impl State {
         deadline: Option<Instant>,
     ) -> (Vec<AddressRange>, bool) {
         let (page, most, members) = (self.domain.page(), self.batch_pages(), self.domain.members());
-        let mut is_short = false;
-        let mut healed = survey.heal(stillness, (page, most as u64), |needed| {
+        let (mut healed, is_partial) = survey.heal(stillness, (page, most as u64), deadline, |needed| {
             // Where memory is short, other processes may have taken what there was.
-            let fits = most == BATCH || self.headroom.has_room_for(needed, members);
-            is_short |= !fits;
-            fits
+            most == BATCH || self.headroom.has_room_for(needed, members)
         });
         let region_pages = self.regions.iter().map(|region| region.range().bytes().0 / page).sum();
         let mut is_first = true;
@@ -76,7 +73,7 @@ impl State {
             self.regions.iter_mut().for_each(|region| region.forget(range));
         }
         healed.extend(drained);
-        (healed, is_short)
+        (healed, is_partial)
     }
 }
 
