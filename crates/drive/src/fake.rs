@@ -32,12 +32,14 @@ type Memory = BTreeMap<Pid, BTreeMap<u64, (&'static str, bool)>>;
 /// All that can be changed of a host.
 pub type State = (BTreeMap<String, String>, Memory);
 
-/// What goes wrong with advice.
+/// What goes wrong with advice, or with guests.
 pub enum Trouble {
     /// The pages of this range are not taken.
     Misses(AddressRange),
     /// It is refused as busy after so many pages.
     BusyAfter(usize),
+    /// The control sockets of guests do not answer.
+    GuestsHang,
 }
 
 impl Fake {
@@ -223,7 +225,7 @@ impl Fake {
         Ok(effect)
     }
 
-    /// The settings that were written through the port, in order.
+    /// The settings that were written through the port, and the backends of guests that were asked for, in order.
     pub fn written(&self) -> Vec<String> {
         self.written.lock().unwrap().clone()
     }
@@ -308,6 +310,13 @@ impl Host for Fake {
                 let answer = if *on { "yes" } else { "no" };
                 self.file(&format!("proc/{}/ksm_stat", process.pid), &format!("ksm_merge_any: {answer}\n"));
                 Ok(Effect { stops: vec![Duration::from_micros(10)], missed: Vec::new() })
+            }
+            Action::GuestMerge { process, backend, on, .. } => {
+                self.written.lock().unwrap().push(format!("{backend} of {}={on}", process.pid));
+                match *self.trouble.lock().unwrap() {
+                    Some(Trouble::GuestsHang) => Err(Refusal::Busy("the socket does not answer".to_owned())),
+                    _ => Ok(Effect::default()),
+                }
             }
             _ => Err(Refusal::Vanished),
         }

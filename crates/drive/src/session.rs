@@ -56,6 +56,9 @@ pub const DIRECTORY: &str = "/run/pagefold";
 /// back.
 const ENDING: Duration = Duration::from_secs(5);
 
+/// A guest that refuses a backend after so long hangs, busy or not.
+const HUNG_AFTER: Duration = Duration::from_secs(1);
+
 /// Why a backend of a guest is not put back after another one of the guest.
 const HUNG: &str = "the control socket of the guest did not answer in time for another backend";
 
@@ -143,17 +146,19 @@ const APPENDED: usize = 64 << 10;
 #[derive(Default)]
 struct Back {
     done: Option<Action>,
+    /// Whether the process was busy until it was given up.
+    is_busy: bool,
     /// What was not, why, and whether to try again later.
     remains: Vec<(Entry, String, bool)>,
 }
 
 impl Back {
     fn done(entry: &Entry) -> Self {
-        Self { done: Some(entry.undo.clone()), remains: Vec::new() }
+        Self { done: Some(entry.undo.clone()), ..Self::default() }
     }
 
     fn not(entry: &Entry, why: impl ToString, kept: bool) -> Self {
-        Self { done: None, remains: vec![(entry.clone(), why.to_string(), kept)] }
+        Self { remains: vec![(entry.clone(), why.to_string(), kept)], ..Self::default() }
     }
 }
 
@@ -506,7 +511,8 @@ impl<'a> Session<'a> {
                 Some(process) if hung.contains(&process) => Back::not(&entry, HUNG, true),
                 _ => self.put_back_one(&entry, until),
             };
-            hung.extend(guest.filter(|_| !back.remains.is_empty() && started.elapsed() >= ENDING));
+            let hangs = back.is_busy || !back.remains.is_empty() && started.elapsed() >= HUNG_AFTER;
+            hung.extend(guest.filter(|_| hangs));
             undone.extend(back.done);
             let left = self.left.len();
             for (entry, why, kept) in back.remains {
@@ -549,7 +555,7 @@ impl<'a> Session<'a> {
         }
         match self.effect_or_end(&entry.undo, until) {
             Ok(_) | Err(Refusal::Vanished) => Back::done(entry),
-            Err(why) => Back::not(entry, &why, later(&why)),
+            Err(why) => Back { is_busy: matches!(why, Refusal::Busy(_)), ..Back::not(entry, &why, later(&why)) },
         }
     }
 

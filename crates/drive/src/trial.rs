@@ -285,7 +285,7 @@ impl<'h> Trial<'h> {
         stays: Stays,
     ) -> Result<Vec<Missed>, session::Error> {
         let action = Action::Advise { process, advice: Advice::Unmergeable, ranges };
-        act(session, process, &self.comm(process), &action, stays, &AtomicBool::new(false))
+        Ok(act(session, process, &self.comm(process), &action, stays, &AtomicBool::new(false))?.missed)
     }
 
     /// Whether memory is short for a process, on the host or in its cgroup.
@@ -329,11 +329,19 @@ fn refused_by(verdict: Verdict) -> Option<&'static str> {
     }
 }
 
-/// How often a process that is busy is tried once more: a thread that gets no processor for a moment does not stop.
+/// How often a process that is busy is tried once more: a thread that gets no processor for a moment does not stop. The
+/// answer of a guest's control socket was waited for already.
 const MORE: usize = 2;
 
-/// Act on a process. Tells what it did not take: parts of it, or all by one without a range. Memory that it has
-/// unmapped needs no withdrawing.
+/// What came of an action on a process.
+pub struct Acted {
+    /// What the process did not take: parts of it, or all by one without a range.
+    pub missed: Vec<Missed>,
+    /// Whether it was busy to the end.
+    pub is_busy: bool,
+}
+
+/// Act on a process. Memory that it has unmapped needs no withdrawing.
 pub fn act(
     session: &mut Session<'_>,
     process: ProcessId,
@@ -341,26 +349,30 @@ pub fn act(
     action: &Action,
     stays: Stays,
     stop: &AtomicBool,
-) -> Result<Vec<Missed>, session::Error> {
+) -> Result<Acted, session::Error> {
     let withdraws = matches!(action, Action::Advise { advice: Advice::Unmergeable, .. });
     let change = if withdraws { Change::Withdraw } else { Change::Enrol };
     let note = |range, why| Missed { change, pid: process.pid, comm: comm.to_owned(), range, why };
+    let more = if matches!(action, Action::GuestMerge { .. }) { 0 } else { MORE };
+    let is_busy = |outcome: &_| matches!(outcome, Err(session::Error::Refused(Refusal::Busy(_))));
     let mut outcome = session.apply_until_stopped(action, stays, stop);
-    for _ in 0..MORE {
-        if !matches!(outcome, Err(session::Error::Refused(Refusal::Busy(_)))) {
+    for _ in 0..more {
+        if !is_busy(&outcome) {
             break;
         }
         outcome = session.apply_until_stopped(action, stays, stop);
     }
-    match outcome {
+    let is_busy = is_busy(&outcome);
+    let missed = match outcome {
         Ok(effect) => {
             let told = effect.missed.into_iter().filter(|(_, why)| !withdraws || !why.starts_with(NOT_MAPPED));
-            Ok(told.map(|(range, why)| note(Some(range), why)).collect())
+            told.map(|(range, why)| note(Some(range), why)).collect()
         }
-        Err(session::Error::Refused(why)) => Ok(vec![note(None, why.to_string())]),
-        Err(session::Error::Unknown(why)) => Ok(vec![note(None, Refusal::from(why).to_string())]),
-        Err(error) => Err(error),
-    }
+        Err(session::Error::Refused(why)) => vec![note(None, why.to_string())],
+        Err(session::Error::Unknown(why)) => vec![note(None, Refusal::from(why).to_string())],
+        Err(error) => return Err(error),
+    };
+    Ok(Acted { missed, is_busy })
 }
 
 /// A process that refuses twice is told once.

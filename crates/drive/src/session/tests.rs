@@ -53,17 +53,44 @@ fn begin<'a>(host: &'a dyn Host, directory: &Path) -> Session<'a> {
 }
 
 #[test]
-fn hung_guest_is_asked_for_one_backend_when_changes_are_put_back() {
+fn each_hung_guest_is_asked_for_one_backend_when_changes_are_put_back() {
+    let (host, directory) = (Fake::new(), tempfile::tempdir().unwrap());
+    let mut session = begin(&host, directory.path());
+    for pid in [7, 8, 9] {
+        host.map(pid, (0x1000, 0x3000), "", false);
+        for backend in ["/objects/a", "/objects/b", "/objects/c"] {
+            let process = ProcessId { pid: Pid(pid), start_time: 1 };
+            let (socket, backend) = ("/run/qmp".into(), backend.to_owned());
+            session.apply(&Action::GuestMerge { process, socket, backend, on: true }, Stays::ForNow).unwrap();
+        }
+    }
+    host.trouble(Some(Trouble::GuestsHang));
+    let remains = session.finish().unwrap();
+    // The time for which processes are waited for in all is over after the first guest.
+    let asked: BTreeSet<String> = host.written().split_off(9).into_iter().collect();
+    let one_each = [7, 8, 9].map(|pid| format!("/objects/c of {pid}=false"));
+    assert_eq!(asked, BTreeSet::from(one_each));
+    assert!(remains.len() == 9 && remains.iter().all(|remains| remains.kept), "{remains:?}");
+    assert_eq!(remains.iter().filter(|remains| remains.why == HUNG).count(), 6, "{remains:?}");
+    host.trouble(None);
+    drop(session);
+    let (_, undone, remains) = Session::begin(&host, directory.path()).unwrap();
+    assert_eq!((undone.len(), remains), (9, Vec::new()));
+}
+
+/// It answers, but takes its time to refuse.
+#[test]
+fn slow_guest_is_asked_for_one_backend_when_changes_are_put_back() {
     let (host, directory, asked) = (Fake::new(), tempfile::tempdir().unwrap(), AtomicUsize::new(0));
     host.map(7, (0x1000, 0x3000), "", false);
     let faulty = Faulty::new(&host, |path: &str| {
         path.ends_with("#guest_merge").then(|| {
-            // Both are enrolled; then the socket takes its time limit.
+            // Both are enrolled; then the socket takes time.
             if asked.fetch_add(1, Ordering::Relaxed) < 2 {
                 return Fault::Replaced(Vec::new());
             }
-            thread::sleep(ENDING);
-            Fault::Absent(Absent::Malformed("no answer".to_owned()))
+            thread::sleep(HUNG_AFTER);
+            Fault::Absent(Absent::Malformed("no QMP".to_owned()))
         })
     });
     let mut session = begin(&faulty, directory.path());
