@@ -1,4 +1,4 @@
-//! Write locks of open file descriptions (fcntl(2), `F_OFD_SETLK`; fs/locks.c, `fcntl_setlk`, 6.18).
+//! Locks of open file descriptions (fcntl(2), `F_OFD_SETLK`; fs/locks.c, `fcntl_setlk`, 6.18).
 //!
 //! They belong to the inode, so that all paths and mounts of one file system instance share them, sysfs included. A
 //! write lock takes a file that is open for writing: whoever may only read the file can put a read lock in its way, and
@@ -24,30 +24,54 @@ pub enum Lock {
 /// # Errors
 /// Those of fcntl(2) but for `EAGAIN` and `EACCES`.
 pub fn lock_for_writing(file: &File) -> io::Result<Lock> {
-    let fd = file.as_raw_fd();
-    let mut lock = whole_file();
-    // SAFETY: the descriptor is open as long as `file` is borrowed, and `lock` is a valid `flock`.
-    let taken = unsafe { libc::fcntl(fd, libc::F_OFD_SETLK, &raw mut lock) };
-    if taken == 0 {
+    if set(file, libc::F_WRLCK)? {
         return Ok(Lock::Taken);
     }
-    let error = io::Error::last_os_error();
-    if !matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) {
-        return Err(error);
-    }
-    let mut holder = whole_file();
-    // SAFETY: as above.
-    let told = unsafe { libc::fcntl(fd, libc::F_OFD_GETLK, &raw mut holder) };
-    if told != 0 {
-        return Err(io::Error::last_os_error());
-    }
     // `F_UNLCK`: it was let go meanwhile. To say that it is held is true of the moment before.
-    let reading = i32::from(holder.l_type) == libc::F_RDLCK;
+    let reading = in_the_way(file)? == libc::F_RDLCK;
     Ok(if reading { Lock::HeldForReading } else { Lock::HeldForWriting })
 }
 
-fn whole_file() -> libc::flock {
-    let (kind, from_start) = (libc::F_WRLCK as libc::c_short, libc::SEEK_SET as libc::c_short);
+/// Ask for a read lock of all of a file that is open for reading, without waiting: false where another open file holds
+/// the write lock.
+///
+/// # Errors
+/// As those of [`lock_for_writing`].
+pub fn lock_for_reading(file: &File) -> io::Result<bool> {
+    set(file, libc::F_RDLCK)
+}
+
+/// Whether another open file holds a lock of this file, for reading or for writing.
+///
+/// # Errors
+/// Those of fcntl(2).
+pub fn is_locked_beside(file: &File) -> io::Result<bool> {
+    Ok(in_the_way(file)? != libc::F_UNLCK)
+}
+
+/// Set a lock, unless another one is in its way.
+fn set(file: &File, kind: libc::c_int) -> io::Result<bool> {
+    let mut lock = whole_file(kind);
+    // SAFETY: the descriptor is open as long as `file` is borrowed, and `lock` is a valid `flock`.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw mut lock) } == 0 {
+        return Ok(true);
+    }
+    match io::Error::last_os_error() {
+        error if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(false),
+        error => Err(error),
+    }
+}
+
+/// The kind of a lock of another open file that a write lock would meet; `F_UNLCK` for none. It takes no right to write.
+fn in_the_way(file: &File) -> io::Result<libc::c_int> {
+    let mut holder = whole_file(libc::F_WRLCK);
+    // SAFETY: the descriptor is open as long as `file` is borrowed, and `holder` is a valid `flock`.
+    let told = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut holder) };
+    if told == 0 { Ok(holder.l_type.into()) } else { Err(io::Error::last_os_error()) }
+}
+
+fn whole_file(kind: libc::c_int) -> libc::flock {
+    let (kind, from_start) = (kind as libc::c_short, libc::SEEK_SET as libc::c_short);
     libc::flock { l_type: kind, l_whence: from_start, l_start: 0, l_len: 0, l_pid: 0 }
 }
 
@@ -67,12 +91,17 @@ mod tests {
         assert_eq!(lock_for_writing(&second).unwrap(), Lock::Taken);
         assert!(lock_for_writing(&File::open(&path).unwrap()).is_err(), "a reader cannot have it");
         drop(second);
-        let reader = File::open(&path).unwrap();
-        let mut read = libc::flock { l_type: libc::F_RDLCK as libc::c_short, ..whole_file() };
-        // SAFETY: the descriptor is open, and `read` is a valid `flock`.
-        let taken = unsafe { libc::fcntl(reader.as_raw_fd(), libc::F_OFD_SETLK, &raw mut read) };
-        assert_eq!(taken, 0);
+        let (reader, another) = (File::open(&path).unwrap(), File::open(&path).unwrap());
+        assert!(!is_locked_beside(&another).unwrap());
+        assert!(lock_for_reading(&reader).unwrap());
         assert_eq!(lock_for_writing(&open()).unwrap(), Lock::HeldForReading);
+        assert!(is_locked_beside(&another).unwrap() && !is_locked_beside(&reader).unwrap(), "its own is none");
+        assert!(lock_for_reading(&another).unwrap(), "readers share it");
+        drop((reader, another));
+        let writer = open();
+        assert_eq!(lock_for_writing(&writer).unwrap(), Lock::Taken);
+        let reader = File::open(&path).unwrap();
+        assert!(!lock_for_reading(&reader).unwrap() && is_locked_beside(&reader).unwrap());
         std::fs::remove_file(&path).unwrap();
     }
 }

@@ -1,6 +1,9 @@
 //! Which process is visited, and by how many tracers: locks, and process numbers that are used again.
 
 use super::*;
+#[cfg(feature = "fault-points")]
+use pagefold_sys::lock::is_locked_beside;
+use pagefold_sys::lock::lock_for_reading;
 
 #[test]
 fn a_lock_of_the_target_on_its_own_maps_holds_nothing_up() {
@@ -28,6 +31,54 @@ fn a_lock_of_the_target_on_its_own_maps_holds_nothing_up() {
     done(victim.pid(), &["unmergeable"]);
     assert_eq!(enrolled(victim.pid()), 0);
     maps.unlock().expect("it is ours");
+    victim.finish();
+}
+
+/// It began beside the lock of another program, which has unlocked since.
+#[test]
+fn a_visit_without_the_lock_is_seen_by_one_that_has_it() {
+    if !possible() {
+        return;
+    }
+    let victim = Victim::start("futex");
+    let tasks = fs::read_dir(format!("/proc/{}/task", victim.pid())).expect("it lives");
+    let tids = tasks.flatten().map(|task| task.file_name().to_string_lossy().parse::<i32>().expect("a number"));
+    let other = Pid::from_raw(tids.filter(|&tid| tid != victim.pid().cast_signed()).max().expect("it has two threads"));
+    ptrace::seize(other, ptrace::Options::empty()).expect("we may trace it");
+    // A debugger at another thread is in nobody's way.
+    let beside_debugger = advise(victim.pid(), &["mergeable"], "");
+    let maps = fs::File::open(format!("/proc/{}/maps", victim.pid())).expect("it lives");
+    let locked = lock_for_reading(&maps);
+    let beside_visit = advise(victim.pid(), &["unmergeable"], "");
+    // Before anything can fail: the end of a process is not told while a thread of it is traced.
+    ptrace::interrupt(other).expect("it can be interrupted");
+    nix::sys::wait::waitpid(other, Some(nix::sys::wait::WaitPidFlag::__WALL)).expect("it stops");
+    ptrace::detach(other, None).expect("it is let go");
+    assert!(beside_debugger.status.success(), "{}", text(&beside_debugger.stderr));
+    assert!(locked.expect("it can be asked"), "it can be locked");
+    assert!(text(&beside_visit.stderr).contains("traces it"), "{}", text(&beside_visit.stdout));
+    done(victim.pid(), &["unmergeable"]);
+    victim.finish();
+}
+
+#[cfg(feature = "fault-points")]
+#[test]
+fn a_visit_without_the_lock_leaves_a_mark() {
+    if !possible() {
+        return;
+    }
+    let victim = Victim::start("futex");
+    let maps = fs::File::open(format!("/proc/{}/maps", victim.pid())).expect("it lives");
+    maps.lock().expect("no other process locks it");
+    let mut visit = Command::new(lab());
+    visit.args(["advise", &victim.pid().to_string(), "mergeable"]).env("PAGEFOLD_FAULT_POINT", "stop 1 thread chosen");
+    let mut visit = visit.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the lab runs");
+    let stat = || fs::read_to_string(format!("/proc/{}/stat", visit.id())).unwrap_or_default();
+    eventually("it stops", || stat().rsplit(')').next().is_some_and(|rest| rest.starts_with(" T")));
+    assert!(is_locked_beside(&maps).expect("it is asked"));
+    kill(Pid::from_raw(visit.id().cast_signed()), Signal::SIGCONT).expect("it lives");
+    assert!(visit.wait().expect("its end").success());
+    assert!(!is_locked_beside(&maps).expect("it is asked"));
     victim.finish();
 }
 

@@ -49,8 +49,8 @@ use std::time::{Duration, Instant};
 
 use crate::fault;
 use ptrace::{Stop, Thread};
-use target::Call;
 pub use target::Target;
+use target::{Call, VisitLock};
 pub use tracer::cpu_time;
 
 /// Room for arguments in the target's memory, in bytes.
@@ -220,11 +220,11 @@ fn visit_from_outside<T: Send>(
     target: &Target,
     tid: i32,
     patience: Duration,
-    locked: bool,
+    lock: &VisitLock,
     work: &mut (dyn FnMut(&Inside<'_>) -> Result<T, Error> + Send),
 ) -> Result<(Result<T, Error>, Duration), Miss> {
     let starting = failed("starting its tracer");
-    match tracer::run(|| visit(target, tid, patience, locked, work)).map_err(&starting).map_err(Miss::Process)? {
+    match tracer::run(|| visit(target, tid, patience, lock, work)).map_err(&starting).map_err(Miss::Process)? {
         Err(Miss::Denied(_)) => {}
         visited => return visited,
     }
@@ -232,7 +232,7 @@ fn visit_from_outside<T: Send>(
     let visited = std::thread::scope(|scope| {
         let name = "pagefold-inject".to_owned();
         let tracer =
-            std::thread::Builder::new().name(name).spawn_scoped(scope, || visit(target, tid, patience, locked, work));
+            std::thread::Builder::new().name(name).spawn_scoped(scope, || visit(target, tid, patience, lock, work));
         // A panic in it is ours; the thread it visited has been released by the kernel.
         tracer.map(|tracer| tracer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     });
@@ -241,15 +241,13 @@ fn visit_from_outside<T: Send>(
 
 /// Stop one thread of `target`, let `work` make calls in it, and let it go; for how long it was stopped.
 ///
-/// `locked` says whether [`Target::lock`] keeps other tracers of ours away.
-///
 /// Must run in a process or on a thread of its own: a thread that was seized but does not stop is released by the
 /// tracer's end alone.
 fn visit<T>(
     target: &Target,
     tid: i32,
     patience: Duration,
-    locked: bool,
+    lock: &VisitLock,
     work: &mut dyn FnMut(&Inside<'_>) -> Result<T, Error>,
 ) -> Result<(Result<T, Error>, Duration), Miss> {
     ptrace::become_tracer();
@@ -263,8 +261,10 @@ fn visit<T>(
     if !target.has_thread(tid) {
         return Err(Miss::Thread(Error::Gone));
     }
-    // Both seize first and look then, so that one of two sees the other.
-    if !locked && let Some(tracer) = target.is_traced_beside(tid) {
+    // Two visits lock first, then seize, then look, so that one of them sees the other.
+    if lock.may_be_shared()
+        && let Some(tracer) = target.is_traced_beside(tid)
+    {
         return Err(Miss::Process(Error::Traced(tracer)));
     }
     if let Some(processor) = target.processor(tid) {
@@ -423,7 +423,7 @@ pub fn inside<T: Send>(
     target: &Target,
     work: impl FnOnce(&Inside<'_>) -> Result<T, Error> + Send,
 ) -> Result<(T, Duration), Error> {
-    let alone = target.lock()?;
+    let lock = target.lock()?;
     let mut work = Some(work);
     let mut once = |inside: &Inside<'_>| (work.take().expect("a thread is visited once"))(inside);
     let mut why = Error::Gone;
@@ -439,7 +439,7 @@ pub fn inside<T: Send>(
             continue;
         };
         fault::point("thread chosen");
-        let visited = visit_from_outside(target, tid, patience, alone.is_some(), &mut once);
+        let visited = visit_from_outside(target, tid, patience, &lock, &mut once);
         target.note_visit(tid, visited.is_ok());
         match visited {
             Ok((outcome, stopped)) => return outcome.map(|outcome| (outcome, stopped)),

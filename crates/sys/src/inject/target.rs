@@ -17,7 +17,7 @@ use rustix::io::Errno;
 
 use super::{Error, Home, ROOM, arch, failed, stack};
 use crate::mapping::page_size;
-use crate::pagemap;
+use crate::{lock, pagemap};
 
 /// How long to wait for one thread of several before the next is tried, and in the second round.
 const SHORT: Duration = Duration::from_millis(20);
@@ -51,6 +51,25 @@ pub struct Target {
     pub(super) home: Home,
     /// The thread that was visited last; 0 before the first visit and after one that failed.
     visited: AtomicI32,
+}
+
+/// Held while a thread of a process is visited, so that no two Pagefolds use its stack at once.
+///
+/// It is a lock on the `maps` of the process (flock(2)), or a mark where another program has that lock: a read lock of
+/// another kind ([`lock`]), which goes with the lock and with other marks.
+#[derive(Debug)]
+pub(super) struct VisitLock {
+    maps: File,
+    /// Whether it is no mark.
+    is_exclusive: bool,
+}
+
+impl VisitLock {
+    /// Whether another Pagefold may visit the process: [`Target::is_traced_beside`] then tells. The lock may be had while
+    /// a visit with a mark goes on, once the other program has let go of it.
+    pub fn may_be_shared(&self) -> bool {
+        !self.is_exclusive || lock::is_locked_beside(&self.maps).unwrap_or(true)
+    }
 }
 
 /// A line of `/proc/PID/maps`.
@@ -165,17 +184,15 @@ impl Target {
         Ok(Self { directory, pid, memory, maps, pagemap, stack_end, home, visited })
     }
 
-    /// Held while a thread of it is visited, so that no two of ours share its stack: a lock on its `maps`. Nothing where
-    /// the process itself has locked that, or another program: then [`Target::is_traced_beside`] tells whether another
-    /// Pagefold visits it.
-    pub(super) fn lock(&self) -> Result<Option<File>, Error> {
+    /// Take the lock for a visit. Only that of another Pagefold is waited for.
+    pub(super) fn lock(&self) -> Result<VisitLock, Error> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
         let file = openat(&self.directory, "maps", flags, Mode::empty()).map(File::from).map_err(|_| Error::Gone)?;
         let begun = Instant::now();
         let mut holder = None;
         loop {
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => return Ok(Some(file)),
+                Ok(()) => return Ok(VisitLock { maps: file, is_exclusive: true }),
                 Err(Errno::WOULDBLOCK) => {}
                 Err(errno) => return Err(failed("locking it")(errno.into())),
             }
@@ -188,7 +205,9 @@ impl Target {
                 Some(pid)
                     if pid == self.pid || !may_be_pagefold(program(pid).as_deref(), program("self").as_deref()) =>
                 {
-                    return Ok(None);
+                    // Refused only beside the write lock of a program that is root: no reason not to visit its process.
+                    let _ = lock::lock_for_reading(&file);
+                    return Ok(VisitLock { maps: file, is_exclusive: false });
                 }
                 _ if !expired => std::thread::sleep(Duration::from_millis(1)),
                 Some(pid) => return Err(Error::Busy(format!("process {pid} has locked /proc/{}/maps", self.pid))),
