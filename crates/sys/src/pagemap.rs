@@ -205,7 +205,12 @@ fn mapped_by_entries(pagemap: &File, range: Range<u64>, mut found: impl FnMut(Ma
     let mut start = range.start;
     while start < range.end {
         let wanted = buffer.len().min(((range.end - start) / page) as usize * size_of::<u64>());
-        pagemap.read_exact_at(&mut buffer[..wanted], start / page * size_of::<u64>() as u64)?;
+        let read = pagemap.read_exact_at(&mut buffer[..wanted], start / page * size_of::<u64>() as u64);
+        read.map_err(|error| match error.kind() {
+            // The file has no entries once the memory is gone (fs/proc/task_mmu.c, `pagemap_read`).
+            io::ErrorKind::UnexpectedEof => io::Error::from_raw_os_error(libc::ESRCH),
+            _ => error,
+        })?;
         for entry in buffer[..wanted].as_chunks::<8>().0.iter().copied().map(u64::from_ne_bytes) {
             let is = |flag| entry & flag != 0;
             let next = MappedRange {
@@ -307,6 +312,39 @@ mod tests {
                 Err(error) => println!("skipped: PAGEMAP_SCAN: {error}"),
             }
         }
+    }
+
+    /// As the scan tells it, on kernels that have one.
+    #[test]
+    fn entries_of_memory_that_was_left_by_exec_are_gone() {
+        use std::io::Write;
+        use std::process::{Command, Stdio};
+        let mut command = Command::new("sh");
+        command.args(["-c", "read line; exec cat"]).stdin(Stdio::piped()).stdout(Stdio::null());
+        let mut child = command.spawn().expect("a shell");
+        let pid = child.id();
+        let of = |file: &str| format!("/proc/{pid}/{file}");
+        let pagemap = File::open(of("pagemap")).expect("it is our child's");
+        let maps = std::fs::read_to_string(of("maps")).expect("it is our child's");
+        let (start, end) = maps.split(' ').next().and_then(|range| range.split_once('-')).expect("a range");
+        let address = |text| u64::from_str_radix(text, 16).expect("an address");
+        let range = address(start)..address(end);
+        mapped_by_entries(&pagemap, range.clone(), |_| {}).expect("its memory is there");
+        let mut input = child.stdin.take().expect("piped");
+        input.write_all(b"go on\n").expect("it reads");
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while std::fs::read_to_string(of("comm")).expect("it is not reaped") != "cat\n" {
+            assert!(Instant::now() < deadline, "it does not begin another program");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let entries = mapped_by_entries(&pagemap, range.clone(), |_| {});
+        assert_eq!(entries.map_err(|error| error.raw_os_error()), Err(Some(libc::ESRCH)));
+        match mapped_by_scan(&pagemap, range, Holds::Anything, |_| {}).map_err(|error| error.raw_os_error()) {
+            Err(Some(libc::ENOTTY)) => println!("skipped: this kernel has no PAGEMAP_SCAN"),
+            scanned => assert_eq!(scanned, Err(Some(libc::ESRCH))),
+        }
+        drop(input);
+        assert!(child.wait().expect("its end").success());
     }
 
     #[test]
