@@ -145,15 +145,32 @@ impl Drop for SignalsBlocked {
 /// Stop signals of job control. SIGSTOP cannot be held back.
 const JOB_CONTROL: [libc::c_int; 3] = [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU];
 
-/// The signals of [`JOB_CONTROL`] that came while a [`StopsHeld`] lived, as bits by number.
+/// The signals of [`JOB_CONTROL`] that came while a [`StopsHeld`] lived, as bits by number, with [`HOLDING`].
 static HELD: AtomicU32 = AtomicU32::new(0);
 
+/// The bit of [`HELD`] that is set while a [`StopsHeld`] lives. No signal has the number 0.
+const HOLDING: u32 = 1;
+
+/// The handler of [`JOB_CONTROL`] and SIGCONT.
 extern "C" fn hold(signal: libc::c_int) {
-    HELD.fetch_or(1 << signal, Ordering::Relaxed);
+    if signal == libc::SIGCONT {
+        // As the kernel drops stop signals that are pending (kernel/signal.c, `prepare_signal`).
+        HELD.fetch_and(HOLDING, Ordering::Relaxed);
+    } else if HELD.fetch_or(1 << signal, Ordering::Relaxed) & HOLDING == 0 {
+        // This began before the actions were restored, and the signals that were held have been sent since.
+        HELD.fetch_and(!(1 << signal), Ordering::Relaxed);
+        send_to_self(signal);
+    }
 }
 
-/// Holds the stop signals of job control back from all threads of this process until dropped; then they take effect.
-/// For a visit by a thread of Pagefold itself. One at a time, as signal actions belong to the process.
+fn send_to_self(signal: libc::c_int) {
+    // SAFETY: the call has no preconditions: it sends a signal to this process.
+    unsafe { libc::kill(getpid().as_raw_nonzero().get(), signal) };
+}
+
+/// Holds the stop signals of job control back from all threads of this process until dropped; then they take effect,
+/// but for those that SIGCONT came after. For a visit by a thread of Pagefold itself. One at a time, as signal actions
+/// belong to the process.
 ///
 /// A handler, because programs that are started meanwhile would inherit that a signal is ignored.
 pub(super) struct StopsHeld {
@@ -169,9 +186,11 @@ impl StopsHeld {
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
         action.sa_sigaction = hold as extern "C" fn(libc::c_int) as libc::sighandler_t;
         action.sa_flags = libc::SA_RESTART;
-        let before = JOB_CONTROL.into_iter().filter_map(|signal| {
+        HELD.fetch_or(HOLDING, Ordering::Relaxed);
+        let before = JOB_CONTROL.into_iter().chain([libc::SIGCONT]).filter_map(|signal| {
             let mut before = std::mem::MaybeUninit::uninit();
-            // SAFETY: `action` is valid and its handler only changes an atomic; `before` is a place for the old one.
+            // SAFETY: `action` is valid, and its handler changes an atomic and calls kill(2), which is
+            // async-signal-safe; `before` is a place for the old one.
             let answer = unsafe { libc::sigaction(signal, &raw const action, before.as_mut_ptr()) };
             // SAFETY: the call has succeeded, so it has initialized `before`.
             (answer == 0).then(|| (signal, unsafe { before.assume_init() }))
@@ -186,12 +205,8 @@ impl Drop for StopsHeld {
             // SAFETY: the action was the process's before; no old one is asked for.
             unsafe { libc::sigaction(*signal, before, std::ptr::null_mut()) };
         }
-        let own = getpid().as_raw_nonzero().get();
         let held = HELD.swap(0, Ordering::Relaxed);
-        for signal in JOB_CONTROL.into_iter().filter(|signal| held >> signal & 1 == 1) {
-            // SAFETY: the call has no preconditions: it sends a signal to this process.
-            unsafe { libc::kill(own, signal) };
-        }
+        JOB_CONTROL.into_iter().filter(|signal| held >> signal & 1 == 1).for_each(send_to_self);
     }
 }
 
@@ -381,41 +396,68 @@ mod tests {
         assert_eq!(mask(), before);
     }
 
+    const CASE: &str = "PAGEFOLD_TEST_STOPS_HELD";
+    const FILE: &str = "PAGEFOLD_TEST_STOPS_HELD_FILE";
+
+    /// What the child of the test below does. Tells in a file when it has come to its last step.
+    fn child(case: &str) {
+        // It may be ignored where the tests are started, which programs inherit.
+        // SAFETY: the default action is valid for this signal, and nothing in this process relies on another one.
+        unsafe { libc::signal(libc::SIGTSTP, libc::SIG_DFL) };
+        let tell = || std::fs::write(std::env::var_os(FILE).expect("a file"), "held").expect("it can be written");
+        if case == "late handler" {
+            tell();
+            return hold(libc::SIGTSTP);
+        }
+        let deadline = std::time::Instant::now() + Duration::from_secs(20);
+        let send = |signal: Signal, leaves: u32| {
+            kill_process(getpid(), signal).expect("a signal for itself");
+            while HELD.load(Ordering::Relaxed) != leaves {
+                assert!(std::time::Instant::now() < deadline, "{signal:?} leaves {}", HELD.load(Ordering::Relaxed));
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
+        let held = StopsHeld::new();
+        send(Signal::TSTP, HOLDING | 1 << libc::SIGTSTP);
+        if case == "continued" {
+            send(Signal::CONT, HOLDING);
+        }
+        tell();
+        drop(held);
+        assert_eq!(HELD.load(Ordering::Relaxed), 0);
+    }
+
     /// The child is this test again.
     #[test]
     fn job_control_stops_this_process_after_a_visit_by_a_thread_of_it() {
-        const CHILD: &str = "PAGEFOLD_TEST_STOPS_HELD";
-        if std::env::var_os(CHILD).is_some() {
-            let held = StopsHeld::new();
-            kill_process(getpid(), Signal::TSTP).expect("a signal for itself");
-            let deadline = std::time::Instant::now() + Duration::from_secs(20);
-            while HELD.load(Ordering::Relaxed) == 0 {
-                assert!(std::time::Instant::now() < deadline, "it is not held");
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            std::fs::write(std::env::var_os(CHILD).expect("a file"), "held").expect("the file can be written");
-            drop(held);
-            return;
+        if let Ok(case) = std::env::var(CASE) {
+            return child(&case);
         }
         let name = "inject::tracer::tests::job_control_stops_this_process_after_a_visit_by_a_thread_of_it";
         let file = std::env::temp_dir().join(format!("pagefold-held-{}", std::process::id()));
-        let mut command = std::process::Command::new(std::env::current_exe().expect("a test"));
-        command.args([name, "--exact", "--nocapture"]).env(CHILD, &file).stdout(std::process::Stdio::null());
-        // With its parent in another group of its session it is no orphan, which job control would not stop.
-        let mut child = std::os::unix::process::CommandExt::process_group(&mut command, 0).spawn().expect("it starts");
-        let status = format!("/proc/{}/status", child.id());
-        let deadline = std::time::Instant::now() + Duration::from_secs(30);
-        let stopped = loop {
-            let status = std::fs::read_to_string(&status).expect("it is not reaped");
-            if status.contains("State:\tT") || status.contains("State:\tZ") || std::time::Instant::now() > deadline {
-                break status.contains("State:\tT");
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        };
-        let held = std::fs::read_to_string(&file);
-        let _ = std::fs::remove_file(&file);
-        kill_process(Pid::from_child(&child), Signal::CONT).expect("it is not reaped");
-        assert!(child.wait().expect("its end").success());
-        assert!(stopped && held.is_ok_and(|held| held == "held"), "stopped: {stopped}, and not before it was held");
+        for (case, stops) in [("held", true), ("continued", false), ("late handler", true)] {
+            let mut command = std::process::Command::new(std::env::current_exe().expect("a test"));
+            command.args([name, "--exact", "--nocapture"]).env(CASE, case).env(FILE, &file);
+            command.stdout(std::process::Stdio::null());
+            // With its parent in another group of its session it is no orphan, which job control would not stop.
+            std::os::unix::process::CommandExt::process_group(&mut command, 0);
+            let mut child = command.spawn().expect("it starts");
+            let status = format!("/proc/{}/status", child.id());
+            let deadline = std::time::Instant::now() + Duration::from_secs(30);
+            let stopped = loop {
+                let status = std::fs::read_to_string(&status).expect("it is not reaped");
+                let ended = status.contains("State:\tZ") || std::time::Instant::now() > deadline;
+                if status.contains("State:\tT") || ended {
+                    break !ended;
+                }
+                std::thread::sleep(Duration::from_millis(2));
+            };
+            let held = std::fs::read_to_string(&file);
+            let _ = std::fs::remove_file(&file);
+            kill_process(Pid::from_child(&child), Signal::CONT).expect("it is not reaped");
+            assert!(child.wait().expect("its end").success(), "{case}");
+            assert!(held.is_ok_and(|held| held == "held"), "{case}: it has come to the last step");
+            assert_eq!(stopped, stops, "{case}");
+        }
     }
 }
