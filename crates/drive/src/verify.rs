@@ -16,6 +16,10 @@ use std::collections::{BTreeMap, BinaryHeap};
 /// even where nothing is mapped.
 const MOST_WALKED: Bytes = Bytes(256 << 30);
 
+/// Resident memory of the largest process whose `smaps_rollup` is read beside its work: about a second of CPU time, for
+/// most of which it can map and unmap nothing.
+pub(crate) const LARGEST: Bytes = Bytes(64 << 30);
+
 /// Pages looked at at once.
 const BATCH: u64 = 1 << 16;
 
@@ -60,15 +64,16 @@ pub struct Held {
     found: Found,
     /// Pages of zeros that KSM has placed in the whole of the process, by its counter.
     counted_zeros: Pages,
-    /// Huge pages in the whole of the process; none where the plan knows of none in its regions.
-    huge: Reading<Bytes>,
+    /// Huge pages in the whole of the process, zero where the plan knows of none in its regions; nothing where it is not
+    /// known.
+    huge: Option<Bytes>,
     /// Ascending, each once.
     frames: Vec<Shared>,
 }
 
 impl Held {
     /// Nothing is merged of a process with so much in huge pages.
-    fn none(huge: Reading<Bytes>) -> Self {
+    fn none(huge: Option<Bytes>) -> Self {
         Self { found: Found::default(), counted_zeros: Pages::ZERO, huge, frames: Vec::new() }
     }
 }
@@ -158,7 +163,8 @@ pub fn nets(
 
 /// Pages of zeros that came back between two looks in each target that lives on, without those that KSM counts. The
 /// kernel frees them when it splits a huge page. Reads of memory that was never written map the same page, so no more
-/// counts than the huge pages that the process lost meanwhile, and nothing where that cannot be read.
+/// counts than the huge pages that the process lost meanwhile, and nothing where that cannot be read, or would take too
+/// long (`LARGEST`).
 pub fn zeros_by_splitting(
     plan: &Plan,
     page_size: PageSize,
@@ -170,7 +176,7 @@ pub fn zeros_by_splitting(
         let (before, after) = (before.as_ref()?, after.as_ref()?);
         let zeros = after.found.zero.saturating_sub(before.found.zero);
         let uncounted = zeros.saturating_sub(after.counted_zeros.saturating_sub(before.counted_zeros));
-        let split = before.huge.as_ref().ok()?.saturating_sub(*after.huge.as_ref().ok()?);
+        let split = before.huge?.saturating_sub(after.huge?);
         let freed = uncounted.min(page_size.pages_in(split));
         (freed > Pages::ZERO).then_some((target.process.id, freed))
     });
@@ -226,8 +232,8 @@ fn saved_by_each(held: &[Option<&Held>]) -> Vec<f64> {
 fn look(host: &dyn Host, target: &Target) -> Reading<Held> {
     let handle = open(host, target.process.id)?;
     let huge = match target.huge {
-        Bytes::ZERO => Ok(Bytes::ZERO),
-        _ => observe::rollup(&*handle).and_then(|rollup| rollup.anon_huge),
+        Bytes::ZERO => Some(Bytes::ZERO),
+        _ => huge_of(&*handle, host.page_size()),
     };
     let (mut held, mut pages) = (Held::none(huge), Vec::new());
     for range in &target.ranges {
@@ -248,6 +254,15 @@ fn look(host: &dyn Host, target: &Target) -> Reading<Held> {
     held.counted_zeros = counted_zeros(&ksm);
     held.found.rmap_items.0 += ksm.rmap_items.unwrap_or(0);
     Ok(held)
+}
+
+/// Huge pages of a process; nothing where they cannot be read, or where it has more memory than [`LARGEST`].
+fn huge_of(handle: &dyn Process, page_size: PageSize) -> Option<Bytes> {
+    let resident = parse::statm(&handle.read("statm").ok()?).ok()?.resident;
+    if page_size.of(resident) > LARGEST {
+        return None;
+    }
+    observe::rollup(handle).ok()?.anon_huge.ok()
 }
 
 /// Who is enrolled, as far as that can be seen.
@@ -393,7 +408,7 @@ mod tests {
         Held {
             found,
             frames: frames.iter().map(|&frame| Shared { frame: Pfn(frame), own, all }).collect(),
-            ..Held::none(Ok(Bytes::ZERO))
+            ..Held::none(Some(Bytes::ZERO))
         }
     }
 
@@ -426,7 +441,7 @@ mod tests {
     #[test]
     fn zeros_that_ksm_does_not_count_were_freed_by_splitting() {
         let page_size = PageSize::new(4096).unwrap();
-        let look = |all: u64, counted: u64, huge: Reading<u64>| {
+        let look = |all: u64, counted: u64, huge: Option<u64>| {
             let found = Found { zero: Pages(all), ..Found::default() };
             let huge = huge.map(|pages| page_size.of(Pages(pages)));
             Some(Held { found, counted_zeros: Pages(counted), ..Held::none(huge) })
@@ -435,19 +450,34 @@ mod tests {
             let freed = zeros_by_splitting(&plan(1), page_size, &[before], &[after]);
             freed.into_values().map(|pages| pages.0).sum::<u64>()
         };
-        let before = |all, counted| look(all, counted, Ok(1024));
-        let after = |all, counted| look(all, counted, Ok(0));
+        let before = |all, counted| look(all, counted, Some(1024));
+        let after = |all, counted| look(all, counted, Some(0));
         assert_eq!(freed(before(5, 0), after(105, 0)), 100, "five were read and never written");
         assert_eq!(freed(before(5, 5), after(105, 45)), 60, "40 more are counted by KSM");
         assert_eq!(freed(before(0, 0), after(40, 40)), 0);
         assert_eq!(freed(before(50, 0), after(10, 0)), 0, "written since");
         assert_eq!(freed(before(0, 0), None), 0, "its process has ended");
         // Reads of memory that was never written, which split nothing.
-        assert_eq!(freed(look(0, 0, Ok(0)), look(8192, 0, Ok(0))), 0, "there were no huge pages");
-        assert_eq!(freed(look(0, 0, Ok(1024)), look(8192, 0, Ok(1024))), 0, "all huge pages are there still");
-        assert_eq!(freed(look(0, 0, Ok(1024)), look(8192, 0, Ok(512))), 512, "no more than one huge page had");
-        assert_eq!(freed(look(0, 0, Ok(0)), look(8192, 0, Ok(1024))), 0, "huge pages were made");
-        assert_eq!(freed(before(0, 0), look(100, 0, Err(Absent::Denied))), 0, "it is not known what was split");
+        assert_eq!(freed(look(0, 0, Some(0)), look(8192, 0, Some(0))), 0, "there were no huge pages");
+        assert_eq!(freed(look(0, 0, Some(1024)), look(8192, 0, Some(1024))), 0, "all huge pages are there still");
+        assert_eq!(freed(look(0, 0, Some(1024)), look(8192, 0, Some(512))), 512, "no more than one huge page had");
+        assert_eq!(freed(look(0, 0, Some(0)), look(8192, 0, Some(1024))), 0, "huge pages were made");
+        assert_eq!(freed(before(0, 0), look(100, 0, None)), 0, "it is not known what was split");
+    }
+
+    #[test]
+    fn huge_pages_of_processes_that_are_too_large_are_not_asked_for() {
+        let fake = Fake::new();
+        let largest = LARGEST.0 / fake.page_size().bytes();
+        let mut plan = plan(3);
+        for (pid, pages, huge) in [(0, largest, 4), (1, largest + 1, 4), (2, largest + 1, 0)] {
+            fake.start(pid, pages);
+            fake.file(&format!("proc/{pid}/smaps_rollup"), "0-1 ---p 0 00:00 0 [rollup]\nAnonHugePages: 4096 kB\n");
+            plan.targets[pid as usize].huge = Bytes::from_kib(1024 * huge);
+        }
+        let huge: Vec<Option<Bytes>> =
+            found(&fake, &plan).unwrap().into_iter().map(|held| held.unwrap().huge).collect();
+        assert_eq!(huge, [Some(Bytes::from_kib(4096)), None, Some(Bytes::ZERO)]);
     }
 
     /// Reserved address space has no pages, and a walk through a TiB of it takes seconds.

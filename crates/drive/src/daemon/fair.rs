@@ -15,6 +15,7 @@
 
 use super::{Message, Told};
 use crate::verify;
+pub(super) use crate::verify::LARGEST;
 use pagefold_host::{Host, observe, parse};
 use pagefold_model::{Bytes, Pages, ProcessId, Reading};
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,9 +27,6 @@ const PART: f64 = 0.0003;
 
 /// What may be saved up for when much has just changed.
 const SAVED_UP: f64 = 1.0;
-
-/// Resident memory of the largest that is walked: about a second.
-pub(super) const LARGEST: Bytes = Bytes(64 << 30);
 
 /// Between two looks at whose turn it is.
 const SECOND: Duration = Duration::from_secs(1);
