@@ -158,7 +158,7 @@ pub struct Run {
     pub huge: bool,
 }
 
-/// How to read the pages of a region. See `ARCHITECTURE.md`, "Reading without a trace".
+/// How to read the pages of a region. See `docs/decisions/0031-read-pages-without-side-effects.md`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// `process_vm_readv`: fastest, and only for pages that nobody else maps, because it pins the page and pinning
