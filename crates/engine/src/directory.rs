@@ -131,8 +131,8 @@ fn open_with(path: &Path, more: OFlags) -> io::Result<File> {
     Ok(rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?.into())
 }
 
-/// The names in a directory, no symbolic link, but for its own and the one above. Without opendir(3), which allocates by the program's
-/// malloc(3): that may be waiting for who reads this.
+/// The names in a directory, without `.` and `..`. A symbolic link in place of the directory is refused. Does not call
+/// opendir(3), which allocates by the program's malloc(3): that may be waiting for the thread that reads this.
 ///
 /// # Errors
 /// Those of open(2) and getdents(2).

@@ -41,9 +41,9 @@
 //!   needs it for a later one, and says so ([`Merged::held_up`]).
 //! - With [`Options::max_slowdown`] the time that the engine takes from its program stays about that share, once what it
 //!   was told of [`Options::lifetime`] is over. Only looking, and copying written pages back into ordinary memory, stop
-//!   when there is no time left: what was found is still stored and mapped. A write to what was merged, and a read of zeros that were given back, is counted when a later
-//!   merge finds it, at what such a fault costs by itself ([`Standing::spending`]). What was spent beyond the share is
-//!   made up for before anything else is done.
+//!   when there is no time left: what was found is still stored and mapped. A COW break of a merged page, and a read of
+//!   zeros that were given back, is counted when a later merge finds it, at what such a fault costs by itself
+//!   ([`Standing::spending`]). What was spent beyond the share is made up for before anything else is done.
 //!
 //! # What a program does to its regions
 //! - **write**: the kernel copies the page. At the next merge it becomes ordinary memory again, and is left alone for
