@@ -100,6 +100,21 @@ fn a_target_is_released_when_pagefold_is_killed_at_any_moment() {
     victim.finish();
 }
 
+/// A SIGSTOP for the process group of Pagefold reaches a tracer that has no session of its own yet, and the SIGCONT for
+/// the group does not.
+#[cfg(feature = "fault-points")]
+#[test]
+fn a_tracer_that_is_stopped_before_it_leaves_the_group_goes_on() {
+    if !possible() {
+        return;
+    }
+    let victim = Victim::start("threads");
+    let injector = Injector::start(victim.pid(), "stop 1 tracer started");
+    visited(victim.pid());
+    drop(injector);
+    victim.finish();
+}
+
 /// The processes whose parent this is.
 #[cfg(feature = "fault-points")]
 fn children(parent: u32) -> Vec<u32> {

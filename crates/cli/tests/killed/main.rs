@@ -47,6 +47,7 @@ const SETTINGS_POINTS: &[&str] = &["before writing a setting", "after writing a 
 
 /// Those of a visit to a process, and of the pause behind it.
 const VISIT: &[&str] = &[
+    "tracer started",
     "thread chosen",
     "seized",
     "interrupted",

@@ -30,6 +30,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::fault;
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, getpid, getppid, kill_process, set_parent_process_death_signal, setsid};
 use rustix::thread::{CpuSet, futex, sched_getaffinity, sched_setaffinity, set_name};
@@ -222,6 +223,7 @@ extern "C" fn trace<W: FnOnce() -> T, T>(job: *mut libc::c_void) -> libc::c_int 
     // SAFETY: `run` passes the address of its job and does not touch it until this process has left the memory.
     let job = unsafe { &mut *job.cast::<Job<W, T>>() };
     let bound = set_parent_process_death_signal(Some(Signal::KILL)).is_ok();
+    fault::point("tracer started");
     // A parent that ended before the signal was requested sends none.
     // Not merely a process group of its own: on a loaded machine (two CPUs, load 30) stops then took longer, 1.8 ms
     // instead of 0.6 ms at the 99th percentile.
@@ -262,8 +264,11 @@ fn await_end(tracer: Pid, alive: &AtomicU32, before: u32) {
         // The kernel wakes a futex that is not private.
         let waited = futex::wait(alive, futex::Flags::empty(), value, timeout.as_ref());
         if waited == Err(Errno::TIMEDOUT) {
-            // Until it has begun it is an ordinary task that may run anywhere.
-            if runs() == seen && seen != before {
+            if runs() == before {
+                // Until it has begun it is an ordinary task that may run anywhere. Before it has a session of its own,
+                // a SIGSTOP for the process group stops it as well, and the SIGCONT for the group comes too late for it.
+                let _ = kill_process(tracer, Signal::CONT);
+            } else if runs() == seen {
                 match stage {
                     0 => leave_cpu(tracer),
                     _ => lower_priority(tracer),
