@@ -143,7 +143,7 @@ sanitize: ## Run the C example and tests of the user-space engine under AddressS
 # Without system calls of ours there is little that it could run: the decisions, and the index in memory of its own.
 .PHONY: miri
 miri: ## Run what is pure of the user-space engine in Miri (minutes; needs a nightly toolchain with miri)
-	$(CARGO) +nightly miri test $(LOCKED) --target-dir target/miri -p pagefold-model --lib -- hot:: allowance::
+	$(CARGO) +nightly miri test $(LOCKED) --target-dir target/miri -p pagefold-engine --lib -- decide::
 	$(CARGO) +nightly miri test $(LOCKED) --target-dir target/miri -p pagefold-engine --lib -- index:: layout::tests::lines
 
 .PHONY: fixtures

@@ -6,10 +6,11 @@ use crate::measure::cpu_seconds;
 use crate::report::{Bar, Findings, Spread, Table};
 use crate::target::{Layout, Targets, Then};
 use anyhow::{Result, ensure};
-use pagefold_census::{Ages, Options, Progress, Second, Selection, take_again, take_under};
+use pagefold_base::Pid;
+use pagefold_census::{Options, Progress, Second, Selection, take_again, take_under};
 use pagefold_host::Host;
 use pagefold_linux::LiveHost;
-use pagefold_model::Pid;
+use pagefold_merge::Ages;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 

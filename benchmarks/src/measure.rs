@@ -4,14 +4,14 @@
 //! [`Order::phases`] its steps are called one by one instead, to see where the time goes.
 
 use anyhow::{Context, Result, ensure};
+use pagefold_base::domain::DomainRule;
+use pagefold_base::savings::{Costs, Sharing};
+use pagefold_base::{PageSize, Pid};
 use pagefold_census::scan::{Progress, Scan};
 use pagefold_census::witnesses::Elsewhere;
 use pagefold_census::{DEFAULT_MAX_MAP_COUNT, Index, Options, Selection, choose, group, survey, tally};
 use pagefold_host::Host;
 use pagefold_linux::LiveHost;
-use pagefold_model::domain::DomainRule;
-use pagefold_model::savings::{Costs, Sharing};
-use pagefold_model::{PageSize, Pid};
 use pagefold_sys::fingerprint::Hasher;
 use serde::{Deserialize, Serialize};
 use std::process::{Command, Stdio};

@@ -8,9 +8,9 @@ use crate::measure::Order;
 use crate::report::{Bar, Findings, Spread, Table};
 use crate::target::{Layout, Targets};
 use anyhow::Result;
+use pagefold_base::{AddressRange, Pid, Reading};
 use pagefold_host::{Host, Way};
 use pagefold_linux::LiveHost;
-use pagefold_model::{AddressRange, Pid, Reading};
 use rayon::prelude::*;
 use std::time::Instant;
 

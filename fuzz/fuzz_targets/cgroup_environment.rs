@@ -3,7 +3,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use pagefold_host::parse;
-use pagefold_model::identity::JOB_VARIABLES;
+use pagefold_base::identity::JOB_VARIABLES;
 
 fuzz_target!(|bytes: &[u8]| {
     if let Ok(path) = parse::cgroup(bytes) {

@@ -4,7 +4,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use pagefold_host::parse;
-use pagefold_model::identity::Identity;
+use pagefold_base::identity::Identity;
 
 fuzz_target!(|bytes: &[u8]| {
     let mut lines = bytes.splitn(3, |&byte| byte == b'\n');

@@ -2,10 +2,10 @@
 
 use anyhow::{Context, Result, anyhow};
 use clap::{Args, ValueEnum};
+use pagefold_base::{AddressRange, Pid, ProcessId};
 use pagefold_host::act::{Action, Advice};
 use pagefold_host::{Host, observe};
 use pagefold_linux::LiveHost;
-use pagefold_model::{AddressRange, Pid, ProcessId};
 use std::time::Duration;
 
 /// Regions that are taken when no range is given are no smaller.

@@ -255,7 +255,7 @@ fn a_target_in_any_state_is_enrolled_and_withdrawn_and_goes_on() {
             assert_eq!(enrolled(victim.pid()), 0, "{state}");
         }
         let host = LiveHost::new();
-        let handle = host.open(pagefold_model::Pid(victim.pid())).expect("it runs");
+        let handle = host.open(pagefold_base::Pid(victim.pid())).expect("it runs");
         for (what, whole) in [("unmergeable", false), ("whole", true), ("unwhole", false)] {
             done(victim.pid(), &[what]);
             assert_eq!(handle.ask_merge_any(), Ok(whole), "{state}: {what}");

@@ -3,10 +3,10 @@
 
 #![forbid(unsafe_code)]
 
+use pagefold_base::{AddressRange, Pid};
 use pagefold_host::{Host, PageContent, PageView, Way};
 use pagefold_labs::look::{COMPACT, amid_compaction};
 use pagefold_linux::LiveHost;
-use pagefold_model::{AddressRange, Pid};
 use pagefold_sys::pagemap::{Holds, Own};
 use std::fs;
 use std::sync::Mutex;

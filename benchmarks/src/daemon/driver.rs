@@ -73,7 +73,7 @@ pub struct Driver<'k> {
 impl<'k> Driver<'k> {
     /// Begin a policy, with what it goes by on this host.
     pub fn policy(policy: Policy, ksm: &'k Ksm) -> Result<Self> {
-        let host = pagefold_drive::policy::observe(&LiveHost::new());
+        let host = pagefold_merge::policy::observe(&LiveHost::new());
         let steps = policy.steps(&host).map_err(|why| anyhow!("settings of {}: {why}", policy.name()))?;
         let mut driver = Self::begin(ksm)?;
         driver.steps = Some(steps);

@@ -15,7 +15,7 @@ use super::workloads::{Gauge, Workload};
 use crate::report::{Findings, Spread, Table};
 use anyhow::Result;
 use pagefold_labs::content::Origin;
-use pagefold_model::policy::Observation;
+use pagefold_merge::decide::policy::Observation;
 use std::collections::BTreeMap;
 use std::time::SystemTime;
 
@@ -436,7 +436,7 @@ mod tests {
             trial(Policy::Default, 500.0, 500.0, 20.0, 1000.0),
         ];
         let workload = Workload::synthetic(true).swap_remove(0);
-        let host = pagefold_drive::policy::observe(&pagefold_linux::LiveHost::new());
+        let host = pagefold_merge::policy::observe(&pagefold_linux::LiveHost::new());
         Comparison { workload, trials, host }
     }
 

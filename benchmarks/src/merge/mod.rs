@@ -245,7 +245,7 @@ impl Kept<'_> {
             pagefold: self.pagefold.clone(),
             quick,
             cpu: self.arguments.cpu,
-            host: pagefold_drive::policy::observe(&LiveHost::new()),
+            host: pagefold_merge::policy::observe(&LiveHost::new()),
         };
         for workload in workloads {
             let name = workload.name;
@@ -304,7 +304,7 @@ pub(crate) fn vacant(out: Option<&Path>, settings: &Settings, kind: &str, sectio
 
 /// What can be written, as the host has it. To be called by who holds KSM, for others may be changing it.
 pub(crate) fn ksm_settings() -> BTreeMap<String, String> {
-    let files = pagefold_model::ksm::Setting::ALL.map(|setting| setting.file());
+    let files = pagefold_base::ksm::Setting::ALL.map(|setting| setting.file());
     let read = |file: &str| {
         let text = fs::read_to_string(format!("/sys/kernel/mm/ksm/{file}")).ok()?;
         Some((file.to_owned(), text.trim().to_owned()))

@@ -1,13 +1,13 @@
-//! What is compared: the policies of [`pagefold_model::policy`], and pagefold as a command.
+//! What is compared: the policies of [`pagefold_merge::decide::policy`], and pagefold as a command.
 //!
 //! What a policy writes is computed by the functions that the product itself drives KSM with. Here is only which of
 //! them take part, and how they go on beyond the window that they are given.
 
 use super::readings::Sample;
+use pagefold_base::ksm::{Setting, Settings};
+use pagefold_base::{Bytes, Reading};
 use pagefold_labs::ksm::Ksm;
-use pagefold_model::ksm::{Setting, Settings};
-use pagefold_model::policy::{Advisor, Observation, Policy as Rule, State};
-use pagefold_model::{Bytes, Reading};
+use pagefold_merge::decide::policy::{Advisor, Observation, Policy as Rule, State};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -268,7 +268,7 @@ impl Pagefold {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_model::Absent;
+    use pagefold_base::Absent;
 
     fn host() -> Observation {
         let unknown = || Absent::NotOnThisKernel;

@@ -7,12 +7,12 @@
 use super::bars::STOP;
 use crate::report::{Bar, Findings, Spread, Table};
 use anyhow::{Context, Result, anyhow, ensure};
+use pagefold_base::{AddressRange, Pid};
 use pagefold_host::Host;
 use pagefold_host::act::{Action, Advice};
 use pagefold_labs::client::Lab;
 use pagefold_labs::ksm::Ksm;
 use pagefold_linux::LiveHost;
-use pagefold_model::{AddressRange, Pid};
 use std::time::Duration;
 
 /// Ranges of one command.

@@ -8,7 +8,7 @@ use super::truth::Truth;
 use super::workloads::{Gauge, Workload};
 use anyhow::{Context, Result, anyhow, ensure};
 use pagefold_labs::ksm::Ksm;
-use pagefold_model::policy::Observation;
+use pagefold_merge::decide::policy::Observation;
 use rustix::process::{Pid, WaitId, WaitIdOptions};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;

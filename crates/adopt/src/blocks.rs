@@ -2,7 +2,7 @@
 //! the program has made itself.
 
 use crate::lock::Locked;
-use pagefold_model::{AddressRange, Bytes};
+use pagefold_base::{AddressRange, Bytes};
 use std::collections::BTreeMap;
 
 /// All of them. Taken after the lock of the engine, never before.

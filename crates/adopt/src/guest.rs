@@ -5,7 +5,7 @@ use crate::blocks::BLOCKS;
 use crate::merge::{self, FREEING, MERGER};
 use crate::next::{next, this_thread};
 use crate::{beside, mappings, mpi, settings};
-use pagefold_model::Bytes;
+use pagefold_base::Bytes;
 use rustix::fs::{CWD, Dir, Mode, OFlags, readlinkat};
 use std::ffi::{CStr, c_int, c_void};
 use std::io::Write;

@@ -6,7 +6,7 @@
 use crate::blocks::{BLOCKS, Block, State};
 use crate::merge::{self, MERGER};
 use crate::{beside, mappings, mpi, next, settings};
-use pagefold_model::AddressRange;
+use pagefold_base::AddressRange;
 use std::ffi::{c_int, c_void};
 use std::ptr;
 

@@ -9,7 +9,7 @@ use crate::blocks::{BLOCKS, Block, State};
 use crate::merge::{self, MERGER, Merger};
 use crate::next::next;
 use crate::{beside, guest, maps, mpi, settings};
-use pagefold_model::AddressRange;
+use pagefold_base::AddressRange;
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
 

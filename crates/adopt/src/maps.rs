@@ -1,7 +1,7 @@
 //! What is mapped in a range of this process, read from `/proc/thread-self/maps`: `/proc/self` has none once the
 //! main thread has ended.
 
-use pagefold_model::AddressRange;
+use pagefold_base::AddressRange;
 use std::ffi::c_int;
 use std::fs::File;
 use std::io::{BufRead, BufReader};

@@ -1,6 +1,6 @@
 //! Which ranges a guided enrolment covers, region by region, and which enrolled ones are idle.
 //!
-//! What a page gains and costs is decided here; [`pagefold_model::segment`] makes the choice.
+//! What a page gains and costs is decided here; [`pagefold_base::segment`] makes the choice.
 //!
 //! - A duplicate or a page of zeros gains what it stands for in its group, a merged page nothing, at no cost: its
 //!   metadata is paid for. All others are scanned for nothing, volatile ones above all, and so are those of which
@@ -17,13 +17,13 @@
 //! is counted afterwards, from the groups.
 
 use crate::index::{Index, Mark, RegionPages};
+use crate::results::{GuidedRange, IdleRange};
 use crate::survey::Survey;
+use pagefold_base::region::VmFlags;
+use pagefold_base::savings::{Costs, Sharing};
+use pagefold_base::segment::{Prices, Stretch, best_ranges_within};
+use pagefold_base::{AddressRange, Bytes, PageClass, PageSize, Pages};
 use pagefold_host::Run;
-use pagefold_model::census::{GuidedRange, IdleRange};
-use pagefold_model::region::VmFlags;
-use pagefold_model::savings::{Costs, Sharing};
-use pagefold_model::segment::{Prices, Stretch, best_ranges_within};
-use pagefold_model::{AddressRange, Bytes, PageClass, PageSize, Pages};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -233,10 +233,7 @@ fn addresses(index: &Index, ordinals: &Range<u32>) -> Option<AddressRange> {
 }
 
 /// Each of some consecutive pages: its run, its ordinal, its address.
-pub(crate) fn each_page<'a>(
-    index: &'a Index,
-    ordinals: &Range<u32>,
-) -> impl Iterator<Item = (Run, u32, u64)> + use<'a> {
+pub fn each_page<'a>(index: &'a Index, ordinals: &Range<u32>) -> impl Iterator<Item = (Run, u32, u64)> + use<'a> {
     let page_len = index.page_len();
     index.runs(ordinals.clone()).flat_map(move |(run, first)| {
         (0..run.pages).map(move |i| (run, first + i, run.address + u64::from(i) * page_len))

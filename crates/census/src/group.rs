@@ -4,9 +4,9 @@ use crate::index::{Entry, Index, Mark};
 use crate::pairs::{self, Pairs};
 use crate::survey::Survey;
 use crate::witnesses::Elsewhere;
-use pagefold_model::domain::Domain;
-use pagefold_model::savings::Sharing;
-use pagefold_model::{Fingerprint, PageClass, Pages};
+use pagefold_base::domain::Domain;
+use pagefold_base::savings::Sharing;
+use pagefold_base::{Fingerprint, PageClass, Pages};
 use rayon::prelude::*;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -70,7 +70,7 @@ pub struct Rule {
 }
 
 /// Numbers for the trust domains of the subjects: equal ones are side by side in a survey.
-pub(crate) fn domain_numbers<'a>(domains: impl Iterator<Item = &'a Domain>) -> Vec<u32> {
+pub fn domain_numbers<'a>(domains: impl Iterator<Item = &'a Domain>) -> Vec<u32> {
     let mut number = 0;
     let mut last: Option<&Domain> = None;
     domains

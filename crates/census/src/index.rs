@@ -3,8 +3,8 @@
 
 use crate::Error;
 use crate::survey::{Subject, Survey, way};
+use pagefold_base::{Absent, Fingerprint, PageClass, Pfn, Reading};
 use pagefold_host::{Host, Run, Way};
-use pagefold_model::{Absent, Fingerprint, PageClass, Pfn, Reading};
 use pagefold_sys::advise::prefer_huge_pages;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -361,6 +361,16 @@ impl Index {
         if let Some(noted) = self.nodes.get(ordinal as usize) {
             noted.store(node, Ordering::Relaxed);
         }
+    }
+
+    /// All entries, until those without a partner are let go of.
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// The entries of pages that may have a partner, sorted by fingerprint once all are read.
+    pub fn paired(&self) -> &[Entry] {
+        &self.entries[..self.paired]
     }
 
     /// Take note of the frames of pages that others map too.

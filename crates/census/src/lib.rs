@@ -29,41 +29,36 @@
 
 #![forbid(unsafe_code)]
 
-mod ages;
-mod bound;
 pub mod choose;
+pub mod decide;
 pub mod group;
 pub mod index;
-pub mod pages;
 pub mod pairs;
-mod plan;
-mod probes;
+#[cfg(feature = "parquet")]
+pub mod parquet;
 mod recall;
-mod sample;
+pub mod results;
 pub mod scan;
 mod sketches;
 pub mod survey;
 pub mod tally;
+pub mod text;
+pub mod wire;
 pub mod witnesses;
 
-pub use ages::Ages;
-pub use bound::keep_within;
 pub use index::Index;
 /// The key of fingerprints: equal only under one.
 pub use pagefold_sys::fingerprint::Hasher;
-pub use plan::plan;
-pub use probes::Probes;
-pub use sample::sample_pages;
 pub use scan::Progress;
 pub use survey::{Selection, Survey};
 pub use witnesses::Witnesses;
 
+use crate::decide::sketch::Held;
+use crate::results::Census;
+use pagefold_base::domain::Domains;
+use pagefold_base::savings::{Costs, Sharing};
+use pagefold_base::{Absent, PageSize, Pages, ProcessId, Reading};
 use pagefold_host::{Host, observe};
-use pagefold_model::census::Census;
-use pagefold_model::domain::Domains;
-use pagefold_model::savings::{Costs, Sharing};
-use pagefold_model::sketch::Held;
-use pagefold_model::{Absent, PageSize, Pages, ProcessId, Reading};
 use recall::Recall;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -9,7 +9,7 @@
 //! in 2^32 / n is taken for one with a partner by that alone.
 
 use crate::index::{Entry, Index};
-use pagefold_model::{Fingerprint, PageClass};
+use pagefold_base::{Fingerprint, PageClass};
 use pagefold_sys::advise::prefer_huge_pages;
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering};

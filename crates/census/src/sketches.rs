@@ -1,9 +1,9 @@
 //! A sample of what each process holds, from an index.
 
+use crate::decide::sketch::{Held, Sketch, rank};
 use crate::index::Index;
 use crate::survey::Survey;
-use pagefold_model::sketch::{Held, Sketch, rank};
-use pagefold_model::{Fingerprint, PageClass, Pages, ProcessId};
+use pagefold_base::{Fingerprint, PageClass, Pages, ProcessId};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 

@@ -1,14 +1,14 @@
 //! Who is counted: the chosen processes with their regions, sorted into trust domains.
 
 use crate::Error;
+use crate::results::Unseen;
 use crate::witnesses::{Standing, Witnesses};
 use globset::{Glob, GlobMatcher};
+use pagefold_base::domain::{Domain, Domains};
+use pagefold_base::process::Process;
+use pagefold_base::region::{Ineligible, Region};
+use pagefold_base::{Absent, Pid, ProcessId, Reading};
 use pagefold_host::{Host, Process as Handle, Way, observe};
-use pagefold_model::census::Unseen;
-use pagefold_model::domain::{Domain, Domains};
-use pagefold_model::process::Process;
-use pagefold_model::region::{Ineligible, Region};
-use pagefold_model::{Absent, Pid, ProcessId, Reading};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -284,9 +284,9 @@ pub fn way(region: &Region) -> Way {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_model::identity::Identity;
-    use pagefold_model::region::VmFlags;
-    use pagefold_model::{AddressRange, Bytes, ProcessId};
+    use pagefold_base::identity::Identity;
+    use pagefold_base::region::VmFlags;
+    use pagefold_base::{AddressRange, Bytes, ProcessId};
 
     #[test]
     fn cgroups_contain_what_is_below_them() {

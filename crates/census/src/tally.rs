@@ -3,16 +3,14 @@
 use crate::choose::{self, Chosen, Terms, each_page};
 use crate::group::{self, Content, Groups};
 use crate::index::{Index, Mark, RegionPages};
+use crate::results::{Census, EXTENT_GAP, Extent, Matrix, RegionCensus, Savings, SubjectCensus, TopContent, Unseen};
 use crate::survey::{Subject, Survey};
+use pagefold_base::content::ContentKind;
+use pagefold_base::process::Process;
+use pagefold_base::region::Ineligible;
+use pagefold_base::savings::{Reach, Sharing};
+use pagefold_base::{Absent, AddressRange, Bytes, Counts, Fingerprint, PageClass, Pages};
 use pagefold_host::{Host, PageContent, Run};
-use pagefold_model::census::{
-    Census, EXTENT_GAP, Extent, Matrix, RegionCensus, Savings, SubjectCensus, TopContent, Unseen,
-};
-use pagefold_model::content::ContentKind;
-use pagefold_model::process::Process;
-use pagefold_model::region::Ineligible;
-use pagefold_model::savings::{Reach, Sharing};
-use pagefold_model::{Absent, AddressRange, Bytes, Counts, Fingerprint, PageClass, Pages};
 use pagefold_sys::fingerprint::Hasher;
 use std::collections::BTreeMap;
 

@@ -15,9 +15,9 @@
 
 use crate::index::Index;
 use crate::survey::{Subject, Survey};
+use pagefold_base::domain::Domain;
+use pagefold_base::{Absent, Fingerprint, PageClass, ProcessId, Reading};
 use pagefold_host::{Host, Process, observe, parse};
-use pagefold_model::domain::Domain;
-use pagefold_model::{Absent, Fingerprint, PageClass, ProcessId, Reading};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -203,7 +203,7 @@ mod tests {
             let elsewhere = Elsewhere::from(held.iter().map(|&(content, holder)| (Fingerprint(content).half(), holder)).collect());
             for asked in (0..300).chain(others).map(Fingerprint) {
                 let holders: BTreeSet<u32> =
-                    held.iter().filter(|(content, _)| *content == asked.0).map(|(_, holder)| *holder).collect();
+                    held.iter().filter(|(content, _)| Fingerprint(*content).half() == asked.half()).map(|(_, holder)| *holder).collect();
                 let told = match holders.len() {
                     0 | 1 => holders.first().copied(),
                     _ => Some(SEVERAL),

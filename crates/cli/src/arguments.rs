@@ -3,9 +3,9 @@
 use crate::command;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use pagefold_base::Bytes;
+use pagefold_base::domain::DomainRule;
 use pagefold_census::tally::Party;
-use pagefold_model::Bytes;
-use pagefold_model::domain::DomainRule;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -43,7 +43,7 @@ pub struct Global {
     #[arg(long, global = true, value_enum, default_value_t = When::Auto)]
     pub color: When,
     /// Where the lock and the journal of what is to be put back are kept
-    #[arg(long, global = true, default_value = pagefold_drive::session::DIRECTORY, value_name = "DIR")]
+    #[arg(long, global = true, default_value = pagefold_host::transaction::session::DIRECTORY, value_name = "DIR")]
     pub state: PathBuf,
     /// The configuration [default: /etc/pagefold/pagefold.toml where it is there]
     #[arg(long, global = true, value_name = "FILE")]

@@ -17,10 +17,11 @@ use crate::arguments::{DomainBy, Global};
 use crate::source;
 use anyhow::{Context, anyhow};
 use globset::{Glob, GlobMatcher};
-use pagefold_model::domain::{DomainRule, Domains, Group};
-use pagefold_model::exclusion::Exclusions;
-use pagefold_model::ksm::{Setting, Settings};
-use pagefold_model::policy::{self, Policy};
+use pagefold_base::domain::{DomainRule, Domains, Group};
+use pagefold_base::exclusion::Exclusions;
+use pagefold_base::ksm::{Setting, Settings};
+use pagefold_merge::decide::policy;
+use pagefold_merge::decide::policy::Policy;
 use schemars::JsonSchema;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -49,7 +50,7 @@ pub struct Config {
     /// Where it keeps its history, if that is said.
     pub history: Option<History>,
     /// What the daemon does, but for the former.
-    daemon: pagefold_drive::daemon::Settings,
+    daemon: pagefold_daemon::run::Settings,
     /// What is well-formed and has no effect, each with the number of its line.
     warnings: Vec<String>,
 }
@@ -318,7 +319,7 @@ fn settings(text: &str) -> Result<Settings, String> {
             toml::Value::String(text) => text,
             other => return Err(format!("{line}: {} takes a number or a word, not {other}", setting.file())),
         };
-        policy::check(setting, &value).map_err(|why| format!("{line}: {why}, not {value:?}"))?;
+        pagefold_base::setting::check(setting, &value).map_err(|why| format!("{line}: {why}, not {value:?}"))?;
         settings.insert(setting, value);
     }
     if settings.is_empty() {
@@ -416,8 +417,8 @@ fn glob(pattern: &str) -> Result<GlobMatcher, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_model::process::Process;
-    use pagefold_model::{Absent, Pid, ProcessId};
+    use pagefold_base::process::Process;
+    use pagefold_base::{Absent, Pid, ProcessId};
     use proptest::prelude::*;
     use std::fs;
 

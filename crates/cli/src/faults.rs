@@ -7,20 +7,20 @@
 use crate::arguments::{Global, When};
 use crate::command::account::{Taken, take};
 use crate::output;
+use pagefold_account::decide::{Basis, GroupBy};
+use pagefold_account::wire::{AccountReport, Input, Whole};
+use pagefold_base::domain::DomainRule;
+use pagefold_base::{Absent, AddressRange, Counts, PageSize, Pages, Pfn, Pid, ProcessId, Reading};
+use pagefold_census::results::Census;
+use pagefold_census::wire::{CensusReport, Context};
 use pagefold_census::{Progress, Selection};
+use pagefold_doctor::examine;
+use pagefold_doctor::wire::DoctorReport;
 use pagefold_host::act::{Action, Effect, Refusal};
 use pagefold_host::faulty::{Fault, Faulty};
-use pagefold_host::recording::Recording;
-use pagefold_host::{FrameFlags, Host, Mapping, PageView, Process, Run, Way, examine};
-use pagefold_model::account::{Basis, GroupBy};
-use pagefold_model::census::Census;
-use pagefold_model::domain::DomainRule;
-use pagefold_model::{Absent, AddressRange, Counts, PageSize, Pages, Pfn, Pid, ProcessId, Reading};
-use pagefold_report::account::{AccountReport, Input, Whole};
-use pagefold_report::census::{CensusReport, Context};
-use pagefold_report::doctor::DoctorReport;
-use pagefold_report::text::Style;
-use pagefold_report::{account, census, doctor};
+use pagefold_host::{FrameFlags, Host, Mapping, PageView, Process, Run, Way};
+use pagefold_output::text::Style;
+use pagefold_recording::Recording;
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -125,8 +125,8 @@ fn census_report(census: &Census) -> CensusReport {
     assert_eq!(all, census.counts);
     let page_size = PageSize::new(4096).unwrap();
     let report = CensusReport::of(census, &Context { host: "faulty".to_owned(), page_size, top: 4 });
-    let view = census::text::View { top: 4, regions: true, extents: true, remedy: "" };
-    assert!(!census::text::render(&report, view, plain()).is_empty());
+    let view = pagefold_census::text::View { top: 4, regions: true, extents: true, remedy: "" };
+    assert!(!pagefold_census::text::render(&report, view, plain()).is_empty());
     report
 }
 
@@ -191,7 +191,7 @@ fn account_report(taken: &Taken) -> AccountReport {
         }),
         seconds: 0.0,
     });
-    assert!(!account::text::render(&report, 9, "", plain()).is_empty());
+    assert!(!pagefold_account::text::render(&report, 9, "", plain()).is_empty());
     report
 }
 
@@ -241,7 +241,7 @@ fn the_doctor_names_every_process_whose_memory_it_did_not_see() {
         |host| examine::facts(host, &[], &Default::default()),
         |path, fault, facts| {
             let report = DoctorReport::of_host("faulty".to_owned(), &facts);
-            assert!(!doctor::text::render(&report, true, plain()).is_empty());
+            assert!(!pagefold_doctor::text::render(&report, true, plain()).is_empty());
             for process in &facts.processes {
                 DoctorReport::of_processes("faulty".to_owned(), &facts, &[process]);
             }

@@ -2,7 +2,7 @@
 
 use crate::arguments::{Global, When};
 use anyhow::Context;
-use pagefold_report::text::Style;
+use pagefold_output::text::Style;
 use std::io::{self, IsTerminal, Write};
 
 /// The style that fits standard output.

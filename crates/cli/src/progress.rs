@@ -1,9 +1,9 @@
 //! Progress on a terminal, and stopping on request.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use pagefold_base::PageSize;
 use pagefold_census::Progress;
-use pagefold_drive::merge;
-use pagefold_model::PageSize;
+use pagefold_merge::execute as merge;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use std::io::IsTerminal;
 use std::sync::Arc;

@@ -2,12 +2,12 @@
 
 use crate::arguments::{Global, Targets};
 use anyhow::{Context, bail};
+use pagefold_base::{Absent, Pid};
 use pagefold_census::Selection;
+use pagefold_census::results::Unseen;
 use pagefold_host::Host;
-use pagefold_host::recording::Recording;
 use pagefold_linux::LiveHost;
-use pagefold_model::census::Unseen;
-use pagefold_model::{Absent, Pid};
+use pagefold_recording::Recording;
 use std::path::Path;
 
 /// Open the host that `--host` names.

@@ -3,15 +3,15 @@
 //!
 //! The part that drives ksmd needs root, KSM and a memory controller, and prints `skipped: why` without.
 
-use pagefold_host::footprint::Ledger;
+use pagefold_account::decide::reconcile::{Balance, reconcile};
+use pagefold_account::decide::{Account, Footprint, Frames};
+use pagefold_account::footprint::Ledger;
+use pagefold_base::{Bytes, Pages, Pid, region};
 use pagefold_host::{Host, observe};
 use pagefold_labs::client;
 use pagefold_labs::ksm::Ksm;
 use pagefold_labs::lines::{READY, Region};
 use pagefold_linux::LiveHost;
-use pagefold_model::account::reconcile::{Balance, reconcile};
-use pagefold_model::account::{Account, Footprint, Frames};
-use pagefold_model::{Bytes, Pages, Pid, region};
 use serde_json::Value;
 use std::error::Error;
 use std::fs::{self, OpenOptions};

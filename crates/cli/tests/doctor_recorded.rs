@@ -3,11 +3,11 @@
 
 #![forbid(unsafe_code)]
 
-use pagefold_host::examine;
+use pagefold_base::{Absent, Pid};
+use pagefold_doctor::decide::{Finding, Verdict, examine_host, examine_process};
+use pagefold_doctor::examine;
 use pagefold_host::faulty::{Fault, Faulty};
-use pagefold_host::recording::Recording;
-use pagefold_model::doctor::{Finding, Verdict, examine_host, examine_process};
-use pagefold_model::{Absent, Pid};
+use pagefold_recording::Recording;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

@@ -8,7 +8,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagefold_labs::client::{Lab, install};
 use pagefold_labs::ksm::Ksm;
-use pagefold_model::policy::Advisor;
+use pagefold_merge::decide::policy::Advisor;
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -348,7 +348,7 @@ fn the_advisor_does_what_the_model_computes() {
         sleep(Duration::from_millis(1));
     }
     ksm.set("run", 0);
-    let ksmd = pagefold_drive::policy::observe(&pagefold_linux::LiveHost::new()).ksmd_cpu.unwrap();
+    let ksmd = pagefold_merge::policy::observe(&pagefold_linux::LiveHost::new()).ksmd_cpu.unwrap();
 
     let rule = Advisor::default();
     let mut context = rule.start();

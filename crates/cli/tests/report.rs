@@ -1,9 +1,9 @@
 //! `pagefold report`: of histories of made-up hosts, held against `fixtures/expected/report` (`UPDATE_GOLDEN=1` writes
 //! it anew), and of one that a daemon keeps of a recorded host, which needs no privilege.
 
+use pagefold_daemon::wire::{Decision, Member, MemberState, Pass, Status};
 use pagefold_history::{Limits, Writer};
 use pagefold_labs::look::until;
-use pagefold_report::daemon::{Decision, Member, MemberState, Pass, Status};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};

@@ -1,10 +1,10 @@
 //! What is seen of a daemon: its HTTP and `pagefold top`, of one that observes a recorded host and so needs no
 //! privilege.
 
+use pagefold_daemon::wire::{Mode, State, Status, sums};
+use pagefold_doctor::wire::VerdictName;
+use pagefold_history::points::{History, Point};
 use pagefold_history::{Limits, Writer};
-use pagefold_report::daemon::{Mode, State, Status, sums};
-use pagefold_report::doctor::VerdictName;
-use pagefold_report::history::{History, Point};
 use std::fs::Permissions;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;

@@ -1,8 +1,8 @@
 //! A thread that merges while the program runs, within a share of one CPU. It takes no signals: a handler that writes to
 //! memory in hand would wait for the very thread that it has interrupted.
 
+use crate::decide::allowance::pause;
 use crate::{Engine, Error};
-use pagefold_model::allowance::pause;
 use pagefold_sys::signals::BlockedSignals;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -33,7 +33,7 @@ struct Status {
 
 impl Engine {
     /// Merge again and again, in a thread that takes at most a share of one CPU, from 0 to 1, and rests longer and
-    /// longer while merges do not win what their time is worth ([`pagefold_model::allowance::Round`]).
+    /// longer while merges do not win what their time is worth ([`crate::decide::allowance::Round`]).
     ///
     /// # Errors
     /// [`Error::NotPermitted`] where writers cannot be made to wait; [`Error::Domain`] where there can be no thread.

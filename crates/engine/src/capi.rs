@@ -6,8 +6,8 @@
 //! structure.
 
 use crate::{Advice, Background, Engine, JOBS, Merged, Options, RegionStanding, Standing, of_job};
-use pagefold_model::AddressRange;
-use pagefold_model::engine::Domain;
+use pagefold_base::AddressRange;
+use pagefold_base::engine::Domain;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_double, c_int, c_uint, c_void};
 use std::os::unix::ffi::OsStrExt;

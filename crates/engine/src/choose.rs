@@ -3,9 +3,9 @@
 use crate::domain::Domain;
 use crate::memory::{self, Incoming};
 use crate::stillness::Stillness;
-use pagefold_model::savings::Costs;
-use pagefold_model::segment::{Prices, Stretch, best_ranges_within};
-use pagefold_model::{AddressRange, PageSize};
+use pagefold_base::savings::Costs;
+use pagefold_base::segment::{Prices, Stretch, best_ranges_within};
+use pagefold_base::{AddressRange, PageSize};
 use pagefold_sys::fault;
 use std::collections::{HashMap, HashSet};
 use std::io;

@@ -11,7 +11,7 @@
 //! Limits: a claim holder must not take a lock that a thread which gives memory up holds. A child that has the number of
 //! its parent, as the first process of a PID namespace may, waits for some seconds once until it takes the lock for lost.
 
-use pagefold_model::AddressRange;
+use pagefold_base::AddressRange;
 use rustix::thread::gettid;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};

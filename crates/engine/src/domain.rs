@@ -92,7 +92,7 @@ pub enum Header {
     StoreDevice,
     /// See `StoreDevice`. 0 once the incarnation is abandoned.
     StoreInode,
-    /// The moment that was named last for all to merge ([`pagefold_model::turn`]), in nanoseconds of the clock that
+    /// The moment that was named last for all to merge ([`crate::decide::turn`]), in nanoseconds of the clock that
     /// members share.
     Moment,
     /// The PID namespace of its members, by its inode: they know each other by numbers in it.

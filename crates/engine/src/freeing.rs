@@ -1,7 +1,7 @@
 //! Memory that the engine lends, and freeing adopted memory, which waits for the pages that a merge has in hand, and not for the whole merge.
 
 use crate::{Engine, Error, Region, State, memory, whole};
-use pagefold_model::AddressRange;
+use pagefold_base::AddressRange;
 use std::sync::{PoisonError, TryLockError};
 
 impl Engine {

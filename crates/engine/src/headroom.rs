@@ -12,7 +12,7 @@
 //! Limits: swap is not counted. What lies above the root of a cgroup namespace cannot be seen. Members of other domains
 //! in the same cgroup are not known; half of the headroom is left to everything else.
 
-use pagefold_model::Bytes;
+use pagefold_base::Bytes;
 use std::path::{Path, PathBuf};
 
 /// What a merge keeps of each page of its regions, at most: 8 bytes of notes, and for each two pages, if every second

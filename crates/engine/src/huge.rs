@@ -3,13 +3,13 @@
 //! Contents of the store are mapped by base pages, so a program that reads merged memory at random takes more TLB misses
 //! than by huge pages. Where its slow-down is bounded, a huge page is split only if all of its pages are zeros, which the
 //! huge page of zeros maps, or if all of them have a partner, and then only as far as the expected loss fits into the
-//! bound ([`pagefold_model::huge`]). One that holds both is left whole: the two are merged one after another, and if the
+//! bound ([`crate::decide::huge`]). One that holds both is left whole: the two are merged one after another, and if the
 //! second failed, it would be split for a part of its pages.
 
 use crate::choose::{Page, huge_page};
+use crate::decide::huge::{expected_loss, may_split};
 use crate::survey::Candidates;
-use pagefold_model::huge::{expected_loss, may_split};
-use pagefold_model::{AddressRange, Pages};
+use pagefold_base::{AddressRange, Pages};
 use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 

@@ -2,8 +2,8 @@
 //! the store, and which have become something else.
 
 use crate::store::Identity;
-use pagefold_model::AddressRange;
-use pagefold_model::engine::STORE;
+use pagefold_base::AddressRange;
+use pagefold_base::engine::STORE;
 use pagefold_sys::pagemap::Holds;
 use std::io::{self, BufRead, BufReader};
 

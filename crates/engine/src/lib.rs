@@ -11,7 +11,7 @@
 //! let merged = unsafe { engine.merge() }?;
 //! println!("{} pages merged in {:?}", merged.merged.0, merged.time);
 //! # drop(region);
-//! # Ok::<(), pagefold_engine::Error>(())
+//! # Ok::<(), crate::Error>(())
 //! ```
 //!
 //! A **domain** is processes of one user that trust each other, by a name. They share a store (a memfd) and an index of
@@ -47,7 +47,7 @@
 //!
 //! # What a program does to its regions
 //! - **write**: the kernel copies the page. At the next merge it becomes ordinary memory again, and is left alone for
-//!   longer and longer if it does not last ([`pagefold_model::hot`]).
+//!   longer and longer if it does not last ([`crate::decide::hot`]).
 //! - **fork**: the child has the same memory. It may use the engine, too, and is a member of its own then; unless
 //!   another thread was using the engine while it was forked, which is told ([`Error::Forked`]), or it is in another PID
 //!   namespace than members that there are.
@@ -89,6 +89,7 @@ mod background;
 mod capi;
 mod choose;
 mod claims;
+pub mod decide;
 mod directory;
 mod domain;
 mod ending;
@@ -123,14 +124,15 @@ pub use memory::pinned;
 pub use statistics::{Merged, RegionStanding, Standing};
 
 use crate::claims::Claims;
+use crate::decide::allowance::{Allowance, Rest};
 use crate::domain::Domain;
 use crate::headroom::Headroom;
 use crate::references::Bits;
 use crate::region::Region as Adopted;
 use crate::stillness::Stillness;
-use pagefold_model::allowance::{Allowance, Rest};
-use pagefold_model::engine::{self, Member, RegionTally, Spending, Tally};
-use pagefold_model::{AddressRange, Bytes, Pages};
+use pagefold_base::engine;
+use pagefold_base::engine::{Member, RegionTally, Spending, Tally};
+use pagefold_base::{AddressRange, Bytes, Pages};
 use pagefold_sys::fingerprint::Hasher;
 use pagefold_sys::node;
 use pagefold_sys::signals::BlockedSignals;
@@ -201,10 +203,10 @@ pub struct Options {
     pub root: Option<PathBuf>,
     /// By how much the program may be slowed down, as a share of the time that it would take by itself; `None` for no
     /// bound. What a merge has no time for waits for a later one. Members with safe points within a second of each
-    /// other wait for a moment at which all of a domain merge ([`pagefold_model::turn`]), since others may wait for
+    /// other wait for a moment at which all of a domain merge ([`crate::decide::turn`]), since others may wait for
     /// whoever merges alone. While merges do not win what their time is worth they come less and less often, a minute
     /// apart at most where there is room for them, until there is new memory that could pay for one
-    /// ([`pagefold_model::allowance::Rest`]); [`Engine::merge_while_running`] leaves that to its caller.
+    /// ([`crate::decide::allowance::Rest`]); [`Engine::merge_while_running`] leaves that to its caller.
     pub max_slowdown: Option<f64>,
     /// For how long the program is known to run at least, from when it joins: merges that are expected to pay may take
     /// what the bound allows of that time from the beginning on, which is when most is to be merged, and all of it at
@@ -227,7 +229,7 @@ pub struct Options {
     pub merge_while_pinned: bool,
     /// Split huge pages wherever that saves memory, for a program that was measured not to lose by it. Without it, and
     /// with a bound on the slow-down, a huge page is split only if all of its pages are zeros, or all of them have a
-    /// partner and the TLB misses that this is expected to cost fit into the bound ([`pagefold_model::huge`]).
+    /// partner and the TLB misses that this is expected to cost fit into the bound ([`crate::decide::huge`]).
     pub split_huge_pages: bool,
 }
 
@@ -540,7 +542,7 @@ impl Engine {
     }
 
     /// How each region of this member stands, by address, and what it saves by the mean of the domain
-    /// ([`pagefold_model::engine`]).
+    /// ([`pagefold_base::engine`]).
     ///
     /// # Errors
     /// [`Error::Domain`], [`Error::Unobserved`].

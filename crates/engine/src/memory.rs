@@ -7,8 +7,8 @@
 //! process must end.
 
 use crate::store::Store;
-use pagefold_model::lasting::BREAK;
-use pagefold_model::{AddressRange, Bytes};
+use pagefold_base::lasting::BREAK;
+use pagefold_base::{AddressRange, Bytes};
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mremap_fixed, munmap};
 use std::ffi::c_void;
 use std::io;

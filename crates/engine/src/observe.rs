@@ -13,8 +13,8 @@
 use crate::domain::{Header, MAGIC};
 use crate::record::{self, MOST, VERSION};
 use crate::words::WORD;
-use pagefold_model::engine::{Domain, Member};
-use pagefold_model::{Bytes, PageSize, Pages};
+use pagefold_base::engine::{Domain, Member};
+use pagefold_base::{Bytes, PageSize, Pages};
 use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, fstat, openat, statat};
 use std::fs::File;
 use std::io;
@@ -275,8 +275,8 @@ mod tests {
     use super::*;
     use crate::lock::Lock;
     use crate::record::Record;
-    use pagefold_model::AddressRange;
-    use pagefold_model::engine::{RegionTally, Spending, Tally};
+    use pagefold_base::AddressRange;
+    use pagefold_base::engine::{RegionTally, Spending, Tally};
     use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, symlink};
     use std::sync::atomic::AtomicBool;
     use tempfile::TempDir;

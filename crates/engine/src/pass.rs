@@ -15,6 +15,9 @@
 //! where members that merged at the same time have shared out what was to be stored. Storing and mapping go by batches.
 
 use crate::choose::{Page, Place, Run, choose, huge_page, map, places, runs, within};
+use crate::decide::allowance::Round;
+use crate::decide::hot::Note;
+use crate::decide::turn::{SafePoint, Turn};
 use crate::domain::PATIENCE;
 use crate::fits::is_full;
 use crate::huge::{self, Splits};
@@ -27,11 +30,8 @@ use crate::stillness::{CHUNK, PROMISED_CHUNK, Stillness};
 use crate::survey::{Candidates, EVERYWHERE, Survey, slots_mapped};
 use crate::windows::is_whole;
 use crate::{Options, State, clock, record};
-use pagefold_model::allowance::Round;
-use pagefold_model::engine::Tally;
-use pagefold_model::hot::Note;
-use pagefold_model::turn::{SafePoint, Turn};
-use pagefold_model::{AddressRange, Bytes, Pages};
+use pagefold_base::engine::Tally;
+use pagefold_base::{AddressRange, Bytes, Pages};
 use pagefold_sys::fault;
 use pagefold_sys::fingerprint::{Hasher, is_zeros};
 use std::collections::HashSet;

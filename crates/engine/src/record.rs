@@ -8,8 +8,8 @@
 
 use crate::directory;
 use crate::words::{WORD, Words};
-use pagefold_model::engine::{Member, RegionTally, Spending, Tally};
-use pagefold_model::{AddressRange, Bytes, Pages, Pid, ProcessId};
+use pagefold_base::engine::{Member, RegionTally, Spending, Tally};
+use pagefold_base::{AddressRange, Bytes, Pages, Pid, ProcessId};
 use rustix::fs::{FlockOperation, flock};
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::io;

@@ -1,11 +1,11 @@
 //! Memory that may be merged, and what is known of its pages.
 
 use crate::Advice;
+use crate::decide::hot::Note;
 use crate::domain::Domain;
 use crate::layout::{self, Kind};
-use pagefold_model::engine::{RegionTally, Tally};
-use pagefold_model::hot::Note;
-use pagefold_model::{AddressRange, Bytes, Pages};
+use pagefold_base::engine::{RegionTally, Tally};
+use pagefold_base::{AddressRange, Bytes, Pages};
 use pagefold_sys::pagemap;
 use std::fs::File;
 use std::io;

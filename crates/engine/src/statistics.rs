@@ -1,8 +1,8 @@
 //! What merging came to.
 
-use pagefold_model::allowance::Round;
-use pagefold_model::engine::{Spending, Tally};
-use pagefold_model::{AddressRange, Bytes, NetBytes, Pages};
+use crate::decide::allowance::Round;
+use pagefold_base::engine::{Spending, Tally};
+use pagefold_base::{AddressRange, Bytes, NetBytes, Pages};
 use std::ops::AddAssign;
 use std::time::Duration;
 

@@ -3,7 +3,7 @@
 
 use crate::claims::{Claim, Claims};
 use crate::memory;
-use pagefold_model::{AddressRange, Bytes};
+use pagefold_base::{AddressRange, Bytes};
 use pagefold_sys::userfault::{Held, UserFault};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};

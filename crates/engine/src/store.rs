@@ -10,7 +10,7 @@
 
 use crate::fits::check_file_size;
 use crate::words::Words;
-use pagefold_model::engine::STORE;
+use pagefold_base::engine::STORE;
 use pagefold_sys::node;
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};

@@ -1,15 +1,15 @@
 //! Finding out what there is: the first step of a merge, from page tables alone; and healing, which follows from it.
 
 use crate::choose::{Page, huge_page};
+use crate::decide::hot::Note;
 use crate::domain::Domain;
 use crate::layout::{self, Kind};
 use crate::memory::Incoming;
 use crate::region::Region;
 use crate::statistics::Merged;
 use crate::stillness::Stillness;
-use pagefold_model::hot::Note;
-use pagefold_model::lasting::must_last;
-use pagefold_model::{AddressRange, Bytes, Pages};
+use pagefold_base::lasting::must_last;
+use pagefold_base::{AddressRange, Bytes, Pages};
 use pagefold_sys::pagemap;
 use std::io;
 use std::time::{Duration, Instant};

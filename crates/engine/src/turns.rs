@@ -1,9 +1,9 @@
 //! Whether a member merges at a safe point, for callers to whom it costs something to come to one.
 
+use crate::decide::turn::SafePoint;
 use crate::stillness::Stillness;
 use crate::{Engine, Error, clock};
-use pagefold_model::Bytes;
-use pagefold_model::turn::SafePoint;
+use pagefold_base::Bytes;
 use std::time::Duration;
 
 impl Engine {

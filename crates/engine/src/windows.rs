@@ -6,7 +6,7 @@ use crate::pass::{BATCH, Terms};
 use crate::statistics::Merged;
 use crate::stillness::Stillness;
 use crate::survey::Survey;
-use pagefold_model::{AddressRange, Pages};
+use pagefold_base::{AddressRange, Pages};
 use std::io;
 use std::time::Instant;
 

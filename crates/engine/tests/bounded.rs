@@ -1,7 +1,7 @@
 //! What a bound on the slow-down leaves to do: as much as has been earned, or is known to be, and what pays.
 
+use pagefold_base::{Bytes, Pages};
 use pagefold_engine::{Engine, Merged, Options, Region};
-use pagefold_model::{Bytes, Pages};
 use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 use tempfile::TempDir;

@@ -1,8 +1,8 @@
 //! What members and domains tell of themselves, against memory whose contents are known page by page.
 
+use pagefold_base::engine::Tally;
+use pagefold_base::{Bytes, NetBytes, Pages};
 use pagefold_engine::{Engine, Options, Region, observe};
-use pagefold_model::engine::Tally;
-use pagefold_model::{Bytes, NetBytes, Pages};
 use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 use tempfile::TempDir;

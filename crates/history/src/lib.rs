@@ -11,8 +11,21 @@
 
 #![forbid(unsafe_code)]
 
+pub mod chart;
+pub mod converge;
+pub mod csv;
+pub mod figures;
+pub mod html;
 mod open;
+#[cfg(feature = "parquet")]
+pub mod parquet;
+pub mod points;
 mod reader;
+pub mod record;
+pub mod report;
+pub mod series;
+pub mod svg;
+pub mod text;
 pub mod tiers;
 mod writer;
 

@@ -2,8 +2,8 @@
 
 use crate::Error;
 use crate::open::{readable, refused};
-use pagefold_report::daemon::{Decision, Kind};
-use pagefold_report::history::record::{Footprint, Kept, Pass, Sample};
+use crate::record::{Footprint, Kept, Pass, Sample};
+use pagefold_daemon::wire::{Decision, Kind};
 use rusqlite::{Connection, Row, TransactionBehavior};
 use std::path::{Path, PathBuf};
 

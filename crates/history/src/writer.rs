@@ -2,12 +2,12 @@
 //! its bound.
 
 use crate::Error;
+use crate::converge;
 use crate::open::{log_of, refused, writable};
 use crate::reader::milliseconds;
+use crate::record::{Pass, Sample};
 use crate::tiers::{self, Tier};
-use pagefold_report::daemon::{Decision, Member, MemberState, Status};
-use pagefold_report::history::converge;
-use pagefold_report::history::record::{Pass, Sample};
+use pagefold_daemon::wire::{Decision, Member, MemberState, Status};
 use rusqlite::{Connection, Transaction, params};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};

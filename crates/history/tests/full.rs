@@ -1,8 +1,8 @@
 //! A full disk below the history: what cannot be written is an error that names it, nothing that was written is lost, and
 //! once there is room again it goes on. It takes root, to mount a small file system of its own.
 
+use pagefold_daemon::wire::Status;
 use pagefold_history::{Limits, Reader, Writer};
-use pagefold_report::daemon::Status;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};

@@ -1,8 +1,8 @@
 //! A writer is killed with SIGKILL over and over, at any moment: the database opens, is whole, and has all that was
 //! said to be committed. It is run as a program of its own, which starts itself as the writer.
 
+use pagefold_daemon::wire::Status;
 use pagefold_history::{Limits, Reader, Writer};
-use pagefold_report::daemon::Status;
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};

@@ -3,10 +3,10 @@
 //! Nothing else changes anything, so that a dry run is a run that stops before `apply`, a test fails any one of them,
 //! and the journal that is written beforehand ([`undo`] tells what puts an action back) knows all there is to know.
 
-use crate::{Host, Process, observe, parse};
-use pagefold_model::ksm::Setting;
-use pagefold_model::region::VmFlags;
-use pagefold_model::{Absent, AddressRange, Pid, ProcessId, Reading};
+use crate::{Host, Process, hold, observe, parse};
+use pagefold_base::ksm::Setting;
+use pagefold_base::region::VmFlags;
+use pagefold_base::{Absent, AddressRange, Pid, ProcessId, Reading};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -143,7 +143,7 @@ pub fn undo(host: &dyn Host, action: &Action) -> Result<Vec<Action>, Refusal> {
             if now == *value { Vec::new() } else { vec![Action::Set { setting: *setting, value: now }] }
         }
         Action::Advise { process, advice, ranges } => {
-            let handle = held(host, *process)?;
+            let handle = hold(host, *process)?;
             let enrolled = *advice == Advice::Unmergeable;
             let mut changing = Vec::new();
             for region in observe::regions(&*handle)? {
@@ -156,7 +156,7 @@ pub fn undo(host: &dyn Host, action: &Action) -> Result<Vec<Action>, Refusal> {
             if changing.is_empty() { Vec::new() } else { vec![undo] }
         }
         Action::MergeAny { process, on } => {
-            let handle = held(host, *process)?;
+            let handle = hold(host, *process)?;
             let now = merge_any(&*handle)?;
             if now == *on {
                 return Ok(Vec::new());
@@ -174,18 +174,12 @@ pub fn undo(host: &dyn Host, action: &Action) -> Result<Vec<Action>, Refusal> {
             undo
         }
         Action::GuestMerge { process, socket, backend, on } => {
-            held(host, *process)?;
+            hold(host, *process)?;
             let (socket, backend) = (socket.clone(), backend.clone());
             vec![Action::GuestMerge { process: *process, socket, backend, on: !on }]
         }
         Action::Collapse { .. } => Vec::new(),
     })
-}
-
-/// Take hold of the very process that is meant.
-fn held(host: &dyn Host, process: ProcessId) -> Reading<Box<dyn Process + '_>> {
-    let handle = host.open(process.pid)?;
-    if handle.id() == process { Ok(handle) } else { Err(Absent::Vanished) }
 }
 
 /// Whether a process is enrolled whole: as the kernel tells it (6.14), otherwise as the process does, of which a thread
@@ -206,25 +200,19 @@ pub fn setting_now(host: &dyn Host, setting: Setting) -> Reading<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fake::Fake;
     use crate::faulty::{Fault, Faulty};
-    use crate::recording::Recording;
-    use std::fs;
 
-    const PROCESS: ProcessId = ProcessId { pid: Pid(7), start_time: 4711 };
+    const PROCESS: ProcessId = ProcessId { pid: Pid(7), start_time: 1 };
 
-    /// A recording of one process with these files.
-    fn recording(files: &[(&str, &str)]) -> (tempfile::TempDir, Recording) {
-        let directory = tempfile::tempdir().unwrap();
-        let process = directory.path().join("files/proc/7");
-        fs::create_dir_all(&process).unwrap();
-        fs::write(directory.path().join("recording.toml"), "schema = \"pagefold.recording/1\"\npage_size = 4096\n")
-            .unwrap();
-        let stat = format!("7 (qemu) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 4711 0 0{}\n", " 0".repeat(28));
-        for (name, text) in [("stat", stat.as_str())].iter().chain(files) {
-            fs::write(process.join(name), text).unwrap();
+    /// A host with one process that has these files.
+    fn host(files: &[(&str, &str)]) -> Fake {
+        let host = Fake::booted();
+        host.ran(7, 0);
+        for (name, text) in files {
+            host.file(&format!("proc/7/{name}"), text);
         }
-        let recording = Recording::open(directory.path()).unwrap();
-        (directory, recording)
+        host
     }
 
     /// An entry of smaps.
@@ -236,7 +224,7 @@ mod tests {
     #[test]
     fn what_a_program_has_marked_itself_comes_back_after_it_was_enrolled_whole() {
         let smaps = region(0x10_0000, " mg") + &region(0x30_0000, "") + &region(0x50_0000, " mg");
-        let (_directory, host) = recording(&[("ksm_stat", "ksm_merge_any: no\n"), ("smaps", &smaps)]);
+        let host = host(&[("ksm_stat", "ksm_merge_any: no\n"), ("smaps", &smaps)]);
         let ranges = [0x10_0000, 0x50_0000].map(|start| AddressRange { start, end: start + 0x10_0000 }).to_vec();
         let marks = Action::Advise { process: PROCESS, advice: Advice::Mergeable, ranges };
         let off = Action::MergeAny { process: PROCESS, on: false };
@@ -250,9 +238,10 @@ mod tests {
         let new = |told: &str| format!("{OLD}ksm_merge_any: {told}\nksm_mergeable: {told}\n");
         let check = |ksm_stat: &str, says: Option<&str>, on, expected: Option<Option<bool>>| {
             let smaps = region(0x10_0000, "");
-            let (_directory, recording) = recording(&[("ksm_stat", ksm_stat), ("smaps", &smaps)]);
-            let host = Faulty::new(&recording, |path| {
-                says.filter(|_| path == "proc/7#ask_merge_any").map(|said| Fault::Replaced(said.into()))
+            let plain = host(&[("ksm_stat", ksm_stat), ("smaps", &smaps)]);
+            let host = Faulty::new(&plain, |path| {
+                let answer = says.map_or(Fault::Absent(Absent::NotOnThisKernel), |said| Fault::Replaced(said.into()));
+                (path == "proc/7#ask_merge_any").then_some(answer)
             });
             let expected = expected
                 .map(|on| on.into_iter().map(|on| Action::MergeAny { process: PROCESS, on }).collect::<Vec<_>>());
@@ -275,7 +264,7 @@ mod tests {
         // The first backend is marked, the one that was plugged in later is not: nothing tells which region is whose.
         let smaps = region(0x10_0000, " mg") + &region(0x30_0000, "");
         let cmdline = "qemu-system-x86_64\0-object\0memory-backend-ram,id=pc.ram,size=1M\0";
-        let (_directory, host) = recording(&[("smaps", &smaps), ("cmdline", cmdline)]);
+        let host = host(&[("smaps", &smaps), ("cmdline", cmdline)]);
         let backend = |id: &str, on| {
             let (socket, backend) = ("/q".into(), format!("/objects/{id}"));
             Action::GuestMerge { process: PROCESS, socket, backend, on }

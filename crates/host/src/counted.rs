@@ -2,7 +2,7 @@
 
 use crate::act::{Action, Effect, Refusal};
 use crate::{Claim, FrameFlags, Holder, Host, Mapping, PageView, Process, Programs, Run, Way};
-use pagefold_model::{AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
+use pagefold_base::{AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 

@@ -2,7 +2,7 @@
 
 use crate::act::{Action, Effect, Refusal};
 use crate::{FrameFlags, Host, Mapping, PageView, Process, Programs, Run, Way};
-use pagefold_model::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
+use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::sync::atomic::AtomicBool;
 
 /// What goes wrong with an answer.

@@ -11,17 +11,17 @@
 
 pub mod act;
 pub mod counted;
-pub mod examine;
+#[cfg(any(test, feature = "fake"))]
+pub mod fake;
 pub mod faulty;
-pub mod footprint;
 pub mod observe;
 pub mod parse;
-pub mod recording;
 pub mod room;
+pub mod transaction;
 
 use act::{Action, Effect, Refusal};
-use pagefold_model::content::ContentKind;
-use pagefold_model::{Absent, AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
+use pagefold_base::content::ContentKind;
+use pagefold_base::{Absent, AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -79,6 +79,15 @@ pub trait Host: Sync {
     fn apply_until_stopped(&self, action: &Action, _stop: &AtomicBool) -> Result<Effect, Refusal> {
         self.apply(action)
     }
+}
+
+/// Hold exactly this process: its number may have been given to another one.
+///
+/// # Errors
+/// `Vanished` where the process has ended.
+pub fn hold(host: &dyn Host, process: ProcessId) -> Reading<Box<dyn Process + '_>> {
+    let handle = host.open(process.pid)?;
+    if handle.id() == process { Ok(handle) } else { Err(Absent::Vanished) }
 }
 
 /// The lock that all Pagefolds on a host share.

@@ -1,13 +1,14 @@
 //! Typed observations of a host, read through the port and parsed.
 
 use crate::{Host, Process, parse};
-use pagefold_model::doctor::{Tuner, root_tuner};
-use pagefold_model::identity::{self, Identity};
-use pagefold_model::ksm::Ksm;
-use pagefold_model::memory::{Memory, Pressure, PressureLine, Shortage};
-use pagefold_model::process::{Process as ProcessFacts, Rollup};
-use pagefold_model::region::{Mapped, Region};
-use pagefold_model::{Absent, Pfn, Pid, Reading};
+use pagefold_base::identity;
+use pagefold_base::identity::Identity;
+use pagefold_base::ksm::Ksm;
+use pagefold_base::memory::{Memory, Pressure, PressureLine, Shortage};
+use pagefold_base::process::{Process as ProcessFacts, Rollup};
+use pagefold_base::region::{Mapped, Region};
+use pagefold_base::tuner::{Tuner, root_tuner};
+use pagefold_base::{Absent, Pfn, Pid, Reading};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// KSM's settings and counters. `NotOnThisKernel` where the kernel has no KSM.

@@ -1,4 +1,4 @@
-//! How much memory is left, by every limit that counts for given cgroups: what [`pagefold_model::guard`] judges by; and
+//! How much memory is left, by every limit that counts for given cgroups: what [`pagefold_base::guard`] judges by; and
 //! how short it is there.
 //!
 //! The memory controller is where the distributions mount it: `/sys/fs/cgroup/memory` (v1), `/sys/fs/cgroup` (v2), or
@@ -13,9 +13,9 @@
 //! read is unknown and said to be so. The three files of a cgroup are not of one instant.
 
 use crate::{Host, observe, parse};
-use pagefold_model::guard::{Limit, Place, Room, Rule, reserve};
-use pagefold_model::memory::Shortage;
-use pagefold_model::{Absent, Bytes, Reading};
+use pagefold_base::guard::{Limit, Place, Room, Rule, reserve};
+use pagefold_base::memory::Shortage;
+use pagefold_base::{Absent, Bytes, Reading};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The room of the host and of these cgroups, each given as in `/proc/PID/cgroup`.
@@ -197,31 +197,23 @@ impl<'h> Hierarchy<'h> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::recording::Recording;
-    use std::fs;
-    use std::path::Path;
+    use crate::fake::Fake;
 
     const MIB: u64 = 1 << 20;
 
     /// A host that has these files.
-    fn host(directory: &Path, files: &[(&str, &str)]) -> Recording {
-        let write = |path: &str, text: &str| {
-            let path = directory.join(path);
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, text).unwrap();
-        };
-        write("recording.toml", "schema = \"pagefold.recording/1\"\npage_size = 4096\n");
-        write("files/proc/meminfo", "MemTotal: 102400 kB\nMemAvailable: 51200 kB\nSwapFree: 1024 kB\n");
-        write("files/proc/sys/vm/min_free_kbytes", "1024\n");
+    fn host(files: &[(&str, &str)]) -> Fake {
+        let host = Fake::booted();
+        host.file("proc/meminfo", "MemTotal: 102400 kB\nMemAvailable: 51200 kB\nSwapFree: 1024 kB\n");
+        host.file("proc/sys/vm/min_free_kbytes", "1024\n");
         for (path, text) in files {
-            write(&format!("files/{path}"), text);
+            host.file(path, text);
         }
-        Recording::open(directory).unwrap()
+        host
     }
 
     fn of(files: &[(&str, &str)], cgroup: &str) -> Room {
-        let directory = tempfile::tempdir().unwrap();
-        room(&host(directory.path(), files), &BTreeSet::from([cgroup.to_owned()]))
+        room(&host(files), &BTreeSet::from([cgroup.to_owned()]))
     }
 
     fn brief(room: &Room) -> Vec<(String, &'static str, u64, u64)> {
@@ -287,10 +279,7 @@ mod tests {
 
     #[test]
     fn memory_is_short_by_pressure_or_by_a_limit_above() {
-        let short = |files: &[(&str, &str)], cgroup: &str| {
-            let directory = tempfile::tempdir().unwrap();
-            is_short(&host(directory.path(), files), Some(cgroup), 10.0)
-        };
+        let short = |files: &[(&str, &str)], cgroup: &str| is_short(&host(files), Some(cgroup), 10.0);
         let pressure = |avg10: &str| format!("some avg10={avg10} avg60=0.00 avg300=0.00 total=1\n");
         let (calm, high) = (pressure("9.99"), pressure("10.00"));
         let v2 = |current: &'static str, pressure| {
@@ -350,8 +339,7 @@ mod tests {
                 ("sys/fs/cgroup/memory.swap.max", "0\n"),
                 ("sys/fs/cgroup/memory.swap.current", "0\n"),
             ];
-            let directory = tempfile::tempdir().unwrap();
-            let host = host(directory.path(), &files);
+            let host = host(&files);
             (room(&host, &BTreeSet::from(["/".to_owned()])), is_short(&host, Some("/"), 10.0))
         };
         let (host, short) = judged("/");

@@ -7,9 +7,9 @@ pub use advise::ask_merge_any;
 
 use crate::LiveHost;
 use crate::process::LiveProcess;
+use pagefold_base::ksm::Setting;
+use pagefold_base::{AddressRange, Pid, ProcessId};
 use pagefold_host::act::{Action, Effect, Refusal};
-use pagefold_model::ksm::Setting;
-use pagefold_model::{AddressRange, Pid, ProcessId};
 use pagefold_sys::{fault, inject};
 use std::fs;
 use std::io::{self, Write};

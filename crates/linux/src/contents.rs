@@ -16,8 +16,8 @@
 use crate::process::LiveProcess;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid as NixPid;
+use pagefold_base::{Absent, Pfn, Reading};
 use pagefold_host::{Host, Mapping, PageContent, PageView, Process, Run, Way};
-use pagefold_model::{Absent, Pfn, Reading};
 use std::io::IoSliceMut;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;

@@ -1,7 +1,7 @@
 //! `/proc/kpageflags` and `/proc/kpagecount`: one 64-bit word for each frame (fs/proc/page.c).
 
 use crate::absent;
-use pagefold_model::{Absent, Pfn, Reading};
+use pagefold_base::{Absent, Pfn, Reading};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 

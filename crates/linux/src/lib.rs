@@ -15,9 +15,9 @@ pub mod qmp;
 pub use contents::BATCH_BYTES;
 pub use namespace::enter_initial_cgroup_namespace;
 
+use pagefold_base::{Absent, PageSize, Pfn, Pid, Reading};
 use pagefold_host::act::{Action, Effect, Refusal};
 use pagefold_host::{Claim, FrameFlags, Holder, Host, Process, Programs};
-use pagefold_model::{Absent, PageSize, Pfn, Pid, Reading};
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::Path;

@@ -5,10 +5,10 @@
 //! and answer with nothing once it was left by exit or exec.
 
 use crate::{LiveHost, absent, apply, contents, whole};
+use pagefold_base::{Absent, AddressRange, Pid, ProcessId, Reading};
 use pagefold_host::act::Refusal;
 use pagefold_host::parse::{self, Stat};
 use pagefold_host::{Mapping, PageView, Process, Run, Way};
-use pagefold_model::{Absent, AddressRange, Pid, ProcessId, Reading};
 use pagefold_sys::pagemap::{self, MappedRange};
 use rustix::fs::{Dir, Mode, OFlags, openat, readlinkat};
 use rustix::io::Errno;

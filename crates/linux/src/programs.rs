@@ -8,9 +8,9 @@
 //! PID namespace, whose numbers the events have: in another one the kernel does not answer.
 
 use crate::absent;
+use pagefold_base::{Absent, Reading};
 use pagefold_host::parse::{self, ProcEvent, ProcRequest};
 use pagefold_host::{Begun, Programs};
-use pagefold_model::{Absent, Reading};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::netlink::{CONNECTOR, SocketAddrNetlink};
@@ -125,7 +125,7 @@ impl Drop for Connector {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_model::Pid;
+    use pagefold_base::Pid;
     use std::process::Command;
 
     /// Everybody who begins is told, and forks and ends are not.

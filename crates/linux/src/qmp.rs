@@ -14,10 +14,10 @@
 //! somebody holds is found busy by waiting [`PATIENCE`]. libvirt holds its guests' monitors, and opens the socket
 //! itself.
 
+use pagefold_base::identity::{Monitor as Kind, Vm};
+use pagefold_base::{Bytes, ProcessId};
 use pagefold_host::act::Refusal;
 use pagefold_host::{Process, parse};
-use pagefold_model::identity::{Monitor as Kind, Vm};
-use pagefold_model::{Bytes, ProcessId};
 use pagefold_sys::fault;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use serde_json::{Value, json};

@@ -4,7 +4,7 @@
 //!
 //! The figures of the file are told as of now. Ends with standard input.
 
-use pagefold_report::daemon::Status;
+use pagefold_daemon::wire::Status;
 use pagefold_watch::Board;
 use pagefold_watch::http::Server;
 use std::error::Error;

@@ -2,7 +2,7 @@
 //!
 //!     cargo run -p pagefold-watch --example top -- fixtures/status.json
 
-use pagefold_report::daemon::Status;
+use pagefold_daemon::wire::Status;
 use pagefold_watch::top;
 use std::error::Error;
 use std::time::Duration;

@@ -5,9 +5,9 @@
 //! So the whole life of a daemon fits, the finer the younger it is, and before it what it is given of a past. A moment of
 //! which nothing is known, between two daemons, stays: it parts what was before from what came after.
 
-use pagefold_report::daemon::Status;
-use pagefold_report::history::{History, Point};
-use pagefold_report::wire;
+use pagefold_daemon::wire::Status;
+use pagefold_history::points::{History, Point};
+use pagefold_output::wire;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 

@@ -1,6 +1,6 @@
 //! What people and monitoring systems see of a running daemon: its state as metrics, as a web page and in a terminal.
 //!
-//! All of it is drawn from one document, [`pagefold_report::daemon::Status`]: [`http`] shows the one that the daemon
+//! All of it is drawn from one document, [`pagefold_daemon::wire::Status`]: [`http`] shows the one that the daemon
 //! publishes on a [`Board`], [`top`] the one that it is given.
 //! Nothing here looks at the host or changes it.
 

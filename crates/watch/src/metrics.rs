@@ -10,8 +10,8 @@
 
 mod families;
 
-use pagefold_report::daemon::Status;
-use pagefold_report::text::printable;
+use pagefold_daemon::wire::Status;
+use pagefold_output::text::printable;
 use std::fmt::{self, Write as _};
 
 /// Members, workloads, cgroups, trust domains and reasons that have series of their own, of each at most.

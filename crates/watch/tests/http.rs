@@ -3,7 +3,7 @@
 mod common;
 
 use common::{board, serve, status};
-use pagefold_report::history::History;
+use pagefold_history::points::History;
 use pagefold_watch::Board;
 use pagefold_watch::http::{CONNECTIONS, STREAMS, Server};
 use std::io::{self, BufRead, BufReader, Read, Write};

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{bare, program, repository, status};
-use pagefold_report::daemon::{DomainShare, Member, Status, sums};
+use pagefold_daemon::wire::{DomainShare, Member, Status, sums};
 use pagefold_watch::metrics::{Format, NAMED, text};
 use serde_json::Value;
 use std::collections::BTreeSet;

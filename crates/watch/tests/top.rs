@@ -3,7 +3,7 @@
 mod common;
 
 use common::{program, repository, status};
-use pagefold_report::daemon::Status;
+use pagefold_daemon::wire::Status;
 use pagefold_watch::top::App;
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
@@ -51,7 +51,7 @@ fn names(app: &mut App) -> Vec<String> {
 }
 
 /// The names in the order of a figure, the largest first.
-fn sorted(figure: fn(&pagefold_report::daemon::Member) -> Option<u64>) -> Vec<String> {
+fn sorted(figure: fn(&pagefold_daemon::wire::Member) -> Option<u64>) -> Vec<String> {
     let mut members = status().members;
     members.sort_by_key(|member| std::cmp::Reverse(figure(member)));
     members.into_iter().map(|member| member.label).collect()

@@ -5,8 +5,9 @@ use crate::config::Config;
 use crate::{Outcome, output, progress, source};
 use anyhow::Context;
 use clap::Args;
-use pagefold_report::census::{CensusReport, Context as ReportContext, text};
-use pagefold_report::wire;
+use pagefold_census::text;
+use pagefold_census::wire::{CensusReport, Context as ReportContext};
+use pagefold_output::wire;
 use std::time::Duration;
 
 const EXAMPLES: &str = "\
@@ -87,7 +88,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let context = ReportContext { host: host.describe(), page_size: host.page_size(), top: options.top };
     #[cfg(feature = "parquet")]
     if let Some(path) = &options.parquet {
-        pagefold_report::census::parquet::write(&census, host.page_size(), path)
+        pagefold_census::parquet::write(&census, host.page_size(), path)
             .with_context(|| format!("cannot write {}", path.display()))?;
     }
     let report = CensusReport::of(&census, &context);

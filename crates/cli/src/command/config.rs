@@ -6,7 +6,7 @@ use crate::{Outcome, output, source};
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use pagefold_host::observe;
-use pagefold_report::text::{cut, printable};
+use pagefold_output::text::{cut, printable};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 

@@ -5,10 +5,12 @@ use crate::config::Config;
 use crate::{Outcome, output, source};
 use anyhow::bail;
 use clap::Args;
-use pagefold_host::examine::{self, Trust};
-use pagefold_model::Pid;
-use pagefold_report::doctor::{DoctorReport, VerdictName, text};
-use pagefold_report::wire;
+use pagefold_base::Pid;
+use pagefold_doctor::examine;
+use pagefold_doctor::examine::Trust;
+use pagefold_doctor::text;
+use pagefold_doctor::wire::{DoctorReport, VerdictName};
+use pagefold_output::wire;
 
 const EXAMPLES: &str = "\
 Examples:

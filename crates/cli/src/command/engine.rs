@@ -3,16 +3,18 @@
 //! All that is shown is what members have written down of themselves, read without joining
 //! (`pagefold_engine::observe`). A record is believed if its process lives and is of the user whose domain it is.
 
+mod text;
+pub mod wire;
+
 use crate::arguments::Global;
+use crate::command::engine::wire::{EngineReport, Unlooked};
 use crate::{Outcome, output, source};
 use anyhow::bail;
 use clap::{Args, Subcommand};
+use pagefold_base::engine::{Domain, Member};
+use pagefold_base::{Absent, Reading};
 use pagefold_engine::observe::{self, Root};
 use pagefold_host::Host;
-use pagefold_model::engine::{Domain, Member};
-use pagefold_model::{Absent, Reading};
-use pagefold_report::engine::{EngineReport, Unlooked, text};
-use pagefold_report::wire;
 use std::time::Duration;
 
 const EXAMPLES: &str = "\
@@ -73,7 +75,7 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
     let report = EngineReport::of(host.page_size(), &domains, not_seen, now());
     let style = output::style(global);
     output::print(&match &options.domain {
-        _ if options.json => wire::json(&report),
+        _ if options.json => pagefold_output::wire::json(&report),
         Some(_) => text::details(&report, options.top, style),
         None => text::list(&report, style),
     })?;

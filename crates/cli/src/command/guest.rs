@@ -3,9 +3,9 @@
 
 use crate::arguments::Global;
 use anyhow::bail;
+use pagefold_base::process::Process;
 use pagefold_host::Process as Handle;
 use pagefold_linux::qmp::{self, Backend};
-use pagefold_model::process::Process;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};

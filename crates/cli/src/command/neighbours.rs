@@ -1,10 +1,10 @@
 //! Who is enrolled in KSM already, by trust domain: in its one tree their pages meet those of whoever is enrolled next.
 
 use anyhow::anyhow;
-use pagefold_drive::verify;
+use pagefold_base::domain::{Domain, Domains};
+use pagefold_base::{Pid, ProcessId};
 use pagefold_host::{Host, observe};
-use pagefold_model::domain::{Domain, Domains};
-use pagefold_model::{Pid, ProcessId};
+use pagefold_merge::verify;
 use std::collections::BTreeSet;
 
 /// The namespace of process numbers in which a host begins (include/linux/proc_ns.h, `PROC_PID_INIT_INO`).
@@ -29,7 +29,7 @@ impl Neighbours {
         let enrolled = verify::enrolled(host).map_err(|why| anyhow!("cannot tell who is enrolled already: {why}"))?;
         let domain = |id: &ProcessId| {
             // Who has ended since shares nothing.
-            let process = verify::open(host, *id).and_then(|handle| observe::process(host, &*handle)).ok()?;
+            let process = pagefold_host::hold(host, *id).and_then(|handle| observe::process(host, &*handle)).ok()?;
             Some(domains.domain(&process))
         };
         let others = enrolled.processes.iter().filter(|id| Some(**id) != of);

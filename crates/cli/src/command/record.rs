@@ -1,24 +1,28 @@
 //! `pagefold record`: a folder from which every read-only command can be run again, elsewhere.
 
+mod pages;
+
 use crate::arguments::{Global, Targets, bytes, duration};
+use crate::command::record::pages::Pages;
 use crate::{Outcome, output, progress, source};
 use anyhow::{Context, bail};
 use clap::Args;
-use pagefold_census::pages::Pages;
+use pagefold_base::domain::DomainRule;
+use pagefold_base::identity::Identity;
+use pagefold_base::ksm::Setting;
+use pagefold_base::tuner::tuner;
+use pagefold_base::{Bytes, Pid};
+use pagefold_census::results::Census;
 use pagefold_census::{Hasher, Index, Selection};
-use pagefold_drive::daemon::utc_offset;
-use pagefold_drive::policy;
+use pagefold_daemon::run::utc_offset;
+use pagefold_doctor::examine;
 use pagefold_host::act::setting_now;
 use pagefold_host::observe::{self, Nodes};
-use pagefold_host::recording::moments::Moments;
-use pagefold_host::recording::{Tap, pages::kind_line};
-use pagefold_host::{Host, examine, parse, room};
-use pagefold_model::census::Census;
-use pagefold_model::doctor::tuner;
-use pagefold_model::domain::DomainRule;
-use pagefold_model::identity::Identity;
-use pagefold_model::ksm::Setting;
-use pagefold_model::{Bytes, Pid};
+use pagefold_host::{Host, parse, room};
+use pagefold_merge::policy;
+use pagefold_recording::Tap;
+use pagefold_recording::moments::Moments;
+use pagefold_recording::pages::kind_line;
 use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::fs::File;

@@ -5,12 +5,13 @@ use crate::command::daemon::control;
 use crate::{Outcome, output, source};
 use anyhow::{Context, anyhow, bail};
 use clap::Args;
-use pagefold_drive::session::{Error, Remains, Was};
-use pagefold_drive::{Session, ksmd};
 use pagefold_host::Host;
 use pagefold_host::act::{Action, Refusal};
-use pagefold_report::recover::{RecoverReport, RemainsReport};
-use pagefold_report::wire;
+use pagefold_host::transaction::Session;
+use pagefold_host::transaction::session::{Error, Remains, Was};
+use pagefold_merge::ksmd;
+use pagefold_merge::wire::recover::{RecoverReport, RemainsReport};
+use pagefold_output::wire;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -110,7 +111,7 @@ pub fn status(error: &anyhow::Error) -> u8 {
 pub fn needs_ksm(host: &dyn Host) -> anyhow::Result<()> {
     match host.read("sys/kernel/mm/ksm/run") {
         Ok(_) => Ok(()),
-        Err(pagefold_model::Absent::NotOnThisKernel) => {
+        Err(pagefold_base::Absent::NotOnThisKernel) => {
             Err(anyhow!("this kernel has no KSM (no /sys/kernel/mm/ksm): boot one with CONFIG_KSM=y"))
         }
         Err(why) => Err(anyhow!("/sys/kernel/mm/ksm/run: {why}")),
@@ -132,7 +133,7 @@ pub fn refuse_tuner(host: &dyn Host, force: bool) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_model::ksm::Setting;
+    use pagefold_base::ksm::Setting;
 
     #[test]
     fn an_error_says_that_nothing_was_changed_only_if_that_is_so() {

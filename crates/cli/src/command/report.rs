@@ -6,10 +6,10 @@ use crate::{Outcome, output};
 use anyhow::{Context, bail};
 use clap::Args;
 use pagefold_history::Reader;
-use pagefold_report::history::record::Kept;
-use pagefold_report::history::report::HistoryReport;
-use pagefold_report::history::{chart, csv, html, svg, text};
-use pagefold_report::wire;
+use pagefold_history::record::Kept;
+use pagefold_history::report::HistoryReport;
+use pagefold_history::{chart, csv, html, svg, text};
+use pagefold_output::wire;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -232,8 +232,7 @@ fn write(options: &Options, sides: &[(String, Kept)], report: &HistoryReport) ->
     }
     #[cfg(feature = "parquet")]
     if let Some(path) = &options.parquet {
-        pagefold_report::history::parquet::write(sides, path)
-            .with_context(|| format!("cannot write {}", path.display()))?;
+        pagefold_history::parquet::write(sides, path).with_context(|| format!("cannot write {}", path.display()))?;
         written.push(path.clone());
     }
     Ok(written)

@@ -1,19 +1,19 @@
 //! `pagefold schema`: the JSON schema of a report, or of the configuration.
 
+use crate::command::engine::wire::EngineReport;
 use crate::{Outcome, config, output};
 use clap::{Args, ValueEnum};
-use pagefold_report::account::AccountReport;
-use pagefold_report::census::CensusReport;
-use pagefold_report::daemon::{Decision, Status};
-use pagefold_report::doctor::DoctorReport;
-use pagefold_report::engine::EngineReport;
-use pagefold_report::history::History;
-use pagefold_report::history::report::HistoryReport;
-use pagefold_report::merge::MergeReport;
-use pagefold_report::policy::PolicyReport;
-use pagefold_report::recover::RecoverReport;
-use pagefold_report::unmerge::UnmergeReport;
-use pagefold_report::wire;
+use pagefold_account::wire::AccountReport;
+use pagefold_census::wire::CensusReport;
+use pagefold_daemon::wire::{Decision, Status};
+use pagefold_doctor::wire::DoctorReport;
+use pagefold_history::points::History;
+use pagefold_history::report::HistoryReport;
+use pagefold_merge::wire::merge::MergeReport;
+use pagefold_merge::wire::policy::PolicyReport;
+use pagefold_merge::wire::recover::RecoverReport;
+use pagefold_merge::wire::unmerge::UnmergeReport;
+use pagefold_output::wire;
 
 /// Arguments of `schema`.
 #[derive(Args, Debug)]

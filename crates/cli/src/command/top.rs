@@ -5,7 +5,7 @@ use crate::arguments::{Global, duration};
 use crate::{Outcome, output};
 use anyhow::{Context, bail};
 use clap::Args;
-use pagefold_report::daemon::{Answer, Status};
+use pagefold_daemon::wire::{Answer, Status};
 use pagefold_watch::top;
 use std::io::IsTerminal;
 use std::path::Path;

@@ -6,15 +6,18 @@ use crate::command::recover::{self, needs_ksm};
 use crate::{Outcome, output, progress, source};
 use anyhow::bail;
 use clap::Args;
-use pagefold_drive::unmerge::{self, Done, Figures, Limits, Plan, Remains, Target, Way, Withdrawn};
+use pagefold_base::guard::{Judgement, Verdict};
+use pagefold_base::process::Process;
+use pagefold_base::{Bytes, Pages, Reading};
 use pagefold_host::{Host, Process as Handle};
-use pagefold_model::guard::{Judgement, Verdict};
-use pagefold_model::process::Process;
-use pagefold_model::{Bytes, Pages, Reading};
-use pagefold_report::unmerge::{
-    GuardReport, HugeReport, PartsReport, TakenReport, UnmergeReport, UnmergedProcess, text,
+use pagefold_merge::text::unmerge as text;
+use pagefold_merge::unmerge;
+use pagefold_merge::unmerge::{Done, Figures, Limits, Plan, Remains, Target, Way, Withdrawn};
+use pagefold_merge::wire::unmerge::{
+    GuardReport, HugeReport, PartsReport, TakenReport, UnmergeReport, UnmergedProcess,
 };
-use pagefold_report::wire::{self, NotSeen, Who};
+use pagefold_output::wire;
+use pagefold_output::wire::{NotSeen, Who};
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -314,7 +317,7 @@ mod tests {
     fn process_that_ended_names_the_oom_killer_only_if_it_acted() {
         let said = |before, after| ended(&before, &after);
         assert!(said(Ok(3), Ok(5)).contains("oom_kill grew by 2"));
-        for (before, after) in [(Ok(3), Ok(3)), (Ok(3), Err(pagefold_model::Absent::NotOnThisKernel))] {
+        for (before, after) in [(Ok(3), Ok(3)), (Ok(3), Err(pagefold_base::Absent::NotOnThisKernel))] {
             assert!(!said(before, after).contains("OOM"));
         }
     }

@@ -2,8 +2,8 @@
 
 use super::{Config, Members, Place, schema};
 use crate::arguments::{bytes, duration, percent};
-use pagefold_drive::daemon::Settings;
-use pagefold_model::daemon::{Hours, Mode, Rules};
+use pagefold_daemon::decide::{Hours, Mode, Rules};
+use pagefold_daemon::run::Settings;
 use schemars::JsonSchema;
 use serde::Deserialize;
 use std::net::SocketAddr;
@@ -218,7 +218,7 @@ fn hours_of(text: &str) -> Result<Hours, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_model::Bytes;
+    use pagefold_base::Bytes;
     use std::time::Duration;
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! The file is a shell script of assignments, which ksmtuned, itself one of bash, sources (`. /etc/ksmtuned.conf`,
 //! 4.20150326): a variable that is not set or empty has ksmtuned's default then, and `export` is no difference. What
-//! ksmtuned does with a value is in [`pagefold_model::policy::Ksmtuned`]: it runs ksmd at a rate that moves with free
+//! ksmtuned does with a value is in [`pagefold_merge::decide::policy::Ksmtuned`]: it runs ksmd at a rate that moves with free
 //! memory. The daemon has no rate but a bound on CPU time, so that a rate is kept as the CPU time that it takes, and a
 //! threshold as memory to keep.
 //!
@@ -10,9 +10,9 @@
 //! it may assign; what stands between an `if` and its `fi` is taken as if it ran.
 
 use super::nearest;
-use pagefold_model::Bytes;
-use pagefold_model::doctor::SCAN_MICROSECONDS;
-use pagefold_model::policy::Ksmtuned;
+use pagefold_base::Bytes;
+use pagefold_doctor::decide::SCAN_MICROSECONDS;
+use pagefold_merge::decide::policy::Ksmtuned;
 
 /// What a configuration of ksmtuned comes to. Each of its assignments is in one line of `kept` or `left`, at the
 /// beginning.

@@ -10,7 +10,7 @@ use std::borrow::Cow;
 
 /// The schema as JSON.
 pub fn schema() -> String {
-    pagefold_report::wire::schema::<Document>()
+    pagefold_output::wire::schema::<Document>()
 }
 
 /// The kinds of conditions of which a group needs one.

@@ -44,8 +44,8 @@
 mod page;
 
 use page::{Access, Content, PAGE, Page, fill, filled, is_untouched, of_file, remap, space};
+use pagefold_base::AddressRange;
 use pagefold_engine::{Advice, Background, Engine, Error, Options, Region};
-use pagefold_model::AddressRange;
 use std::ffi::{CString, c_int, c_void};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write, stdin};

@@ -1,7 +1,7 @@
 use super::*;
 use crate::Reader;
 use crate::tiers::DAY;
-use pagefold_report::daemon::Kind;
+use pagefold_daemon::wire::Kind;
 use tempfile::TempDir;
 
 /// The status that all faces are tested with, at a time.
@@ -84,7 +84,7 @@ fn a_pass_is_followed_from_the_arrival_to_the_end() {
         let merged = (at - 8.0).clamp(0.0, 5.0) / 5.0;
         moment.saved.gross = Some(((100.0 * merged) as u64) << 20);
         moment.passes.passes = u64::from(second >= 7);
-        let last = |ended: f64, reached| pagefold_report::daemon::Pass {
+        let last = |ended: f64, reached| pagefold_daemon::wire::Pass {
             time: NOW + ended,
             seconds: ended - 5.0,
             cpu_seconds: 1.0,
@@ -126,7 +126,7 @@ fn a_short_pass_is_followed_between_samples() {
     moment.saved.gross = Some(100 << 20);
     moment.passes.passes = 1;
     moment.passes.last =
-        Some(pagefold_report::daemon::Pass { time: NOW + 1.0, seconds, cpu_seconds, processes, predicted, reached });
+        Some(pagefold_daemon::wire::Pass { time: NOW + 1.0, seconds, cpu_seconds, processes, predicted, reached });
     writer.note(&moment);
     moment.time += 10.0;
     writer.note(&moment);

@@ -2,7 +2,7 @@
 //! v1 (mm/memcontrol-v1.c).
 
 use super::text::{field, number};
-use pagefold_model::{Absent, Bytes, Reading};
+use pagefold_base::{Absent, Bytes, Reading};
 
 /// At and above this v1 means no limit: it prints the largest multiple of the page size that a long holds
 /// (`PAGE_COUNTER_MAX`, include/linux/page_counter.h).

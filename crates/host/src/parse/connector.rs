@@ -2,7 +2,7 @@
 //! `proc_event` (cn_proc.h), in the byte order of the machine. The events themselves have been the same since 2.6.
 
 use super::text::malformed;
-use pagefold_model::{Pid, Reading};
+use pagefold_base::{Pid, Reading};
 
 /// `CN_IDX_PROC` and `CN_VAL_PROC`.
 const PROCESSES: (u32, u32) = (1, 1);
@@ -84,7 +84,7 @@ pub fn proc_request(request: ProcRequest, number: u32) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_model::Absent;
+    use pagefold_base::Absent;
     use proptest::prelude::*;
 
     /// As 6.18 on x86-64 sent it, in words: a process 11865 has become another program.

@@ -6,8 +6,8 @@
 //! as unsigned (before 6.10): what wrapped is read as the negative number it is.
 
 use super::text::{bracketed, field, malformed, number, signed};
-use pagefold_model::ksm::{Ksm, ProcessKsm};
-use pagefold_model::{Absent, Reading};
+use pagefold_base::ksm::{Ksm, ProcessKsm};
+use pagefold_base::{Absent, Reading};
 
 /// The settings and counters of KSM. `read` gets the bare name of a file under `sys/kernel/mm/ksm`.
 pub fn ksm(read: impl Fn(&str) -> Reading<Vec<u8>>) -> Ksm {

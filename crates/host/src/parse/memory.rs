@@ -1,8 +1,8 @@
 //! `/proc/meminfo` (fs/proc/meminfo.c), `/proc/vmstat` (mm/vmstat.c) and `/proc/pressure/*` (kernel/sched/psi.c).
 
 use super::text::{field, kib, lines, malformed, number};
-use pagefold_model::memory::{Memory, Pressure, PressureLine};
-use pagefold_model::{Bytes, Reading};
+use pagefold_base::memory::{Memory, Pressure, PressureLine};
+use pagefold_base::{Bytes, Reading};
 use std::collections::BTreeMap;
 
 /// The host's memory from `/proc/meminfo`.
@@ -71,7 +71,7 @@ pub fn vmstat(bytes: &[u8]) -> BTreeMap<String, u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_model::Absent;
+    use pagefold_base::Absent;
     use proptest::prelude::*;
 
     #[test]

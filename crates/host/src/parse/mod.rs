@@ -34,4 +34,4 @@ pub use smaps::{maps, rollup, smaps};
 pub use text::{Schedstat, Stolen, bracketed, number, number_list, schedstat, stolen};
 
 #[cfg(doc)]
-use pagefold_model::Absent;
+use pagefold_base::Absent;

@@ -2,8 +2,8 @@
 //! (fs/proc/base.c), `cgroup` (kernel/cgroup/cgroup.c, `proc_cgroup_show`).
 
 use super::text::{field, kib, lines, malformed, number, number_list};
-use pagefold_model::identity::JOB_VARIABLES;
-use pagefold_model::{Absent, Bytes, PageSize, Pages, Pid, Reading};
+use pagefold_base::identity::JOB_VARIABLES;
+use pagefold_base::{Absent, Bytes, PageSize, Pages, Pid, Reading};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The flag of a kernel thread in [`Stat::flags`] (include/linux/sched.h).

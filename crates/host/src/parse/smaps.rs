@@ -8,9 +8,9 @@
 //! regions and their names.
 
 use super::text::{field, kib, lines, malformed};
-use pagefold_model::process::Rollup;
-use pagefold_model::region::{Mapped, Region, VmFlags};
-use pagefold_model::{Absent, AddressRange, Bytes, Reading};
+use pagefold_base::process::Rollup;
+use pagefold_base::region::{Mapped, Region, VmFlags};
+use pagefold_base::{Absent, AddressRange, Bytes, Reading};
 
 /// Bytes of text of a typical entry, to size the result by.
 const TYPICAL_ENTRY: usize = 640;

@@ -1,6 +1,6 @@
 //! What the kernel's text files have in common: lines, `key value` fields, numbers and lists of numbers.
 
-use pagefold_model::{Absent, Bytes, Reading};
+use pagefold_base::{Absent, Bytes, Reading};
 use std::str::FromStr;
 
 /// How many offending bytes a message shows.

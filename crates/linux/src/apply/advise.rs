@@ -11,10 +11,10 @@
 
 use super::{miss, refusal};
 use crate::process::LiveProcess;
+use pagefold_base::AddressRange;
+use pagefold_base::region::{Region, VmFlags};
 use pagefold_host::act::{Advice, Effect, NOT_MAPPED, Refusal};
 use pagefold_host::{Process, Run, observe};
-use pagefold_model::AddressRange;
-use pagefold_model::region::{Region, VmFlags};
 use pagefold_sys::fault;
 use pagefold_sys::inject::{self, Inside, ROOM, Target};
 use rustix::io::Errno;

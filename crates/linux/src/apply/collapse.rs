@@ -7,9 +7,9 @@
 use super::miss;
 use crate::LiveHost;
 use crate::process::LiveProcess;
+use pagefold_base::AddressRange;
 use pagefold_host::act::{Effect, Refusal};
 use pagefold_host::{Process, observe};
-use pagefold_model::AddressRange;
 use pagefold_sys::{advise, fault};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};

@@ -1,7 +1,7 @@
 //! Against servers that are not QEMU: the real one is met in the tests of the command.
 
 use super::*;
-use pagefold_model::Pid;
+use pagefold_base::Pid;
 use std::io::BufRead;
 use std::os::unix::net::UnixListener;
 use std::thread;

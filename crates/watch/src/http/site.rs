@@ -4,7 +4,7 @@ use super::answer::Answer;
 use super::request::Request;
 use crate::board::{Board, Sheet};
 use crate::metrics::{self, Format};
-use pagefold_report::wire;
+use pagefold_output::wire;
 use std::time::Duration;
 
 /// How old a status may be that is told as the present one: whoever scrapes or probes a daemon that hangs is to know.

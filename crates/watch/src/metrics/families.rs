@@ -1,11 +1,11 @@
 //! Which figures of a status become which metrics.
 
 use super::{Exposition, Family, Kind, Labels, NAMED, Number, Sample};
-use pagefold_report::daemon::{
+use pagefold_daemon::wire::{
     Census, Cgroup, CpuUse, DomainShare, Kind as MemberKind, Ksm, Member, MemberState, Mode, State, Status, Sum,
     Workload,
 };
-use pagefold_report::doctor::VerdictName;
+use pagefold_doctor::wire::VerdictName;
 use std::ops::Add;
 
 pub fn write(status: &Status, to: &mut Exposition) {

@@ -1,7 +1,7 @@
 //! What is shown, and what keys do to it.
 
 use super::sheet::{self, Order, Sheet};
-use pagefold_report::daemon::Status;
+use pagefold_daemon::wire::Status;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::widgets::TableState;
 

@@ -2,9 +2,9 @@
 
 use super::app::{App, View};
 use super::sheet::{Mark, Sheet, duration, told};
-use pagefold_model::Bytes;
-use pagefold_report::daemon::{Mode, State, Status};
-use pagefold_report::text::{ZEROS_BY_SPLITTING, net, number, printable};
+use pagefold_base::Bytes;
+use pagefold_daemon::wire::{Mode, State, Status};
+use pagefold_output::text::{ZEROS_BY_SPLITTING, net, number, printable};
 use ratatui::Frame;
 use ratatui::layout::{Alignment, Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};

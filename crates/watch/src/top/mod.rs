@@ -11,7 +11,7 @@ mod sheet;
 
 pub use app::App;
 
-use pagefold_report::daemon::Status;
+use pagefold_daemon::wire::Status;
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;

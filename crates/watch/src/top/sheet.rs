@@ -1,10 +1,10 @@
 //! The tables of `pagefold top`: cells, and what is told of the row that is selected.
 
-use pagefold_model::Bytes;
-use pagefold_report::daemon::text::footprint;
-use pagefold_report::daemon::{Kind, Member, MemberState, Status};
-use pagefold_report::doctor::VerdictName;
-use pagefold_report::text::{bar, bytes, number, printable};
+use pagefold_base::Bytes;
+use pagefold_daemon::text::footprint;
+use pagefold_daemon::wire::{Kind, Member, MemberState, Status};
+use pagefold_doctor::wire::VerdictName;
+use pagefold_output::text::{bar, bytes, number, printable};
 use std::cmp::{Ordering, Reverse};
 
 /// How much a row asks for attention.

@@ -9,7 +9,7 @@ mod report;
 
 use chromium::Chromium;
 use common::{bare, board, serve, status};
-use pagefold_report::daemon::Decision;
+use pagefold_daemon::wire::Decision;
 use pagefold_watch::Board;
 use pagefold_watch::http::Server;
 use serde_json::json;

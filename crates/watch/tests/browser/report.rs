@@ -3,10 +3,10 @@
 
 use super::chromium::Chromium;
 use super::{CONTRAST, base64};
-use pagefold_report::daemon::{Decision, Kind};
-use pagefold_report::history::html;
-use pagefold_report::history::record::{Footprint, Kept, Pass, Sample};
-use pagefold_report::history::report::HistoryReport;
+use pagefold_daemon::wire::{Decision, Kind};
+use pagefold_history::html;
+use pagefold_history::record::{Footprint, Kept, Pass, Sample};
+use pagefold_history::report::HistoryReport;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 

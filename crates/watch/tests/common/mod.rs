@@ -1,7 +1,7 @@
 //! The fixture, and a server that shows it.
 #![allow(dead_code, reason = "each test uses what it needs")]
 
-use pagefold_report::daemon::Status;
+use pagefold_daemon::wire::Status;
 use pagefold_watch::Board;
 use pagefold_watch::http::Server;
 use std::path::{Path, PathBuf};

@@ -4,8 +4,8 @@
 //! asked who is at the other end. Who is slow, says too much or comes when too many are there is cut off.
 
 use anyhow::{Context, bail};
-use pagefold_drive::journal::Directory;
-use pagefold_report::daemon::Answer;
+use pagefold_daemon::wire::Answer;
+use pagefold_host::transaction::journal::Directory;
 use rustix::fs::OFlags;
 use rustix::net::sockopt::socket_peercred;
 use std::fs::{File, TryLockError};

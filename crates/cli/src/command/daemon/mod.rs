@@ -15,14 +15,16 @@ use anyhow::{Context, bail};
 use clap::Args;
 use control::{Control, Request, ask};
 use notify::Notify;
-use pagefold_drive::daemon::{self, Message, Settings, Snapshot};
+use pagefold_base::Pid;
+use pagefold_daemon::decide::{Event, Mode, State};
+use pagefold_daemon::run as daemon;
+use pagefold_daemon::run::{Message, Settings, Snapshot};
+use pagefold_daemon::text;
+use pagefold_daemon::wire::{Answer, Status};
+use pagefold_doctor::wire::FindingReport;
 use pagefold_host::{Host, room};
-use pagefold_model::Pid;
-use pagefold_model::daemon::{Event, Mode, State};
-use pagefold_report::daemon::{Answer, Status, text};
-use pagefold_report::doctor::FindingReport;
-use pagefold_report::text::printable;
-use pagefold_report::wire;
+use pagefold_output::text::printable;
+use pagefold_output::wire;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use status::Whom;
@@ -343,11 +345,11 @@ impl Desk {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_model::daemon::{Readings, Rules, TimeOfDay, step};
+    use pagefold_daemon::decide::{Readings, Rules, TimeOfDay, step};
 
     /// What is answered to who has a process enrolled, and withdrawn, after some events.
     fn answers(mode: Mode, events: impl IntoIterator<Item = Event>) -> [String; 2] {
-        let hours = pagefold_model::daemon::Hours { from: 10, to: 20, utc: true };
+        let hours = pagefold_daemon::decide::Hours { from: 10, to: 20, utc: true };
         let rules = Rules { mode, quiet: vec![hours], ..Rules::default() };
         let state = State::new(rules, 0, Duration::ZERO, Duration::ZERO);
         let held = events.into_iter().chain([Event::Held(Ok(()))]);

@@ -1,14 +1,15 @@
 //! From what the daemon remembers and what the host says now to the document that is shown.
 
-use pagefold_drive::daemon::{Fair, Said, Settings, Snapshot, Used};
-use pagefold_host::{Host, examine, observe, parse};
-use pagefold_model::daemon::{Leaving, Member as Known, Mode as Told, Standing};
-use pagefold_model::ksm::{Ksm as Counters, RMAP_ITEM_BYTES};
-use pagefold_model::process::Process;
-use pagefold_model::{Absent, Counts, Pages, ProcessId};
-use pagefold_report::daemon::*;
-use pagefold_report::doctor::{DoctorReport, FindingReport, VerdictName};
-use pagefold_report::wire::{Classes, Who};
+use pagefold_base::ksm::{Ksm as Counters, RMAP_ITEM_BYTES};
+use pagefold_base::process::Process;
+use pagefold_base::{Absent, Counts, Pages, ProcessId};
+use pagefold_daemon::decide::{Leaving, Member as Known, Mode as Told, Standing};
+use pagefold_daemon::run::{Fair, Said, Settings, Snapshot, Used};
+use pagefold_daemon::wire::*;
+use pagefold_doctor::examine;
+use pagefold_doctor::wire::{DoctorReport, FindingReport, VerdictName};
+use pagefold_host::{Host, observe, parse};
+use pagefold_output::wire::{Classes, Who};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
@@ -434,9 +435,9 @@ pub(super) fn told(Said { at, whom, decision }: &Said) -> Decision {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_model::daemon::{Arrival, Reason, Rules};
-    use pagefold_model::domain::Domain;
-    use pagefold_model::{Bytes, Pid};
+    use pagefold_base::domain::Domain;
+    use pagefold_base::{Bytes, Pid};
+    use pagefold_daemon::decide::{Arrival, Reason, Rules};
 
     #[test]
     fn what_is_saved_is_told_by_class() {

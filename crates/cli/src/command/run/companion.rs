@@ -6,12 +6,11 @@
 //! inherited descriptor or variable is one that its parent did not give. Limits: a process whose parent ended before
 //! either was seen is not found again, as is a daemon's that forks twice between two looks.
 
-use pagefold_drive::verify;
+use pagefold_base::process::Process;
+use pagefold_base::region::{Region, VmFlags};
+use pagefold_base::{Absent, AddressRange, Pid, ProcessId, Reading};
 use pagefold_host::act::{self, Action, Refusal};
 use pagefold_host::{Host, Process as Handle, observe, parse};
-use pagefold_model::process::Process;
-use pagefold_model::region::{Region, VmFlags};
-use pagefold_model::{Absent, AddressRange, Pid, ProcessId, Reading};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::time::Duration;
@@ -113,7 +112,7 @@ fn enrol_unless(
     excluded: &dyn Fn(&Process) -> Option<String>,
     asked: &mut Asked,
 ) -> Result<Option<String>, Refusal> {
-    let handle = verify::open(host, process)?;
+    let handle = pagefold_host::hold(host, process)?;
     let told = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel)).merge_any;
     match &told {
         Ok(true) => return Ok(None),
@@ -144,7 +143,7 @@ fn unmarked(handle: &dyn Handle) -> Reading<BTreeSet<AddressRange>> {
 
 /// Enrol a process from outside, where it is not, and see that it took.
 pub fn enrol(host: &dyn Host, process: ProcessId) -> Result<(), Refusal> {
-    let handle = verify::open(host, process)?;
+    let handle = pagefold_host::hold(host, process)?;
     if act::merge_any(&*handle)? {
         return Ok(());
     }
@@ -156,7 +155,7 @@ pub fn enrol(host: &dyn Host, process: ProcessId) -> Result<(), Refusal> {
 mod tests {
     use super::*;
     use pagefold_host::faulty::{Fault, Faulty};
-    use pagefold_host::recording::Recording;
+    use pagefold_recording::Recording;
     use std::sync::Mutex;
 
     fn id(pid: u32, start_time: u64) -> ProcessId {

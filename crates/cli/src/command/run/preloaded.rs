@@ -9,10 +9,10 @@
 use super::companion::{FIRST_PAUSE, LONGEST_PAUSE, Tree};
 use super::program::{self, Loading};
 use super::way;
-use pagefold_drive::verify;
+use pagefold_base::{Absent, ProcessId};
 use pagefold_host::Host;
 use pagefold_linux::launch;
-use pagefold_model::{Absent, ProcessId};
+use pagefold_merge::verify;
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{self, Write};
@@ -95,7 +95,7 @@ fn executed(process: ProcessId) -> Option<PathBuf> {
 
 /// What came of the library in a process, which executed `file` just before.
 fn look(host: &dyn Host, process: ProcessId, file: &Path, library: &[u8]) -> Seen {
-    let Ok(handle) = verify::open(host, process) else { return Seen::Begins };
+    let Ok(handle) = pagefold_host::hold(host, process) else { return Seen::Begins };
     if verify::has_enrolled(&*handle) == Ok(true) {
         return Seen::Enrolled;
     }

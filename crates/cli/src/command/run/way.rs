@@ -3,10 +3,10 @@
 use super::{companion, program};
 use anyhow::{Context, bail};
 use clap::ValueEnum;
+use pagefold_base::Pid;
+use pagefold_base::region::VmFlags;
 use pagefold_host::{Host, observe};
 use pagefold_linux::{LiveHost, launch};
-use pagefold_model::Pid;
-use pagefold_model::region::VmFlags;
 use std::ffi::{CStr, CString, OsStr, OsString};
 use std::fmt;
 use std::io::{BufRead, BufReader, Write};

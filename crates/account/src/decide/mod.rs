@@ -1,0 +1,497 @@
+//! Accounts: what a process, a virtual machine, a cgroup, a job really costs.
+//!
+//! RSS is blind to sharing: a page that ten processes map counts ten times. The fair share divides each frame by its
+//! mappings, so the shares of all mappers add up to the frame, and the shares of all processes to the memory in use.
+//! That sum is what [`reconcile`] holds against the kernel's own counters.
+//!
+//! # Arithmetic
+//! A share is kept as a histogram, [`Shares`]: so many pages of a frame with N mappings, for each N. Adding two of
+//! them adds integers, in any order, and loses nothing; when all N mappers of each frame were seen, the pages at N are
+//! a multiple of N and the quotient is the number of frames. A fixed-point sum could not do that: 1/3 three times is
+//! not 1, and a common denominator of all N up to 65,535 does not fit any machine integer. Histograms are small (a
+//! process has tens of different N) and are rounded to bytes once, when a figure is shown.
+//!
+//! # What merging saves whom
+//! A KSM frame of N mappings holds N pages in one, so each mapper saves 1 - 1/N of a page, and the savings of all
+//! mappers add up to what the host saves. `ksm_process_profit` charges the kept copy to nobody, so its sum over the
+//! processes exceeds `general_profit` by `pages_shared` pages (mm/ksm.c, `ksm_process_profit`,
+//! `general_profit_show`, 6.18).
+//!
+//! # Limits
+//! The page cache that nobody maps, kernel memory and page tables belong to no process and are not in the account.
+
+pub mod reconcile;
+
+use pagefold_base::ksm::{Ksm, ProcessKsm, RMAP_ITEM_BYTES};
+use pagefold_base::process::{Process, Rollup};
+use pagefold_base::reading::{Absent, Reading};
+use pagefold_base::units::{Bytes, NetBytes, PageSize, Pages, ProcessId};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::num::NonZeroU64;
+use std::ops::{Add, AddAssign};
+
+/// Mapped pages by the number of mappings of their frame: an exact sum of fractions of pages.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Shares(BTreeMap<NonZeroU64, u64>);
+
+impl Shares {
+    /// Add pages whose frames have so many mappings.
+    pub fn add(&mut self, mappings: NonZeroU64, pages: u64) {
+        if pages > 0 {
+            *self.0.entry(mappings).or_default() += pages;
+        }
+    }
+
+    /// The mapped pages, each counted in full.
+    pub fn pages(&self) -> Pages {
+        Pages(self.0.values().sum())
+    }
+
+    /// The pages whose frame nobody else maps.
+    pub fn private(&self) -> Pages {
+        Pages(self.0.get(&NonZeroU64::MIN).copied().unwrap_or(0))
+    }
+
+    /// Number of mappings and pages, by ascending number of mappings.
+    pub fn iter(&self) -> impl Iterator<Item = (NonZeroU64, Pages)> {
+        self.0.iter().map(|(&mappings, &pages)| (mappings, Pages(pages)))
+    }
+
+    /// The sum, to the nearest byte.
+    pub fn bytes(&self, page: PageSize) -> Bytes {
+        // 64 fractional bits: each term is short by less than 2^-64 of a byte, which rounding to nearest absorbs.
+        const HALF: u128 = 1 << 63;
+        let fixed: u128 = self
+            .iter()
+            .map(|(mappings, pages)| {
+                let (bytes, mappings) = (u128::from(pages.0) * u128::from(page.bytes()), u128::from(mappings.get()));
+                ((bytes / mappings) << 64) + ((bytes % mappings) << 64) / mappings
+            })
+            .sum();
+        Bytes(((fixed + HALF) >> 64) as u64)
+    }
+
+    /// What is left when `other` is taken away, if it is all in here.
+    pub fn without(&self, other: &Self) -> Option<Self> {
+        let mut rest = self.clone();
+        for (mappings, pages) in &other.0 {
+            let left = rest.0.remove(mappings)?.checked_sub(*pages)?;
+            rest.add(*mappings, left);
+        }
+        Some(rest)
+    }
+
+    /// The sum in whole pages, if the pages at each number of mappings make up whole frames: always so when every
+    /// mapping of every frame is in the sum.
+    pub fn frames(&self) -> Option<Pages> {
+        self.0
+            .iter()
+            .map(|(mappings, pages)| pages.is_multiple_of(mappings.get()).then(|| Pages(*pages / *mappings)))
+            .sum()
+    }
+}
+
+impl AddAssign<&Self> for Shares {
+    fn add_assign(&mut self, other: &Self) {
+        for (mappings, pages) in other.iter() {
+            self.add(mappings, pages.0);
+        }
+    }
+}
+
+/// A fair share: the part that is known exactly, and the part that is an estimate.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FairShare {
+    /// From the frames.
+    pub exact: Shares,
+    /// From sums of the kernel.
+    pub estimated: Bytes,
+}
+
+impl FairShare {
+    /// Both parts, to the nearest byte.
+    pub fn bytes(&self, page: PageSize) -> Bytes {
+        self.exact.bytes(page) + self.estimated
+    }
+}
+
+impl AddAssign<&Self> for FairShare {
+    fn add_assign(&mut self, other: &Self) {
+        self.exact += &other.exact;
+        self.estimated += other.estimated;
+    }
+}
+
+/// What the page tables of one process map, page by page.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Mapped {
+    /// All pages but those of the kernel's zero pages; each base page of a huge page counts for itself.
+    pub shares: Shares,
+    /// The part of `shares` that is mapped to KSM frames.
+    pub ksm: Shares,
+    /// The part of `shares` that maps a store of the user-space engine ([`pagefold_base::engine`]).
+    pub engine: Shares,
+    /// The part of `shares` that is hugetlb memory, which RSS leaves out.
+    pub hugetlb: Pages,
+    /// Pages mapped to the kernel's zero page, whether a read fault or KSM put it there. No memory in use.
+    pub zero: Pages,
+    /// Pages mapped to the kernel's huge zero page. No memory in use.
+    pub huge_zero: Pages,
+    /// Pages that were mapped when the page table was read, whose frame had no mapping any more when it was counted,
+    /// and that were not found in another one. In no other field.
+    pub gone: Pages,
+}
+
+/// All frames that the processes seen map, each once.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Frames {
+    /// Different frames, without the kernel's zero pages.
+    pub distinct: Pages,
+    /// The anonymous ones among them, KSM frames included, hugetlb left out.
+    pub anonymous: Pages,
+    /// The hugetlb ones.
+    pub hugetlb: Pages,
+    /// The KSM frames.
+    pub ksm: Pages,
+    /// All mappings of those KSM frames by the kernel's count, whoever holds them.
+    pub ksm_mappings: Pages,
+    /// Pages mapped to the kernel's zero page, summed over the processes. No memory in use.
+    pub zero: Pages,
+    /// Pages mapped to the kernel's huge zero page, summed over the processes. No memory in use.
+    pub huge_zero: Pages,
+    /// Mappings of the frames that are held by none of the processes seen.
+    pub unseen: Shares,
+    /// Mappings seen beyond the number the kernel counts: the frame was given on between two reads, or two processes
+    /// run in one address space.
+    pub excess: Shares,
+    /// Pages of processes that could not be read to the end. Their frames are in `distinct`.
+    pub lost: Shares,
+    /// Mappings whose frame had another number of mappings when it was read through another process.
+    pub moved: Pages,
+    /// The processes that could not be read, or not to the end, and why.
+    pub unread: Vec<(ProcessId, Absent)>,
+}
+
+/// What the figures of an account rest on.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Basis {
+    /// Every frame was looked at.
+    #[default]
+    Exact,
+    /// Frames could not be looked at, for this reason; the kernel's sums were used instead.
+    Estimated(Absent),
+}
+
+impl fmt::Display for Basis {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Exact => f.write_str("exact"),
+            Self::Estimated(why) => write!(f, "estimated (frames: {why})"),
+        }
+    }
+}
+
+/// The footprint of a process, or the sum over several.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Footprint {
+    /// Resident bytes, blind to merging and sharing; without hugetlb memory and the kernel's zero page, like `Rss:`.
+    pub rss: Bytes,
+    /// Resident hugetlb memory; unknown to an estimate.
+    pub hugetlb: Reading<Bytes>,
+    /// `Pss:` of `smaps_rollup`: the kernel's own fair share, without hugetlb.
+    pub pss: Reading<Bytes>,
+    /// Bytes that are mapped once. A page that two members of a group share and nobody else is in no one's.
+    pub private: Bytes,
+    /// Pages mapped to KSM frames.
+    pub ksm: Pages,
+    /// Pages that KSM mapped to the kernel's zero page; they are in neither RSS nor PSS.
+    pub ksm_zero: Reading<Pages>,
+    /// Pages of zeros that the kernel freed when it split huge pages for ksmd, as merges noted it and page tables still
+    /// have it; in no counter of KSM, and in neither RSS nor PSS.
+    pub zeros_by_splitting: Reading<Pages>,
+    /// Each page divided by the mappings of its frame.
+    pub fair: FairShare,
+    /// The KSM pages' part of `fair`.
+    pub ksm_fair: FairShare,
+    /// Pages that map a store of the user-space engine, by the store's name.
+    pub engine: Reading<Pages>,
+    /// Their part of `fair`; unknown to an estimate.
+    pub engine_fair: Reading<Shares>,
+    /// `ksm_rmap_items`: pages ksmd keeps metadata for.
+    pub rmap_items: Reading<u64>,
+    /// `ksm_merging_pages`: what `ksm` should be, as of ksmd's last visit.
+    pub merging_pages: Reading<u64>,
+    /// `ksm_process_profit`, which charges the copy that is kept to nobody.
+    pub kernel_profit: Reading<NetBytes>,
+    /// Swapped-out bytes.
+    pub swap: Reading<Bytes>,
+    /// Exact or estimated.
+    pub basis: Basis,
+}
+
+impl Footprint {
+    /// Of nothing: where sums begin.
+    pub fn empty() -> Self {
+        Self {
+            rss: Bytes::ZERO,
+            hugetlb: Ok(Bytes::ZERO),
+            pss: Ok(Bytes::ZERO),
+            private: Bytes::ZERO,
+            ksm: Pages::ZERO,
+            ksm_zero: Ok(Pages::ZERO),
+            zeros_by_splitting: Ok(Pages::ZERO),
+            fair: FairShare::default(),
+            ksm_fair: FairShare::default(),
+            engine: Ok(Pages::ZERO),
+            engine_fair: Ok(Shares::default()),
+            rmap_items: Ok(0),
+            merging_pages: Ok(0),
+            kernel_profit: Ok(NetBytes(0)),
+            swap: Ok(Bytes::ZERO),
+            basis: Basis::Exact,
+        }
+    }
+
+    /// From the frames, with `Pss:` and the swapped-out bytes as the kernel gives them.
+    pub fn exact(page: PageSize, mapped: Mapped, pss: Reading<Bytes>, swap: Reading<Bytes>, ksm: &ProcessKsm) -> Self {
+        Self {
+            rss: page.of(mapped.shares.pages().saturating_sub(mapped.hugetlb)),
+            hugetlb: Ok(page.of(mapped.hugetlb)),
+            pss,
+            private: page.of(mapped.shares.private()),
+            ksm: mapped.ksm.pages(),
+            fair: FairShare { exact: mapped.shares, estimated: Bytes::ZERO },
+            ksm_fair: FairShare { exact: mapped.ksm, estimated: Bytes::ZERO },
+            engine: Ok(mapped.engine.pages()),
+            engine_fair: Ok(mapped.engine),
+            swap,
+            basis: Basis::Exact,
+            ..Self::counters(ksm)
+        }
+    }
+
+    /// Without the frames, from sums that the kernel gives to the owner of a process; `why` says what kept the frames
+    /// from being read.
+    ///
+    /// The fair share is `Pss:`. How many mappings the KSM pages have is not known, so their part of it is taken as
+    /// the host's mean, `pages_shared / (pages_shared + pages_sharing)` of a page each. Without `KSM:` (before 6.6)
+    /// they are counted by `ksm_merging_pages`, stale as it may be. An error is the first sum that is missing.
+    pub fn estimated(page: PageSize, rollup: &Rollup, process: &ProcessKsm, host: &Ksm, why: Absent) -> Reading<Self> {
+        let counters = Self::counters(process);
+        // `KSM:` counts no zero pages, though they are KSM's doing (fs/proc/task_mmu.c, `smaps_account`; seen on 6.18).
+        let ksm = match &rollup.ksm {
+            Ok(bytes) => page.pages_in(*bytes),
+            Err(_) => Pages(counters.merging_pages.clone()?),
+        };
+        let ksm_fair = if ksm == Pages::ZERO {
+            Bytes::ZERO
+        } else {
+            let (shared, sharing) = (u128::from(host.pages_shared.clone()?), u128::from(host.pages_sharing.clone()?));
+            // Pages are merged and ksmd counts none: it has not got there yet, and two is the fewest that can share.
+            let (part, whole) = if shared + sharing == 0 { (1, 2) } else { (shared, shared + sharing) };
+            Bytes((u128::from(page.of(ksm).0) * part / whole) as u64)
+        };
+        let fair = rollup.pss.clone()?;
+        Ok(Self {
+            rss: rollup.rss.clone()?,
+            hugetlb: Err(why.clone()),
+            pss: Ok(fair),
+            private: rollup.private_clean.clone()? + rollup.private_dirty.clone()?,
+            ksm,
+            fair: FairShare { exact: Shares::default(), estimated: fair },
+            ksm_fair: FairShare { exact: Shares::default(), estimated: ksm_fair },
+            swap: rollup.swap.clone(),
+            engine: Err(why.clone()),
+            engine_fair: Err(why.clone()),
+            basis: Basis::Estimated(why),
+            ..counters
+        })
+    }
+
+    /// Only what `/proc/PID/ksm_stat` says.
+    fn counters(ksm: &ProcessKsm) -> Self {
+        Self {
+            // The kernel's counter is signed and updated without a lock; below zero it means none.
+            ksm_zero: ksm.zero_pages.clone().map(|pages| Pages(u64::try_from(pages).unwrap_or(0))),
+            rmap_items: ksm.rmap_items.clone(),
+            merging_pages: ksm.merging_pages.clone(),
+            kernel_profit: ksm.profit.clone().map(NetBytes),
+            ..Self::empty()
+        }
+    }
+
+    /// What merging saves this process, gross: what KSM counts, and the zeros in split huge pages as far as they are
+    /// known.
+    pub fn saved(&self, page: PageSize) -> Reading<Bytes> {
+        let by_splitting = self.zeros_by_splitting.as_ref().map_or(Bytes::ZERO, |pages| page.of(*pages));
+        Ok(self.counted_by_ksm(page)? + by_splitting)
+    }
+
+    /// The part of it that KSM counts: each page it merged in full, less what the process still pays for it.
+    pub fn counted_by_ksm(&self, page: PageSize) -> Reading<Bytes> {
+        let merged = page.of(self.ksm).saturating_sub(self.ksm_fair.bytes(page));
+        Ok(merged + page.of(self.ksm_zero.clone()?))
+    }
+
+    /// What the user-space engine saves this process, gross: each page that maps its store in full, less what the
+    /// process still pays for it. Zeros that it gave back are not seen.
+    pub fn engine_saved(&self, page: PageSize) -> Reading<Bytes> {
+        Ok(page.of(self.engine.clone()?).saturating_sub(self.engine_fair.clone()?.bytes(page)))
+    }
+
+    /// What the process would cost if all that was merged in it were unmerged: its fair share with every KSM page and
+    /// every zero page that KSM or the splitting of a huge page placed in full. What is shared for other reasons (page cache, fork) stays shared.
+    pub fn unmerged(&self, page: PageSize) -> Reading<Bytes> {
+        Ok(self.fair.bytes(page) + self.saved(page)?)
+    }
+
+    /// What merging saves this process net of the metadata that ksmd keeps for it.
+    pub fn profit(&self, page: PageSize) -> Reading<NetBytes> {
+        self.less_metadata(self.saved(page)?)
+    }
+
+    /// The part of it that KSM counts, which is what the kernel's own figures of profit are held against.
+    pub fn profit_counted_by_ksm(&self, page: PageSize) -> Reading<NetBytes> {
+        self.less_metadata(self.counted_by_ksm(page)?)
+    }
+
+    fn less_metadata(&self, saved: Bytes) -> Reading<NetBytes> {
+        let metadata = self.rmap_items.clone()?.saturating_mul(RMAP_ITEM_BYTES);
+        Ok(NetBytes(signed(saved.0) - signed(metadata)))
+    }
+}
+
+/// Saturating, as no host has that many of anything.
+fn signed(value: u64) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}
+
+/// The sum of two readings; absent if either is, because a sum without a part of it is another figure.
+fn sum<T: Clone + Add<Output = T>>(a: &Reading<T>, b: &Reading<T>) -> Reading<T> {
+    Ok(a.clone()? + b.clone()?)
+}
+
+impl AddAssign<&Self> for Footprint {
+    fn add_assign(&mut self, other: &Self) {
+        self.rss += other.rss;
+        self.hugetlb = sum(&self.hugetlb, &other.hugetlb);
+        self.pss = sum(&self.pss, &other.pss);
+        self.private += other.private;
+        self.ksm += other.ksm;
+        self.ksm_zero = sum(&self.ksm_zero, &other.ksm_zero);
+        self.zeros_by_splitting = sum(&self.zeros_by_splitting, &other.zeros_by_splitting);
+        self.fair += &other.fair;
+        self.ksm_fair += &other.ksm_fair;
+        self.engine = sum(&self.engine, &other.engine);
+        match (&mut self.engine_fair, &other.engine_fair) {
+            (Ok(sum), Ok(other)) => *sum += other,
+            (Err(_), _) => {}
+            (sum, Err(why)) => *sum = Err(why.clone()),
+        }
+        self.rmap_items = sum(&self.rmap_items, &other.rmap_items);
+        self.merging_pages = sum(&self.merging_pages, &other.merging_pages);
+        self.kernel_profit = match (&self.kernel_profit, &other.kernel_profit) {
+            (Ok(a), Ok(b)) => Ok(NetBytes(a.0.saturating_add(b.0))),
+            (Err(why), _) | (_, Err(why)) => Err(why.clone()),
+        };
+        self.swap = sum(&self.swap, &other.swap);
+        if self.basis == Basis::Exact {
+            self.basis = other.basis.clone();
+        }
+    }
+}
+
+/// A process and its footprint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Account {
+    /// Who.
+    pub process: Process,
+    /// What it costs.
+    pub footprint: Footprint,
+}
+
+/// What to sum over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GroupBy {
+    /// Each process by itself.
+    Process,
+    /// The virtual machine.
+    Vm,
+    /// The cgroup.
+    Cgroup,
+    /// The job: a Slurm job with all its steps, an MPI job.
+    Job,
+    /// The step of a Slurm job; other jobs have one.
+    Step,
+    /// The effective user.
+    User,
+}
+
+/// Whose sum it is.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum GroupKey {
+    /// A process and its `comm`.
+    Process(ProcessId, String),
+    /// A virtual machine: its monitor's process, and its name if it has one.
+    Vm(ProcessId, Option<String>),
+    /// A cgroup by its path.
+    Cgroup(String),
+    /// A job or step by its name.
+    Job(String),
+    /// A user by number.
+    User(u32),
+    /// Processes that belong to none.
+    Others,
+    /// Processes of which it could not be read, and why.
+    Unread(Absent),
+}
+
+/// A sum over processes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// Whose.
+    pub key: GroupKey,
+    /// How many processes.
+    pub processes: u64,
+    /// The sum of their footprints.
+    pub footprint: Footprint,
+}
+
+impl GroupBy {
+    /// The group of a process.
+    pub fn key(self, process: &Process) -> GroupKey {
+        let or_unread =
+            |reading: Result<GroupKey, &Absent>| reading.unwrap_or_else(|why| GroupKey::Unread(why.clone()));
+        let identity = &process.identity;
+        match self {
+            Self::Process => GroupKey::Process(process.id, process.comm.clone()),
+            Self::Vm => identity.vm.as_ref().map_or(GroupKey::Others, |vm| GroupKey::Vm(process.id, vm.name.clone())),
+            Self::Cgroup => or_unread(process.cgroup.as_ref().map(|path| GroupKey::Cgroup(path.clone()))),
+            Self::User => or_unread(process.uid.as_ref().map(|&uid| GroupKey::User(uid))),
+            Self::Step => identity.job.as_ref().map_or(GroupKey::Others, |job| GroupKey::Job(job.name.clone())),
+            Self::Job => identity.job.as_ref().map_or(GroupKey::Others, |job| GroupKey::Job(whole_job(&job.name))),
+        }
+    }
+}
+
+/// `slurm:1234` of the step `slurm:1234.0`; other names as they are.
+fn whole_job(name: &str) -> String {
+    let slurm = name.starts_with("slurm:").then(|| name.split_once('.')).flatten();
+    slurm.map_or(name, |(job, _)| job).to_owned()
+}
+
+/// The footprints summed by group, in the order of the keys. Every account is in exactly one group, so the sums add up
+/// to the same whatever they are grouped by.
+pub fn groups(accounts: &[Account], by: GroupBy) -> Vec<Group> {
+    let mut groups = BTreeMap::<GroupKey, (u64, Footprint)>::new();
+    for account in accounts {
+        let (processes, footprint) = groups.entry(by.key(&account.process)).or_insert_with(|| (0, Footprint::empty()));
+        *processes += 1;
+        *footprint += &account.footprint;
+    }
+    groups.into_iter().map(|(key, (processes, footprint))| Group { key, processes, footprint }).collect()
+}
+
+#[cfg(test)]
+mod tests;

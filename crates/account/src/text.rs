@@ -1,0 +1,379 @@
+//! The account for people.
+
+use crate::wire::{AccountReport, FootprintReport, GroupAccount, LineReport, ProcessAccount, ReconciliationReport};
+use comfy_table::{Cell, CellAlignment, Color};
+use pagefold_base::Bytes;
+use pagefold_census::text::unseen;
+use pagefold_output::text::{
+    Style, ZEROS_BY_SPLITTING, bar, by_splitting, bytes, coloured, cut, net, number, printable,
+};
+use std::fmt::Write;
+
+/// Columns of the bar.
+const BAR: usize = 12;
+
+/// The whole report. Tables have `top` rows; columns that do not fit are left out, the least telling first.
+pub fn render(report: &AccountReport, top: usize, remedy: &str, style: Style) -> String {
+    let mut text = style.paragraph(&title(report), 0);
+    text.push_str(&table(report, top, style));
+    if let Some(whole) = &report.reconciliation {
+        text.push_str(&reconciliation(whole, report.page_size, style));
+    }
+    text.push_str(&notes(report, remedy, style));
+    text
+}
+
+fn title(report: &AccountReport) -> String {
+    let total = &report.total;
+    if report.processes.is_empty() {
+        return format!("Account of {}: no process could be looked at.", report.host);
+    }
+    let estimated = report.estimated();
+    let exactness = match estimated {
+        0 => "Every frame was looked at.".to_owned(),
+        _ if estimated == report.processes.len() => "All of it is an estimate.".to_owned(),
+        _ => format!("{estimated} of them by estimate."),
+    };
+    let saved = match total.profit {
+        Some(profit) => {
+            let by_splitting = by_splitting(total.split_zero_pages.unwrap_or(0) * report.page_size);
+            format!("merging saves them {} net{by_splitting}", net(profit))
+        }
+        None => "what merging saves them is not known".to_owned(),
+    };
+    let engine = match total.engine_saved {
+        Some(saved) if saved > 0 => format!("; the user-space engine saves them {}", Bytes(saved)),
+        _ => String::new(),
+    };
+    format!(
+        "Account of {}: {} {} {}, by RSS {}; {saved}{engine}. {exactness}",
+        report.host,
+        processes(report.processes.len() as u64),
+        if report.processes.len() == 1 { "costs" } else { "cost" },
+        Bytes(total.fair_share),
+        Bytes(total.rss),
+    )
+}
+
+fn processes(count: u64) -> String {
+    format!("{} process{}", number(count), if count == 1 { "" } else { "es" })
+}
+
+/// A line of the table.
+struct Row<'a> {
+    /// The process's number, or how many processes it sums.
+    number: u64,
+    name: String,
+    footprint: &'a FootprintReport,
+}
+
+impl<'a> Row<'a> {
+    fn new((number, name): (u64, String), footprint: &'a FootprintReport) -> Self {
+        Self { number, name, footprint }
+    }
+}
+
+/// A column of figures.
+struct Column {
+    heading: &'static str,
+    /// Columns of low rank are left out first.
+    rank: u8,
+    /// Where all cells are one of these, the column is not there at all.
+    silent: &'static [&'static str],
+    cell: fn(&FootprintReport, u64) -> String,
+}
+
+const COLUMNS: [Column; 12] = [
+    Column { heading: "RSS", rank: 7, silent: &[], cell: |footprint, _| bytes(footprint.rss) },
+    Column { heading: "PSS", rank: 3, silent: &[], cell: |footprint, _| known(footprint.pss) },
+    Column { heading: "private", rank: 4, silent: &[], cell: |footprint, _| bytes(footprint.private) },
+    Column { heading: "KSM", rank: 5, silent: &[], cell: |footprint, page| bytes(footprint.ksm_pages * page) },
+    Column {
+        heading: "KSM zero",
+        rank: 1,
+        silent: &["·"],
+        cell: |footprint, page| known(footprint.ksm_zero_pages.map(|n| n * page)),
+    },
+    Column {
+        heading: "split zero",
+        rank: 1,
+        silent: &["·", "?"],
+        cell: |footprint, page| known(footprint.split_zero_pages.map(|n| n * page)),
+    },
+    Column {
+        heading: "fair share",
+        rank: 9,
+        silent: &[],
+        cell: |footprint, _| about(footprint, bytes(footprint.fair_share)),
+    },
+    Column {
+        heading: "unmerged",
+        rank: 6,
+        silent: &[],
+        cell: |footprint, _| about(footprint, known(footprint.unmerged)),
+    },
+    Column {
+        heading: "saved, net",
+        rank: 8,
+        silent: &[],
+        cell: |footprint, _| about(footprint, known_net(footprint.profit)),
+    },
+    Column {
+        heading: "engine",
+        rank: 8,
+        silent: &["·", "?"],
+        cell: |footprint, page| known(footprint.engine_pages.map(|n| n * page)),
+    },
+    Column {
+        heading: "engine saves",
+        rank: 8,
+        silent: &["·", "?"],
+        cell: |footprint, _| known(footprint.engine_saved),
+    },
+    Column { heading: "swap", rank: 2, silent: &["·"], cell: |footprint, _| known(footprint.swap) },
+];
+
+fn known(figure: Option<u64>) -> String {
+    figure.map_or_else(|| "?".to_owned(), bytes)
+}
+
+fn known_net(figure: Option<i64>) -> String {
+    match figure {
+        None => "?".to_owned(),
+        Some(0) => "·".to_owned(),
+        Some(figure) => net(figure),
+    }
+}
+
+/// A figure that is an estimate is marked as one; nothing and unknown are what they are.
+fn about(footprint: &FootprintReport, figure: String) -> String {
+    let plain = footprint.estimated.is_none() || figure == "·" || figure == "?";
+    if plain { figure } else { format!("~{figure}") }
+}
+
+fn table(report: &AccountReport, top: usize, style: Style) -> String {
+    let by_process = report.by == "process";
+    let rows: Vec<Row<'_>> = if by_process {
+        let row = |process: &'_ ProcessAccount| (u64::from(process.who.pid), process.who.label());
+        report.processes.iter().map(|process| Row::new(row(process), &process.footprint)).collect()
+    } else {
+        let row = |group: &'_ GroupAccount| (group.processes, group.name.clone());
+        report.groups.iter().map(|group| Row::new(row(group), &group.footprint)).collect()
+    };
+    if rows.is_empty() {
+        return String::new();
+    }
+    let mut shown: Vec<&Row<'_>> = rows.iter().take(top).collect();
+    let total = Row::new((report.processes.len() as u64, "total".to_owned()), &report.total);
+    shown.push(&total);
+
+    let width = usize::from(style.width);
+    let longest = (width / 4).clamp(14, 40);
+    let count = if by_process { "pid" } else { "processes" };
+    let names: Vec<String> = shown.iter().map(|row| short(&row.name, longest)).collect();
+    let fixed = [count.len().max(6), names.iter().map(|name| name.chars().count()).max().unwrap_or(0)];
+    let (columns, left_out, with_bar) = fitting(&shown, report.page_size, width, &fixed);
+
+    let count_heading = format!(">{count}");
+    let headings: Vec<String> = columns.iter().map(|column| format!(">{}", column.heading)).collect();
+    let mut all = vec![if by_process { count_heading.as_str() } else { "name" }];
+    all.push(if by_process { "name" } else { count_heading.as_str() });
+    all.extend(headings.iter().map(String::as_str));
+    if with_bar {
+        all.push("share");
+    }
+    let mut table = style.table(&all);
+    for (i, (row, name)) in shown.iter().zip(names).enumerate() {
+        let is_total = i + 1 == shown.len();
+        let number = if is_total && by_process { String::new() } else { row.number.to_string() };
+        let number = Cell::new(number).set_alignment(CellAlignment::Right);
+        let name = Cell::new(if is_total && by_process { format!("total of {}", row.number) } else { name });
+        let mut cells = if by_process { vec![number, name] } else { vec![name, number] };
+        cells.extend(columns.iter().map(|column| Cell::new((column.cell)(row.footprint, report.page_size))));
+        if with_bar && !is_total {
+            let share = row.footprint.fair_share as f64 / report.total.fair_share.max(1) as f64;
+            cells.push(coloured(bar(share, BAR), Color::Green));
+        }
+        table.add_row(cells);
+    }
+    let mut text = format!("\n{}", style.render(&table));
+    if rows.len() > top {
+        let _ = writeln!(text, "… and {} more (--top {} shows all)", rows.len() - top, rows.len());
+    }
+    if !left_out.is_empty() {
+        let _ = writeln!(text, "For want of room without: {} (--json has all).", left_out.join(", "));
+    }
+    text
+}
+
+/// A name that fits. Of a path the end tells more.
+fn short(name: &str, longest: usize) -> String {
+    let name = &printable(name);
+    let length = name.chars().count();
+    if length > longest && name.starts_with('/') {
+        return ['…'].into_iter().chain(name.chars().skip(length + 1 - longest)).collect();
+    }
+    cut(name, longest)
+}
+
+/// The columns of figures that fit, the headings of those that do not, and whether there is room for the bar. Columns
+/// that say nothing in every row are not there at all.
+fn fitting(
+    rows: &[&Row<'_>],
+    page: u64,
+    width: usize,
+    fixed: &[usize],
+) -> (Vec<&'static Column>, Vec<&'static str>, bool) {
+    const GAP: usize = 2;
+    let says_nothing =
+        |column: &Column| rows.iter().all(|row| column.silent.contains(&(column.cell)(row.footprint, page).as_str()));
+    let wide = |column: &Column| {
+        let cells = rows.iter().map(|row| (column.cell)(row.footprint, page).chars().count());
+        cells.chain([column.heading.len()]).max().unwrap_or(0) + GAP
+    };
+    let mut columns: Vec<&Column> = COLUMNS.iter().filter(|column| !says_nothing(column)).collect();
+    let mut left_out = Vec::new();
+    loop {
+        let needed: usize = fixed.iter().map(|width| width + GAP).sum::<usize>()
+            + columns.iter().map(|column| wide(column)).sum::<usize>();
+        let least = columns.iter().enumerate().min_by_key(|(_, column)| column.rank).map(|(i, _)| i);
+        match least {
+            Some(least) if needed > width => left_out.push(columns.remove(least).heading),
+            _ => return (columns, left_out, needed + BAR + GAP <= width),
+        }
+    }
+}
+
+fn reconciliation(whole: &ReconciliationReport, page: u64, style: Style) -> String {
+    let mut text = style.heading("The fair shares of all processes against the frames in use");
+    if whole.processes == 0 {
+        text.push_str("There is nothing to compare: no frame could be looked at. Run as root.\n");
+        return text;
+    }
+    let balance = &whole.balance;
+    let mut table = style.table(&["", ">bytes", ">"]);
+    let signed = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
+    let fair = format!("fair shares of {}", processes(whole.processes));
+    let parts = [
+        (fair.as_str(), signed(balance.fair), true),
+        ("+ shares of mappers that were not seen", signed(balance.unseen), false),
+        ("+ shares of processes that ended meanwhile", signed(balance.lost), false),
+        ("- mappings seen beyond the kernel's count", -signed(balance.excess), false),
+        ("+ mappings that changed meanwhile", balance.moved, false),
+        ("= frames in use, each once", signed(balance.frames), true),
+    ];
+    for (what, value, always) in parts {
+        if always || value != 0 {
+            table.add_row(vec![what.to_owned(), grouped(value), net(value)]);
+        }
+    }
+    text.push_str(&style.render(&table));
+    text.push_str(&style.paragraph(
+        if balance.exact {
+            "They add up exactly, in integers."
+        } else {
+            "They do not add up to the last page, because processes changed while they were read; run it again on a \
+             quieter host."
+        },
+        0,
+    ));
+
+    text.push_str(&style.heading("The account against the kernel's counters"));
+    text.push_str(&lines(&whole.lines, style));
+    text.push_str(&style.heading("Why they differ"));
+    for line in whole.lines.iter().filter(|line| !line.explanation.starts_with("agrees")) {
+        let meaningless = line.account == 0 && line.kernel.is_none();
+        if !meaningless {
+            text.push_str(&style.paragraph(&format!("{}: {}.", line.source_or_what(), line.explanation), 2));
+        }
+    }
+    let _ = writeln!(text, "A page is {}.", Bytes(page));
+    text
+}
+
+/// The figures of both sides. Where there is no room for two names of the same thing, the kernel's is enough.
+fn lines(lines: &[LineReport], style: Style) -> String {
+    let cells = |line: &LineReport| {
+        let difference = match line.difference {
+            Some(0) => "·".to_owned(),
+            Some(value) if value > 0 => format!("+{}", figure(line, Some(value))),
+            value => figure(line, value),
+        };
+        let figures = [figure(line, Some(line.account)), figure(line, line.kernel), difference];
+        [vec![line.what.to_owned()], figures.to_vec(), vec![line.source.to_owned()]].concat()
+    };
+    let headings = ["what", ">account", ">kernel", ">difference", "the kernel's counter"];
+    let rows: Vec<Vec<String>> = lines.iter().map(cells).collect();
+    let wide: usize = (0..headings.len())
+        .map(|i| rows.iter().map(|row| row[i].chars().count()).chain([headings[i].len()]).max().unwrap_or(0) + 2)
+        .sum();
+    let both = wide <= usize::from(style.width);
+    let mut table = style.table(if both { &headings } else { &headings[..4] });
+    for (mut row, line) in rows.into_iter().zip(lines) {
+        if !both {
+            row.truncate(4);
+            row[0] = line.source_or_what().to_owned();
+        }
+        table.add_row(row);
+    }
+    style.render(&table)
+}
+
+impl LineReport {
+    /// What a line is called by where it is explained: by the kernel's name, if it has one.
+    fn source_or_what(&self) -> &'static str {
+        if self.source == "no counter" { self.what } else { self.source }
+    }
+}
+
+/// A figure in the unit of its line; pages as numbers, bytes with units.
+fn figure(line: &LineReport, value: Option<i64>) -> String {
+    match value {
+        None => "-".to_owned(),
+        Some(value) if line.unit == "pages" => grouped(value),
+        Some(0) => "0 B".to_owned(),
+        Some(value) => net(value),
+    }
+}
+
+fn grouped(value: i64) -> String {
+    format!("{}{}", if value < 0 { "-" } else { "" }, number(value.unsigned_abs()))
+}
+
+/// What is estimated and why, who was not seen.
+fn notes(report: &AccountReport, remedy: &str, style: Style) -> String {
+    let mut text = String::new();
+    if let Some(why) = report.processes.iter().find_map(|process| process.footprint.estimated.as_ref()) {
+        text.push_str(&style.paragraph(
+            &format!(
+                "~ marks estimates ({} of {} processes): the frames could not be looked at ({why}), so the fair share \
+                 is Pss, and what KSM saves is taken as the host's mean for each merged page. {}",
+                report.estimated(),
+                report.processes.len(),
+                if why == "permission denied" { "Run as root for exact figures." } else { "" },
+            ),
+            0,
+        ));
+    }
+    if report.total.split_zero_pages.is_none() && report.processes.iter().any(|process| process.footprint.ksm_pages > 0)
+    {
+        text.push_str(&style.paragraph(
+            &format!(
+                "The figures lack {ZEROS_BY_SPLITTING}, which KSM does not count: what merges noted of them cannot be \
+                 read. They are told on a live host, to root, with the --state of the merge."
+            ),
+            0,
+        ));
+    }
+    text.push_str(&unseen(&report.not_seen, remedy));
+    if let Some(whole) = &report.reconciliation {
+        let others =
+            whole.not_seen.iter().filter(|other| !report.not_seen.contains(other)).cloned().collect::<Vec<_>>();
+        text.push_str(&unseen(&others, remedy));
+        if whole.estimated > 0 && whole.processes > 0 {
+            let _ =
+                writeln!(text, "Neither in the balance nor in the lines: {} by estimate.", processes(whole.estimated));
+        }
+    }
+    if text.is_empty() { text } else { format!("\n{text}") }
+}

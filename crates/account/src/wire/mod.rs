@@ -1,0 +1,387 @@
+//! The account on the wire.
+
+use crate::decide::reconcile::{Balance, Drift, Line, Reconciliation, Unit};
+use crate::decide::{Account, Basis, Footprint, Group, GroupBy, GroupKey, groups};
+use pagefold_base::ksm::RMAP_ITEM_BYTES;
+use pagefold_base::{PageSize, Reading};
+use pagefold_census::results::Unseen;
+use pagefold_output::wire::{NotSeen, Who};
+use schemars::JsonSchema;
+use serde::Serialize;
+use std::cmp::Reverse;
+
+/// The result of `pagefold account`. Figures that the kernel does not tell are absent, never 0.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct AccountReport {
+    /// `pagefold.account/1`.
+    pub schema: &'static str,
+    /// What was looked at: `this host` or a recording.
+    pub host: String,
+    /// Bytes of a base page.
+    pub page_size: u64,
+    /// Wall time in seconds.
+    pub seconds: f64,
+    /// The sum over `processes`.
+    pub total: FootprintReport,
+    /// The processes, the largest fair share first.
+    pub processes: Vec<ProcessAccount>,
+    /// What `groups` are: `process` (then there are none), `vm`, `cgroup`, `job`, `step` or `user`.
+    pub by: &'static str,
+    /// Sums over the processes that belong together, the largest fair share first. Each process is in exactly one.
+    pub groups: Vec<GroupAccount>,
+    /// With `--explain`: the account of all processes of the host against the kernel's counters.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reconciliation: Option<ReconciliationReport>,
+    /// Processes that were asked for and not seen.
+    pub not_seen: Vec<NotSeen>,
+}
+
+/// What a process or a group costs. Bytes, unless the name says pages.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct FootprintReport {
+    /// Resident memory as `Rss:` counts it: blind to sharing and merging, without hugetlb.
+    pub rss: u64,
+    /// `Pss:` of `smaps_rollup`, the kernel's own fair share, without hugetlb.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pss: Option<u64>,
+    /// The part that nobody else maps.
+    pub private: u64,
+    /// Resident hugetlb memory; unknown to an estimate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hugetlb: Option<u64>,
+    /// Swapped-out memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub swap: Option<u64>,
+    /// Each page divided by the mappings of its frame, hugetlb included.
+    pub fair_share: u64,
+    /// Pages that KSM merged, the copies that are kept included.
+    pub ksm_pages: u64,
+    /// Their part of `fair_share`.
+    pub ksm_fair_share: u64,
+    /// Pages that map a store of the user-space engine (`pagefold engine status`), by the name of its memfd.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub engine_pages: Option<u64>,
+    /// Their part of `fair_share`; unknown to an estimate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub engine_fair_share: Option<u64>,
+    /// What merging by the engine saves, gross, without zeros that it gave back.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub engine_saved: Option<u64>,
+    /// Pages of zeros that KSM mapped to the kernel's zero page; in neither RSS nor PSS.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ksm_zero_pages: Option<u64>,
+    /// Pages of zeros that the kernel freed when it split huge pages for ksmd, by the notes of Pagefold's merges and as
+    /// far as page tables still have them; in no counter of KSM. Absent where the notes cannot be read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub split_zero_pages: Option<u64>,
+    /// `fair_share` if everything that was merged in it were unmerged: `fair_share + saved`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub unmerged: Option<u64>,
+    /// What merging saves, gross: what KSM counts, and `split_zero_pages` where they are known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub saved: Option<u64>,
+    /// What ksmd keeps for it: 64 for each page it has an item for (`ksm_rmap_items`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub metadata: Option<u64>,
+    /// `saved - metadata`. Negative where KSM costs more than it gives.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub profit: Option<i64>,
+    /// `ksm_merging_pages`: what `ksm_pages` was when ksmd last looked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ksm_merging_pages: Option<u64>,
+    /// `ksm_process_profit`, which charges the copy that is kept to nobody.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ksm_process_profit: Option<i64>,
+    /// Why the frames could not be looked at, where the figures are estimates from the kernel's sums; absent where
+    /// they are exact.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub estimated: Option<String>,
+}
+
+/// A process in the account.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct ProcessAccount {
+    /// Who it is.
+    #[serde(flatten)]
+    pub who: Who,
+    /// What it costs.
+    #[serde(flatten)]
+    pub footprint: FootprintReport,
+}
+
+/// Processes that belong together.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct GroupAccount {
+    /// The name of the virtual machine, cgroup or job; `user N`; `others` of processes that belong to none; `unknown`
+    /// of those of which it could not be read.
+    pub name: String,
+    /// How many processes.
+    pub processes: u64,
+    /// What they cost together.
+    #[serde(flatten)]
+    pub footprint: FootprintReport,
+}
+
+/// The account of all processes of the host against the kernel's counters.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct ReconciliationReport {
+    /// Processes whose frames were looked at.
+    pub processes: u64,
+    /// Processes whose frames could not be looked at: they are in neither the balance nor the lines.
+    pub estimated: u64,
+    /// Processes that could not be looked at at all.
+    pub not_seen: Vec<NotSeen>,
+    /// The fair shares against the frames in use.
+    pub balance: BalanceReport,
+    /// Figures of the account beside the kernel's for the same thing.
+    pub lines: Vec<LineReport>,
+    /// What the saved pages differ from `pages_sharing` by, in parts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub drift: Option<DriftReport>,
+}
+
+/// `fair + unseen + lost - excess + moved = frames`, in bytes, up to a byte of rounding in each.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct BalanceReport {
+    /// Frames that are mapped, each once; the kernel's zero pages are not among them.
+    pub frames: u64,
+    /// The fair shares.
+    pub fair: u64,
+    /// The shares of mappers that were not seen.
+    pub unseen: u64,
+    /// The shares of processes that ended while they were read.
+    pub lost: u64,
+    /// The shares of mappings beyond the kernel's count: frames given on between two reads, address spaces that
+    /// processes have in common.
+    pub excess: u64,
+    /// Numbers of mappings that changed while they were read.
+    pub moved: i64,
+    /// Whether the shares add up to the frames without any remainder, in integers.
+    pub exact: bool,
+}
+
+/// A figure of the account beside the kernel's.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct LineReport {
+    /// What is counted.
+    pub what: &'static str,
+    /// `pages` or `bytes`.
+    pub unit: &'static str,
+    /// From the frames.
+    pub account: i64,
+    /// The kernel's figure.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kernel: Option<i64>,
+    /// `account - kernel`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub difference: Option<i64>,
+    /// Where the kernel's figure is from.
+    pub source: &'static str,
+    /// Why they differ, as far as they do.
+    pub explanation: String,
+}
+
+/// `unvisited - stale - elsewhere + unseen + frames` is what the saved pages differ from `pages_sharing` by.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct DriftReport {
+    /// Pages that are merged and not in `ksm_merging_pages` of their process: forked, or merged since.
+    pub unvisited: i64,
+    /// Pages in `ksm_merging_pages` that are no longer merged: written or unmapped since.
+    pub stale: i64,
+    /// Pages that the kernel counts for processes that ended or were not seen.
+    pub elsewhere: i64,
+    /// Pages on the KSM frames seen in processes that were not seen.
+    pub unseen: i64,
+    /// `pages_shared` less the KSM frames seen.
+    pub frames: i64,
+}
+
+/// What a report is made from.
+#[derive(Clone, Debug)]
+pub struct Input<'a> {
+    /// What was looked at.
+    pub host: String,
+    /// The size of its pages.
+    pub page_size: PageSize,
+    /// What to sum over.
+    pub by: GroupBy,
+    /// The processes that were asked for.
+    pub accounts: &'a [Account],
+    /// Those among them that were not seen.
+    pub unseen: &'a [Unseen],
+    /// With `--explain`.
+    pub reconciliation: Option<Whole<'a>>,
+    /// Wall time.
+    pub seconds: f64,
+}
+
+/// All processes of the host against the kernel's counters.
+#[derive(Clone, Copy, Debug)]
+pub struct Whole<'a> {
+    /// The comparison.
+    pub reconciliation: &'a Reconciliation,
+    /// How many processes were looked at.
+    pub processes: u64,
+    /// Processes that could not be looked at.
+    pub unseen: &'a [Unseen],
+}
+
+impl AccountReport {
+    /// From accounts.
+    pub fn of(input: &Input<'_>) -> Self {
+        let page = input.page_size;
+        let mut total = Footprint::empty();
+        input.accounts.iter().for_each(|account| total += &account.footprint);
+        let mut processes: Vec<_> = input
+            .accounts
+            .iter()
+            .map(|account| ProcessAccount {
+                who: Who::of(&account.process, None),
+                footprint: FootprintReport::of(&account.footprint, page),
+            })
+            .collect();
+        processes.sort_by_key(|process| (Reverse(process.footprint.fair_share), process.who.pid));
+        let mut sums = match input.by {
+            GroupBy::Process => Vec::new(),
+            by => groups(input.accounts, by).into_iter().map(|group| GroupAccount::of(&group, page)).collect(),
+        };
+        sums.sort_by_key(|group| Reverse(group.footprint.fair_share));
+        Self {
+            schema: "pagefold.account/1",
+            host: input.host.clone(),
+            page_size: page.bytes(),
+            seconds: input.seconds,
+            total: FootprintReport::of(&total, page),
+            processes,
+            by: match input.by {
+                GroupBy::Process => "process",
+                GroupBy::Vm => "vm",
+                GroupBy::Cgroup => "cgroup",
+                GroupBy::Job => "job",
+                GroupBy::Step => "step",
+                GroupBy::User => "user",
+            },
+            groups: sums,
+            reconciliation: input.reconciliation.map(ReconciliationReport::of),
+            not_seen: not_seen(input.unseen),
+        }
+    }
+
+    /// Whether something that was asked for was not seen: a process, or with `--explain` the frames of one.
+    pub fn is_incomplete(&self) -> bool {
+        let unexplained = |whole: &ReconciliationReport| whole.estimated > 0 || !whole.not_seen.is_empty();
+        !self.not_seen.is_empty() || self.reconciliation.as_ref().is_some_and(unexplained)
+    }
+
+    /// How many processes have estimates for figures.
+    pub fn estimated(&self) -> usize {
+        self.processes.iter().filter(|process| process.footprint.estimated.is_some()).count()
+    }
+}
+
+impl FootprintReport {
+    /// From a footprint.
+    pub fn of(footprint: &Footprint, page: PageSize) -> Self {
+        fn bytes<T>(reading: &Reading<T>, value: impl Fn(&T) -> u64) -> Option<u64> {
+            reading.as_ref().ok().map(value)
+        }
+        Self {
+            rss: footprint.rss.0,
+            pss: bytes(&footprint.pss, |pss| pss.0),
+            private: footprint.private.0,
+            hugetlb: bytes(&footprint.hugetlb, |hugetlb| hugetlb.0),
+            swap: bytes(&footprint.swap, |swap| swap.0),
+            fair_share: footprint.fair.bytes(page).0,
+            ksm_pages: footprint.ksm.0,
+            ksm_fair_share: footprint.ksm_fair.bytes(page).0,
+            engine_pages: bytes(&footprint.engine, |pages| pages.0),
+            engine_fair_share: bytes(&footprint.engine_fair, |shares| shares.bytes(page).0),
+            engine_saved: bytes(&footprint.engine_saved(page), |saved| saved.0),
+            ksm_zero_pages: bytes(&footprint.ksm_zero, |pages| pages.0),
+            split_zero_pages: bytes(&footprint.zeros_by_splitting, |pages| pages.0),
+            unmerged: bytes(&footprint.unmerged(page), |unmerged| unmerged.0),
+            saved: bytes(&footprint.saved(page), |saved| saved.0),
+            metadata: bytes(&footprint.rmap_items, |items| items.saturating_mul(RMAP_ITEM_BYTES)),
+            profit: footprint.profit(page).ok().map(|profit| profit.0),
+            ksm_merging_pages: footprint.merging_pages.clone().ok(),
+            ksm_process_profit: footprint.kernel_profit.as_ref().ok().map(|profit| profit.0),
+            estimated: match &footprint.basis {
+                Basis::Exact => None,
+                Basis::Estimated(why) => Some(why.to_string()),
+            },
+        }
+    }
+}
+
+impl GroupAccount {
+    fn of(group: &Group, page: PageSize) -> Self {
+        let name = match &group.key {
+            GroupKey::Process(id, comm) => format!("{comm}[{}]", id.pid),
+            GroupKey::Vm(id, name) => name.clone().unwrap_or_else(|| format!("pid {}", id.pid)),
+            GroupKey::Cgroup(name) | GroupKey::Job(name) => name.clone(),
+            GroupKey::User(uid) => format!("user {uid}"),
+            GroupKey::Others => "others".to_owned(),
+            GroupKey::Unread(_) => "unknown".to_owned(),
+        };
+        Self { name, processes: group.processes, footprint: FootprintReport::of(&group.footprint, page) }
+    }
+}
+
+impl ReconciliationReport {
+    fn of(whole: Whole<'_>) -> Self {
+        let Reconciliation { balance, lines, drift, estimated } = whole.reconciliation;
+        Self {
+            processes: whole.processes.saturating_sub(*estimated),
+            estimated: *estimated,
+            not_seen: not_seen(whole.unseen),
+            balance: BalanceReport::of(balance),
+            lines: lines.iter().map(LineReport::of).collect(),
+            drift: drift.as_ref().ok().map(DriftReport::of),
+        }
+    }
+}
+
+impl BalanceReport {
+    fn of(balance: &Balance) -> Self {
+        Self {
+            frames: balance.frames.0,
+            fair: balance.fair.0,
+            unseen: balance.unseen.0,
+            lost: balance.lost.0,
+            excess: balance.excess.0,
+            moved: balance.moved.0,
+            exact: balance.exact,
+        }
+    }
+}
+
+impl LineReport {
+    fn of(line: &Line) -> Self {
+        Self {
+            what: line.counter.name(),
+            unit: match line.counter.unit() {
+                Unit::Pages => "pages",
+                Unit::Bytes => "bytes",
+            },
+            account: line.ours,
+            kernel: line.kernel.clone().ok(),
+            difference: line.difference().ok(),
+            source: line.counter.source(),
+            explanation: line.explanation.clone(),
+        }
+    }
+}
+
+impl DriftReport {
+    fn of(drift: &Drift) -> Self {
+        let Drift { unvisited, stale, elsewhere, unseen, frames } = *drift;
+        Self { unvisited, stale, elsewhere, unseen, frames }
+    }
+}
+
+fn not_seen(unseen: &[Unseen]) -> Vec<NotSeen> {
+    unseen.iter().map(|unseen| NotSeen::of(unseen.pid.0, unseen.comm.clone(), &unseen.why)).collect()
+}
+
+#[cfg(test)]
+mod tests;

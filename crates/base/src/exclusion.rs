@@ -1,0 +1,257 @@
+//! Who is left alone: programs whose memory should not be merged with anybody's.
+//!
+//! A write to a merged page is measurably slower, so that a neighbour who is enrolled too can test guesses of what a
+//! page holds; a program that holds keys gains little from merging and has much to lose. The memory of a confidential
+//! guest is encrypted: no two pages of it are alike, and it only costs ksmd time. The owner of a virtual machine may
+//! forbid merging of its memory ([`Vm::opt_out`]).
+//!
+//! Programs are known by the kernel's name of them and by their arguments. Limits: a process may call itself what it
+//! likes, so the list protects programs that do not hide, and keys are in many others: web servers that end TLS,
+//! browsers, databases. Such are for the configuration.
+
+use crate::domain::Group;
+#[cfg(doc)]
+use crate::identity::Vm;
+use crate::identity::confidential_guest;
+use crate::process::Process;
+use crate::tuner::program;
+use globset::{Glob, GlobMatcher};
+
+/// Programs that hold private keys, passwords or sealed secrets in memory for as long as they run, with what of. Names
+/// may have `*`.
+pub const KEY_HOLDERS: [(&str, &str); 32] = [
+    ("1password", "passwords"),
+    ("bao", "secrets of OpenBao"),
+    ("bitwarden", "passwords"),
+    ("charon", "keys of IPsec"),
+    ("charon-systemd", "keys of IPsec"),
+    ("clevis*", "keys of disks"),
+    ("cryptsetup", "keys of disks"),
+    ("gnome-keyring-daemon", "passwords"),
+    ("gpg-agent", "private keys"),
+    ("hostapd", "keys of wireless networks"),
+    ("kadmind", "keys of a Kerberos realm"),
+    ("keepassxc", "passwords"),
+    ("krb5kdc", "keys of a Kerberos realm"),
+    ("ksecretd", "passwords"),
+    ("kwalletd*", "passwords"),
+    ("openvpn", "private keys"),
+    ("pcscd", "PINs of smart cards"),
+    ("pinentry*", "passphrases as they are typed"),
+    ("polkit-agent-helper-1", "passwords as they are typed"),
+    ("scdaemon", "PINs of smart cards"),
+    ("ssh-agent", "private keys"),
+    ("sshd", "host keys"),
+    ("sshd-auth", "host keys"),
+    ("sshd-session", "session keys"),
+    ("step-ca", "keys of a certificate authority"),
+    ("stunnel*", "private keys"),
+    ("swtpm", "the state of a TPM"),
+    ("systemd-cryptsetup", "keys of disks"),
+    ("tangd", "keys of disks"),
+    ("tpm2-abrmd", "sessions of a TPM"),
+    ("vault", "secrets of Vault"),
+    ("wpa_supplicant", "keys of wireless networks"),
+];
+
+/// Who is left alone.
+#[derive(Clone, Debug)]
+pub struct Exclusions {
+    /// Programs, each with why.
+    names: Vec<Name>,
+    /// Virtual machines, by name.
+    vms: Vec<GlobMatcher>,
+    /// Whoever else, by user, cgroup, label and the like.
+    groups: Vec<Group>,
+    /// Whether confidential virtual machines are.
+    confidential: bool,
+    /// Whether virtual machines are whose owner forbids merging.
+    opted_out: bool,
+}
+
+#[derive(Clone, Debug)]
+struct Name {
+    pattern: GlobMatcher,
+    why: String,
+}
+
+impl Default for Exclusions {
+    /// [`KEY_HOLDERS`], confidential virtual machines and those whose owner forbids merging.
+    fn default() -> Self {
+        let known = KEY_HOLDERS.iter().map(|(name, what)| Name {
+            pattern: Glob::new(name).expect("the patterns above are well-formed").compile_matcher(),
+            why: format!("it holds {what}"),
+        });
+        Self { names: known.collect(), confidential: true, opted_out: true, ..Self::none() }
+    }
+}
+
+impl Exclusions {
+    /// Nobody.
+    pub fn none() -> Self {
+        Self { names: Vec::new(), vms: Vec::new(), groups: Vec::new(), confidential: false, opted_out: false }
+    }
+
+    /// Whether confidential virtual machines are left alone, too.
+    #[must_use]
+    pub fn confidential(self, confidential: bool) -> Self {
+        Self { confidential, ..self }
+    }
+
+    /// Whether virtual machines are left alone, too, whose owner forbids merging.
+    #[must_use]
+    pub fn opted_out(self, opted_out: bool) -> Self {
+        Self { opted_out, ..self }
+    }
+
+    /// Leave programs alone whose name fits one of the patterns, too.
+    #[must_use]
+    pub fn programs(mut self, patterns: impl IntoIterator<Item = GlobMatcher>) -> Self {
+        let name = |pattern| Name { pattern, why: "the configuration excludes its program".to_owned() };
+        self.names.extend(patterns.into_iter().map(name));
+        self
+    }
+
+    /// Leave virtual machines alone whose name fits one of the patterns, too.
+    #[must_use]
+    pub fn vms(mut self, patterns: impl IntoIterator<Item = GlobMatcher>) -> Self {
+        self.vms.extend(patterns);
+        self
+    }
+
+    /// Leave alone whoever is in one of the groups, too.
+    #[must_use]
+    pub fn groups(mut self, groups: impl IntoIterator<Item = Group>) -> Self {
+        self.groups.extend(groups);
+        self
+    }
+
+    /// Why a process is left alone, in one phrase.
+    pub fn reason(&self, process: &Process) -> Option<String> {
+        let arguments = process.arguments.as_deref().unwrap_or_default();
+        if let Some(name) = self.names.iter().find(|name| name.fits(&process.comm, program(arguments))) {
+            return Some(name.why.clone());
+        }
+        if let Some(group) = self.groups.iter().find(|group| group.has(process)) {
+            return Some(format!("the configuration excludes the group {}", group.name));
+        }
+        let vm = process.identity.vm.as_ref()?;
+        if vm.name.as_ref().is_some_and(|name| self.vms.iter().any(|pattern| pattern.is_match(name))) {
+            return Some("the configuration excludes this virtual machine".to_owned());
+        }
+        if let Some(setting) = vm.opt_out().filter(|_| self.opted_out) {
+            return Some(format!("its owner forbids merging: {setting}"));
+        }
+        let technique = confidential_guest(arguments).filter(|_| self.confidential)?;
+        Some(format!("the memory of a confidential guest is encrypted ({technique})"))
+    }
+}
+
+impl Name {
+    /// By the arguments or by the kernel's name, which is cut at 15 bytes (`TASK_COMM_LEN`): either is enough.
+    fn fits(&self, comm: &str, program: Option<&str>) -> bool {
+        let cut = || comm.len() == 15 && self.pattern.glob().glob().starts_with(comm);
+        program.is_some_and(|program| self.pattern.is_match(program)) || self.pattern.is_match(comm) || cut()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::identity::Identity;
+    use crate::reading::Absent;
+    use crate::units::{Pid, ProcessId};
+
+    fn glob(pattern: &str) -> GlobMatcher {
+        Glob::new(pattern).unwrap().compile_matcher()
+    }
+
+    fn process(comm: &str, line: &str) -> Process {
+        let arguments: Vec<String> =
+            line.split('|').filter(|argument| !argument.is_empty()).map(str::to_owned).collect();
+        Process {
+            comm: comm.to_owned(),
+            identity: Identity::of(&arguments, &std::collections::BTreeMap::new(), None),
+            arguments: Ok(arguments),
+            ..Process::absent(ProcessId { pid: Pid(7), start_time: 1 }, &Absent::Denied)
+        }
+    }
+
+    #[test]
+    fn programs_that_hold_keys_are_left_alone() {
+        let exclusions = Exclusions::default();
+        let check = |comm: &str, line: &str, expected: Option<&str>| {
+            assert_eq!(exclusions.reason(&process(comm, line)).as_deref(), expected, "{comm} {line}");
+        };
+        check("ssh-agent", "/usr/bin/ssh-agent|-D", Some("it holds private keys"));
+        check("sshd", "sshd: root@pts/0", Some("it holds host keys"));
+        check("gnome-keyring-d", "/usr/bin/gnome-keyring-daemon|--foreground", Some("it holds passwords"));
+        check("gnome-keyring-d", "", Some("it holds passwords"));
+        check("pinentry-gtk-2", "pinentry-gtk-2", Some("it holds passphrases as they are typed"));
+        check("systemd-cryptse", "/usr/lib/systemd/systemd-cryptsetup|attach", Some("it holds keys of disks"));
+        check("kwalletd6", "", Some("it holds passwords"));
+        // One that gives itself another title is still known to the kernel, and the other way round.
+        check("vault", "worker", Some("it holds secrets of Vault"));
+        check("worker", "/opt/vault|server", Some("it holds secrets of Vault"));
+        check("sshfs", "sshfs|host:", None);
+        check("vim", "vim|/usr/bin/ssh-agent", None);
+        check("gnome-keyring", "", None);
+        check("", "", None);
+    }
+
+    #[test]
+    fn the_list_is_in_order() {
+        assert!(KEY_HOLDERS.windows(2).all(|pair| pair[0].0 < pair[1].0));
+    }
+
+    #[test]
+    fn confidential_guests_are_left_alone() {
+        let check = |line: &str, expected: bool| {
+            let process = process("qemu-system-x86", line);
+            assert_eq!(Exclusions::default().reason(&process).is_some(), expected, "{line}");
+            assert_eq!(Exclusions::default().confidential(false).reason(&process), None, "{line}");
+        };
+        check("qemu-system-x86_64|-machine|q35,confidential-guest-support=sev0", true);
+        check("qemu-system-x86_64|-machine|q35,memory-encryption=sev0", true);
+        check("qemu-system-x86_64|-machine|q35", false);
+        let reason = Exclusions::default().reason(&process("cat", "cat|confidential-guest-support=sev0"));
+        assert_eq!(reason, None, "no virtual machine");
+    }
+
+    #[test]
+    fn vms_are_left_alone_whose_owner_forbids_merging() {
+        let check = |line: &str, expected: Option<&str>| {
+            let process = process("qemu-system-x86", line);
+            let expected = expected.map(|setting| format!("its owner forbids merging: {setting}"));
+            assert_eq!(Exclusions::default().reason(&process), expected, "{line}");
+            assert_eq!(Exclusions::default().opted_out(false).reason(&process), None, "{line}");
+        };
+        check("qemu-system-x86_64|-machine|pc,mem-merge=off", Some("mem-merge=off"));
+        check("qemu-system-x86_64|-M|pc", None);
+        check("qemu-system-x86_64|-M|pc,mem-merge=on", None);
+        let backends =
+            "-object|memory-backend-ram,id=a,size=1G|-object|{\"qom-type\":\"memory-backend-ram\",\"id\":\"b\"";
+        check(&format!("qemu-system-x86_64|{backends},\"merge\":false}}"), Some("merge=off of b"));
+        check(&format!("qemu-system-x86_64|{backends}}}"), None);
+        check(&format!("qemu-system-x86_64|-machine|mem-merge=off|{backends},\"merge\":true}}"), Some("mem-merge=off"));
+        check("cloud-hypervisor|--memory|size=1G", None);
+        check("firecracker|--id|a", None);
+    }
+
+    #[test]
+    fn the_configuration_replaces_and_extends() {
+        let vm = process("qemu-system-x86", "qemu-system-x86_64|-name|guest=db-7");
+        let key = process("vault", "vault");
+        let own = process("tls-proxy-of-ou", "tls-proxy-of-ours");
+        let replaced = Exclusions::none().programs([glob("tls-*")]).vms([glob("db-*")]);
+        assert_eq!(replaced.reason(&key), None);
+        assert_eq!(replaced.reason(&own).unwrap(), "the configuration excludes its program");
+        assert_eq!(replaced.reason(&vm).unwrap(), "the configuration excludes this virtual machine");
+        let group = Group { name: "keys".to_owned(), vms: vec![glob("db-*")], ..Group::default() };
+        let grouped = Exclusions::default().groups([group, Group::default()]);
+        assert_eq!(grouped.reason(&vm).unwrap(), "the configuration excludes the group keys");
+        assert_eq!(grouped.reason(&own), None, "nobody is in a group without a condition");
+        let extended = Exclusions::default().programs([glob("tls-proxy-of-ours")]);
+        assert!(extended.reason(&key).is_some() && extended.reason(&own).is_some());
+    }
+}

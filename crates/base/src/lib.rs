@@ -1,0 +1,31 @@
+//! The vocabulary that all of Pagefold shares: units, readings, processes and their identity, regions, trust domains.
+//!
+//! Everything here is plain data and functions of their arguments: no I/O, no clock, no thread, no environment, no
+//! global. Types are not serializable by themselves: wire forms live with the subjects and in `pagefold-output`.
+
+#![forbid(unsafe_code)]
+
+pub mod class;
+pub mod content;
+pub mod domain;
+pub mod engine;
+pub mod exclusion;
+pub mod guard;
+pub mod identity;
+pub mod ksm;
+pub mod lasting;
+pub mod memory;
+pub mod mix;
+pub mod process;
+pub mod reading;
+pub mod region;
+pub mod savings;
+pub mod segment;
+pub mod setting;
+pub mod tuner;
+pub mod units;
+
+pub use class::{Counts, PageClass};
+pub use content::{ContentKind, Fingerprint};
+pub use reading::{Absent, Reading};
+pub use units::{AddressRange, Bytes, NetBytes, PageSize, Pages, Pfn, Pid, ProcessId};

@@ -1,0 +1,458 @@
+//! What a sample of pages says about the whole host.
+//!
+//! A census of a big host may fingerprint only some of the resident pages, each drawn by itself with one probability.
+//! How many pages are zero, merged or volatile is then an ordinary proportion. How many are duplicates is not: a page
+//! whose twin was not drawn looks unique, and from `f_j`, the number of contents seen exactly `j` times, the number of
+//! distinct contents cannot be estimated well by anything (Charikar, Chaudhuri, Motwani, Narasayya, "Towards
+//! Estimation Error Guarantees for Distinct Values", PODS 2000). What can be done is to say honestly what is possible.
+//! As Harnik, Khaitzin, Sotnikov ("Estimating Unseen Deduplication - from Theory to Practice", FAST 2016) do after
+//! Valiant and Valiant ("Estimating the Unseen", STOC 2011), a linear program searches the histograms of group sizes
+//! that would explain the sample; here it is asked for the extremes among them, which is a confidence interval.
+//!
+//! The model, with `N` resident pages of which `m` were drawn:
+//!
+//! - Given `m`, every set of `m` pages is equally likely, so `m / N` stands for the probability of drawing: it is known
+//!   exactly and already contains the luck of the draw. A content with `n` copies is seen `Binomial(n, m / N)` times.
+//! - Contents seen more than 16 times (`FEW`) are set apart. Their number is known, only their pages are estimated.
+//!   Given which contents these are, the others are independent and follow the binomial cut off above that.
+//! - Each `f_j` is a sum of independent indicators, whose tails beyond its mean are thinner than Poisson's (Hoeffding
+//!   1956; Anderson and Samuels 1967), so a Poisson interval around `f_j` is a valid band for its mean. All bands hold
+//!   at once by Bonferroni.
+//! - The interval of a figure runs over every histogram of group sizes that keeps to all bands. It is therefore
+//!   conservative: it covers more often than its level says, for any population, and it is wide where the sample says
+//!   little. No prior shape of the group sizes narrows it.
+//!
+//! Limits: pages must be drawn independently of their content and of each other; drawing whole regions is not that.
+//! Binomial for hypergeometric is an approximation that matters only for samples of a few dozen pages, where the bands
+//! are wider than what there is to know. Poisson's variance is generous when most pages are drawn. Group sizes lie on
+//! a grid whose steps are 5 % beyond small ones, for which the bands make allowance.
+
+use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
+
+use microlp::{ComparisonOp, OptimizationDirection, Problem, Variable};
+
+/// Contents seen at most this many times take part in the linear program, each count having its own band.
+const FEW: u64 = 16;
+
+/// The bands that must hold together: one for each count up to [`FEW`], the pages of contents seen more often, those
+/// of the others, both together, and the largest group size.
+const BANDS: f64 = FEW as f64 + 4.0;
+
+/// Every group size up to this one is on the grid.
+const DENSE: u64 = 24;
+
+/// The ratio of neighbours on the grid beyond [`DENSE`], less one.
+const GRID_STEP: f64 = 0.05;
+
+/// Coefficients below this part of the largest in their row are left out: microlp asks for rows that span at most six
+/// orders of magnitude.
+const NEGLIGIBLE: f64 = 1e-6;
+
+/// How often bands that contradict each other are made twice as wide before the answer is what logic alone allows.
+const WIDENINGS: u32 = 8;
+
+/// Passes of expectation maximisation; stopping early is what keeps its answer smooth.
+const EM_PASSES: u32 = 200;
+
+/// What a sample of the resident pages of a host holds. The pages drawn are those that the fields count.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Sample {
+    /// Resident pages of the whole, drawn or not. Taken to be at least the pages drawn.
+    pub population: u64,
+    /// Pages drawn that hold only zero bytes.
+    pub zero: u64,
+    /// Pages drawn that KSM shares already.
+    pub merged: u64,
+    /// Pages drawn whose content changed between the passes.
+    pub volatile: u64,
+    /// The other pages drawn: how many contents (value) were seen exactly how many times (key).
+    pub seen: BTreeMap<u64, u64>,
+}
+
+/// A figure with its confidence interval, in pages; `low <= estimate <= high`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Interval {
+    /// Lower end.
+    pub low: f64,
+    /// The likely value.
+    pub estimate: f64,
+    /// Upper end.
+    pub high: f64,
+}
+
+/// Pages of the whole by class, as [`pagefold_base::Counts`] has them. Each interval holds at the level asked for by itself,
+/// not all of them together.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Estimate {
+    /// Only zero bytes.
+    pub zero: Interval,
+    /// Already shared by KSM.
+    pub merged: Interval,
+    /// Changed between the passes.
+    pub volatile: Interval,
+    /// Without another copy.
+    pub unique: Interval,
+    /// In groups of two or more.
+    pub duplicate: Interval,
+    /// Duplicates beyond the one copy that each group keeps.
+    pub redundant: Interval,
+}
+
+impl Sample {
+    /// Pages drawn.
+    fn drawn(&self) -> f64 {
+        self.zero as f64 + self.merged as f64 + self.volatile as f64 + self.pages(0..=u64::MAX)
+    }
+
+    /// Contents seen a number of times that lies in `times`.
+    fn contents(&self, times: RangeInclusive<u64>) -> f64 {
+        self.seen.range(times).map(|(_, &contents)| contents as f64).sum()
+    }
+
+    /// Pages drawn of the contents seen a number of times that lies in `times`.
+    fn pages(&self, times: RangeInclusive<u64>) -> f64 {
+        self.seen.range(times).map(|(&times, &contents)| times as f64 * contents as f64).sum()
+    }
+}
+
+impl Interval {
+    /// An interval around a value that may lie outside of it by rounding.
+    fn new(low: f64, estimate: f64, high: f64) -> Self {
+        let high = high.max(low);
+        Self { low, estimate: estimate.clamp(low, high), high }
+    }
+
+    /// Both ends moved into `[low, high]`.
+    fn within(self, low: f64, high: f64) -> Self {
+        let high = high.max(low);
+        Self::new(self.low.clamp(low, high), self.estimate.clamp(low, high), self.high.clamp(low, high))
+    }
+
+    /// The same, `margin` wider at both ends and moved up by `shift`.
+    fn eased(self, shift: f64, margin: f64) -> Self {
+        Self::new(self.low + shift - margin, self.estimate + shift, self.high + shift + margin)
+    }
+
+    /// `1 + factor` times as wide.
+    fn widened(self, factor: f64) -> Self {
+        self.eased(0.0, factor * (self.high - self.low) / 2.0)
+    }
+}
+
+/// What `sample` says about the whole host, with intervals that hold with probability `confidence` (0.95 is usual;
+/// values outside of 0 to 1 - 1e-9 are moved there).
+///
+/// The likely value of `unique`, `duplicate` and `redundant` is that of the group sizes which expectation maximisation
+/// finds from a start that favours small groups: it is close to the most likely histogram and yet smooth, where the
+/// sample leaves a choice it promises less, and where the interval is one-sided, as when nothing is duplicate, it does
+/// not sit in the middle of what is merely not excluded. It is no better than its interval is narrow.
+pub fn estimate(sample: &Sample, confidence: f64) -> Estimate {
+    let alpha = 1.0 - if confidence.is_nan() { 0.95 } else { confidence.clamp(0.0, 1.0 - 1e-9) };
+    let drawn = sample.drawn();
+    let population = (sample.population as f64).max(drawn);
+    let share = |count: f64, alpha: f64| share_of(count, drawn, population, alpha);
+
+    let once = sample.pages(1..=1);
+    let twice_or_more = sample.pages(2..=u64::MAX);
+    let contents = sample.contents(1..=u64::MAX);
+    let rest = once + twice_or_more;
+    // What is certain: all that was not drawn may be anything, and pages seen once may have a twin.
+    let unseen = population - drawn;
+    let spare = unseen + if unseen > 0.0 { once } else { 0.0 };
+    let figures = if unseen > 0.0 && drawn > 0.0 {
+        figures(sample, drawn, population, share(rest, alpha / BANDS), alpha)
+    } else {
+        // All was drawn, or nothing.
+        let whole = |known: f64| Interval::new(0.0, known + unseen / 2.0, population);
+        Figures { unique: whole(once), duplicate: whole(twice_or_more), redundant: whole(rest - contents) }
+    };
+    Estimate {
+        zero: share(sample.zero as f64, alpha),
+        merged: share(sample.merged as f64, alpha),
+        volatile: share(sample.volatile as f64, alpha),
+        unique: figures.unique.within(if unseen > 0.0 { 0.0 } else { once }, once + unseen),
+        duplicate: figures.duplicate.within(twice_or_more, twice_or_more + spare),
+        redundant: figures.redundant.within(rest - contents, rest - contents + unseen),
+    }
+}
+
+/// Pages of a class in the whole, `count` of `drawn` pages being of it: Wilson's interval with continuity correction
+/// (Newcombe, "Two-sided confidence intervals for the single proportion", Statistics in Medicine 17, 1998, method 4),
+/// its variance times the finite population correction `(N - m) / (N - 1)`.
+fn share_of(count: f64, drawn: f64, population: f64, alpha: f64) -> Interval {
+    let unseen = population - drawn;
+    if drawn <= 0.0 {
+        return Interval::new(0.0, population / 2.0, population);
+    }
+    let p = count / drawn;
+    let z = normal_quantile(alpha / 2.0);
+    let v = z * z * unseen / (population - 1.0).max(1.0);
+    let scale = population / (2.0 * (drawn + v));
+    let middle = 2.0 * count + v;
+    let low = if count <= 0.0 {
+        0.0
+    } else {
+        let root = v - 2.0 - 1.0 / drawn + 4.0 * p * (drawn - count + 1.0);
+        scale * (middle - 1.0 - (v * root.max(0.0)).sqrt())
+    };
+    let high = if count >= drawn {
+        population
+    } else {
+        let root = v + 2.0 - 1.0 / drawn + 4.0 * p * (drawn - count - 1.0);
+        scale * (middle + 1.0 + (v * root.max(0.0)).sqrt())
+    };
+    Interval::new(low, p * population, high).within(count, count + unseen)
+}
+
+/// The figures that depend on group sizes.
+struct Figures {
+    unique: Interval,
+    duplicate: Interval,
+    redundant: Interval,
+}
+
+/// What the sample allows for the contents seen at most [`FEW`] times and for the pages of the others.
+struct Bands {
+    /// All pages that are neither zero nor merged nor volatile.
+    rest: Interval,
+    /// Those whose content was seen more than [`FEW`] times.
+    often: Interval,
+    /// Those whose content was not.
+    seldom: Interval,
+    /// Mean of the contents seen `j + 1` times.
+    seen: Vec<Interval>,
+}
+
+/// Group sizes and how contents of each are seen.
+struct Grid {
+    /// Group sizes, rising from 1.
+    copies: Vec<f64>,
+    /// For each group size the probabilities to be seen 1, 2 ... [`FEW`] times.
+    seen: Vec<Vec<f64>>,
+}
+
+fn figures(sample: &Sample, drawn: f64, population: f64, rest: Interval, alpha: f64) -> Figures {
+    let p = drawn / population;
+    let each = alpha / BANDS;
+    let often_contents = sample.contents(FEW + 1..=u64::MAX);
+    let often_pages = sample.pages(FEW + 1..=u64::MAX);
+    let seldom_pages = sample.pages(1..=FEW);
+
+    // Contents that are seen often are partly so by luck: over those seen more than J times, the sum of X - n p has the
+    // mean (1 - p) (J + 1) E f_{J+1} (Stein's identity for the binomial).
+    let edge = (FEW + 1) as f64;
+    let at_edge = sample.contents(FEW + 1..=FEW + 1);
+    let shift = (1.0 - p) * edge * at_edge / p;
+    let margin = normal_quantile(each / 2.0) * edge * at_edge.sqrt() / p;
+    let share = |pages: f64| share_of(pages, drawn, population, each);
+    let often = if often_contents > 0.0 {
+        share(often_pages).eased(-shift, margin).within(often_pages, population)
+    } else {
+        Interval::new(0.0, 0.0, 0.0)
+    };
+    let seldom = if often_contents > 0.0 {
+        share(seldom_pages).eased(shift, margin).within(seldom_pages, population)
+    } else {
+        rest
+    };
+    let seen = (1..=FEW).map(|j| {
+        let mean = poisson_mean(sample.contents(j..=j), each);
+        // A group size between two of the grid is a mixture of both. Over a step of d in the logarithm of the size
+        // that misses the probability of j by about its second derivative times d^2 / 8, which is j near the peak.
+        let miss = j as f64 * GRID_STEP * GRID_STEP / 8.0;
+        Interval::new(mean.low * (1.0 - miss), mean.estimate, mean.high * (1.0 + miss))
+    });
+    let mut bands = Bands { rest, often, seldom, seen: seen.collect() };
+
+    let most = sample.seen.range(1..=FEW).rev().find(|(_, contents)| **contents > 0).map_or(0, |(&times, _)| times);
+    let grid = Grid::new(p, population, most, often_contents > 0.0, each);
+    let likely = grid.likely(sample, bands.seldom.estimate);
+    let share_of_redundant = |n: f64| (n - 1.0) / n;
+    let is_unique = |n: f64| f64::from(n < 2.0);
+    let is_duplicate = |n: f64| f64::from(n >= 2.0);
+    let total = |cost: &dyn Fn(f64) -> f64| -> f64 {
+        grid.copies.iter().zip(&likely).map(|(&n, &pages)| cost(n) * pages).sum()
+    };
+    let unique = total(&is_unique);
+    let duplicate = total(&is_duplicate) + bands.often.estimate;
+    let redundant = total(&share_of_redundant) + bands.often.estimate - often_contents;
+
+    let ends = |bands: &Bands| {
+        let ends = |often: f64, cost: &dyn Fn(f64) -> f64| {
+            let end = |direction| grid.extreme(bands, direction, often, cost);
+            Some((end(OptimizationDirection::Minimize)?, end(OptimizationDirection::Maximize)?))
+        };
+        Some([ends(0.0, &is_unique)?, ends(1.0, &is_duplicate)?, ends(1.0, &share_of_redundant)?])
+    };
+    let mut found = ends(&bands);
+    for _ in 0..WIDENINGS {
+        if found.is_some() {
+            break;
+        }
+        bands.widen();
+        // Bands that just meet leave next to no room, which would pass for precision: hence once more.
+        found = ends(&bands).and_then(|_| {
+            bands.widen();
+            ends(&bands)
+        });
+    }
+    let [of_unique, of_duplicate, of_redundant] =
+        found.unwrap_or([(0.0, population), (0.0, population), (often_contents, population)]);
+    Figures {
+        unique: Interval::new(of_unique.0, unique, of_unique.1),
+        duplicate: Interval::new(of_duplicate.0, duplicate, of_duplicate.1),
+        redundant: Interval::new(of_redundant.0 - often_contents, redundant, of_redundant.1 - often_contents),
+    }
+}
+
+impl Bands {
+    fn widen(&mut self) {
+        let nonnegative = |band: Interval| band.widened(1.0).within(0.0, f64::MAX);
+        self.rest = nonnegative(self.rest);
+        self.seldom = nonnegative(self.seldom);
+        self.often = nonnegative(self.often);
+        for band in &mut self.seen {
+            *band = nonnegative(*band);
+        }
+    }
+}
+
+impl Grid {
+    /// The group sizes that the sample does not exclude at level `alpha`, contents being seen at most `most` times
+    /// except those set apart, if any were (`cut`).
+    fn new(p: f64, population: f64, most: u64, cut: bool, alpha: f64) -> Self {
+        // Without contents set apart, the largest group too was seen at most `most` times. With them, groups so large
+        // that not one of the population / n of them would be seen as seldom as FEW times are not among the others.
+        let possible = |n: f64| {
+            let seen_at_most = |times: u64| (0..=times).map(|j| binomial(n, p, j)).sum::<f64>();
+            if cut { population / n * seen_at_most(FEW) >= alpha } else { seen_at_most(most) >= alpha }
+        };
+        let mut copies = vec![1.0];
+        let mut n: f64 = 2.0;
+        while n <= population && (n <= most as f64 || possible(n)) {
+            copies.push(n);
+            n = if n < DENSE as f64 { n + 1.0 } else { (n * (1.0 + GRID_STEP)).ceil() };
+        }
+        // The last size on the grid may fall short of the largest possible by a step: one more bounds it from above.
+        if n <= population {
+            copies.push(n);
+        }
+        let seen = copies.iter().map(|&n| {
+            let mut seen: Vec<f64> = (1..=FEW).map(|j| binomial(n, p, j)).collect();
+            if cut {
+                let seldom: f64 = binomial(n, p, 0) + seen.iter().sum::<f64>();
+                seen.iter_mut().for_each(|probability| *probability /= seldom);
+            }
+            seen
+        });
+        let seen = seen.collect();
+        Self { copies, seen }
+    }
+
+    /// The pages of contents seen at most [`FEW`] times by group size, by expectation maximisation for the mixture of
+    /// what a page drawn sees: how many times its content was drawn in all. It starts from parts that fall as 1 / n,
+    /// and the result adds up to `pages`.
+    fn likely(&self, sample: &Sample, pages: f64) -> Vec<f64> {
+        let counts: Vec<f64> = (1..=FEW).map(|j| sample.pages(j..=j)).collect();
+        let total: f64 = counts.iter().sum();
+        // Probability that a page of a group is drawn and sees j; its sum is the probability that it is drawn.
+        let sees = self.copies.iter().zip(&self.seen).map(|(n, seen)| {
+            let sees: Vec<f64> = seen.iter().zip(1..).map(|(probability, j)| probability * f64::from(j) / n).collect();
+            let drawn: f64 = sees.iter().sum();
+            (sees.iter().map(|probability| probability / drawn.max(f64::MIN_POSITIVE)).collect(), drawn)
+        });
+        let sees: Vec<(Vec<f64>, f64)> = sees.collect();
+        let mut weights: Vec<f64> = self.copies.iter().map(|n| 1.0 / n).collect();
+        for _ in 0..if total > 0.0 { EM_PASSES } else { 0 } {
+            let mut expected = [0.0; FEW as usize];
+            for (weight, (sees, _)) in weights.iter().zip(&sees) {
+                expected.iter_mut().zip(sees).for_each(|(sum, probability)| *sum += weight * probability);
+            }
+            let mut ratios = expected;
+            for (ratio, count) in ratios.iter_mut().zip(&counts) {
+                *ratio = if *ratio > 0.0 { count / total / *ratio } else { 0.0 };
+            }
+            for (weight, (sees, _)) in weights.iter_mut().zip(&sees) {
+                *weight *= sees.iter().zip(&ratios).map(|(probability, ratio)| probability * ratio).sum::<f64>();
+            }
+        }
+        for (weight, (_, drawn)) in weights.iter_mut().zip(&sees) {
+            *weight /= drawn.max(f64::MIN_POSITIVE);
+        }
+        let sum: f64 = weights.iter().sum();
+        weights.iter().map(|weight| weight / sum * pages).collect()
+    }
+
+    /// The extreme of the sum of `cost(n)` over the pages in groups of `n`, and of `often` for each page of contents
+    /// set apart, over all histograms that keep to the bands. `None` if there is none, or microlp fails.
+    fn extreme(
+        &self,
+        bands: &Bands,
+        direction: OptimizationDirection,
+        often: f64,
+        cost: &dyn Fn(f64) -> f64,
+    ) -> Option<f64> {
+        // Variables are parts of what they can be at most, rows parts of their upper ends: no number grows with the
+        // host, and few pages beside very many are not lost in the tolerance of the solver.
+        let (seldom_scale, often_scale) = (bands.seldom.high.max(1.0), bands.often.high.max(1.0));
+        let scale = seldom_scale.max(often_scale);
+        let mut problem = Problem::new(direction);
+        let costs = self.copies.iter().map(|&n| cost(n) * seldom_scale / scale);
+        let sizes: Vec<Variable> = costs.map(|cost| problem.add_var(cost, (0.0, f64::INFINITY))).collect();
+        let set_apart = (bands.often.low / often_scale, bands.often.high / often_scale);
+        let set_apart = problem.add_var(often * often_scale / scale, set_apart);
+
+        let mut hold = |terms: Vec<(Variable, f64)>, band: Interval| {
+            let unit = band.high.max(1.0);
+            let largest = terms.iter().map(|term| term.1).fold(0.0, f64::max);
+            let terms = terms.into_iter().filter(|term| term.1 > largest * NEGLIGIBLE);
+            let terms: Vec<_> = terms.map(|(variable, coefficient)| (variable, coefficient / unit)).collect();
+            problem.add_constraint(terms.as_slice(), ComparisonOp::Le, band.high / unit);
+            if band.low > 0.0 {
+                problem.add_constraint(terms.as_slice(), ComparisonOp::Ge, band.low / unit);
+            }
+        };
+        let mut pages: Vec<(Variable, f64)> = sizes.iter().map(|&size| (size, seldom_scale)).collect();
+        hold(pages.clone(), bands.seldom);
+        pages.push((set_apart, often_scale));
+        hold(pages, bands.rest);
+        for (j, &band) in bands.seen.iter().enumerate() {
+            let means = self.copies.iter().zip(&self.seen).map(|(n, seen)| seldom_scale / n * seen[j]);
+            hold(sizes.iter().copied().zip(means).collect(), band);
+        }
+        let solution = problem.solve().ok()?.into_solution().ok()?;
+        Some(solution.objective() * scale)
+    }
+}
+
+/// Probability that `n` pages, each drawn with probability `0 < p < 1`, give `j` pages drawn; meant for small `j`.
+fn binomial(n: f64, p: f64, j: u64) -> f64 {
+    if j as f64 > n {
+        return 0.0;
+    }
+    let choose: f64 = (0..j).map(|i| ((n - i as f64) / (i + 1) as f64 * p).ln()).sum();
+    (choose + (n - j as f64) * (-p).ln_1p()).exp()
+}
+
+/// The mean of a Poisson variable of which `count` was seen, at level `1 - alpha`: the exact interval (Garwood 1936)
+/// by Wilson and Hilferty's approximation of the chi-squared quantiles (Breslow and Day 1987).
+fn poisson_mean(count: f64, alpha: f64) -> Interval {
+    let z = normal_quantile(alpha / 2.0);
+    let cube = |count: f64, z: f64| count * (1.0 - 1.0 / (9.0 * count) + z / (3.0 * count.sqrt())).max(0.0).powi(3);
+    let low = if count > 0.0 { cube(count, -z) } else { 0.0 };
+    Interval::new(low, count, cube(count + 1.0, z))
+}
+
+/// The point that a standard normal variable exceeds with probability `tail` in (0, 0.5], within 4.5e-4 (Abramowitz
+/// and Stegun, 26.2.23).
+fn normal_quantile(tail: f64) -> f64 {
+    let t = (-2.0 * tail.clamp(f64::MIN_POSITIVE, 0.5).ln()).sqrt();
+    let above = 2.515517 + t * (0.802853 + t * 0.010328);
+    let below = 1.0 + t * (1.432788 + t * (0.189269 + t * 0.001308));
+    (t - above / below).max(0.0)
+}
+
+#[cfg(test)]
+#[path = "estimate/tests.rs"]
+mod tests;

@@ -1,0 +1,4 @@
+//! Pure decisions about what a census shows.
+
+pub mod estimate;
+pub mod sketch;

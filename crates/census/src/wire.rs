@@ -1,0 +1,551 @@
+//! The census on the wire.
+
+use crate::decide::estimate;
+use crate::decide::estimate::{Interval, Sample};
+use crate::results::{Census, Extent, SubjectCensus};
+use pagefold_base::content::{ContentKind, collision_probability};
+use pagefold_base::ksm::RMAP_ITEM_BYTES;
+use pagefold_base::savings::Reach;
+use pagefold_base::{Counts, PageSize};
+use pagefold_output::wire::{Classes, NotSeen, Who};
+use schemars::JsonSchema;
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// The result of `pagefold census`.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct CensusReport {
+    /// `pagefold.census/1`.
+    pub schema: &'static str,
+    /// What was looked at: `this host` or a recording.
+    pub host: String,
+    /// Bytes of a base page.
+    pub page_size: u64,
+    /// Resident private anonymous pages by class.
+    pub pages: Classes,
+    /// The same in bytes.
+    pub bytes: Classes,
+    /// What merging everything would give back.
+    pub bytes_reclaimable: Reclaimable,
+    /// What the ways of enrolling would reach; with `--sample`, among the pages of the sample.
+    pub savings: SavingsReport,
+    /// Wall time in seconds.
+    pub seconds: f64,
+    /// Bytes of page contents read, both passes together.
+    pub bytes_read: u64,
+    /// Seconds between the two passes; absent if there was one, which finds no volatile pages.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub settle_seconds: Option<f64>,
+    /// Whether it was stopped early: then everything is counted as far as it was seen.
+    pub partial: bool,
+    /// The share of the pages that was looked at, if not all. `pages` and `processes` then count the sample alone, and
+    /// `estimate` speaks of the whole.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sample: Option<f64>,
+    /// With `--sample`: the whole in pages, with 95 % confidence intervals.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub estimate: Option<EstimateReport>,
+    /// How sure it is that equal fingerprints are equal pages.
+    pub exactness: Exactness,
+    /// Memory that is not among `pages`.
+    pub not_counted: NotCounted,
+    /// The processes.
+    pub processes: Vec<ProcessReport>,
+    /// The same by virtual machine.
+    pub vms: Vec<GroupReport>,
+    /// The same by cgroup.
+    pub cgroups: Vec<GroupReport>,
+    /// The same by job.
+    pub jobs: Vec<GroupReport>,
+    /// The same by trust domain.
+    pub domains: Vec<GroupReport>,
+    /// The largest extents of mergeable pages.
+    pub extents: Vec<ExtentReport>,
+    /// How many extents there are in all.
+    pub extents_total: u64,
+    /// The most frequent contents.
+    pub contents: Vec<ContentReport>,
+    /// Who shares with whom.
+    pub matrix: MatrixReport,
+    /// What it took.
+    pub cost: Cost,
+}
+
+/// Bytes that merging everything would give back. With `--sample` the likely values for the whole, from `estimate`;
+/// `net` then pays for metadata alone.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct Reclaimable {
+    /// Every redundant page and every page of zeros; of a page that processes share since a fork, one mapping.
+    pub gross: u64,
+    /// The same less what KSM keeps with every process enrolled whole: 64 bytes of metadata for each page scanned, and
+    /// further copies by `max_page_sharing` and NUMA node. Negative when merging would cost more than it gives.
+    pub net: i64,
+}
+
+/// What the ways of enrolling would reach.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct SavingsReport {
+    /// Every copy but one of each content and every page of zeros, at no cost.
+    pub upper_bound: ReachReport,
+    /// KSM with every process enrolled whole.
+    pub whole: ReachReport,
+    /// The same, if only pages within a trust domain merged.
+    pub within_domains: ReachReport,
+    /// KSM with only the ranges enrolled that pay.
+    pub guided: ReachReport,
+    /// How many ranges those are.
+    pub guided_ranges: u64,
+}
+
+/// What one way of enrolling would reach.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct ReachReport {
+    /// Bytes of frames that come back.
+    pub gross: u64,
+    /// Bytes that come back less metadata.
+    pub net: i64,
+    /// Bytes of metadata.
+    pub metadata: u64,
+    /// Pages that ksmd would scan.
+    pub pages_scanned: u64,
+    /// Huge pages that would be split.
+    pub huge_pages_split: u64,
+}
+
+/// Estimates of the whole from a sample, in pages.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct EstimateReport {
+    /// All resident pages, known exactly.
+    pub resident: u64,
+    /// The confidence of the intervals.
+    pub confidence: f64,
+    /// Pages of zeros.
+    pub zero: IntervalReport,
+    /// Merged pages.
+    pub merged: IntervalReport,
+    /// Volatile pages.
+    pub volatile: IntervalReport,
+    /// Pages of a content that two or more pages have.
+    pub duplicate: IntervalReport,
+    /// Pages beyond one copy of each content.
+    pub redundant: IntervalReport,
+    /// Pages whose content no other page has.
+    pub unique: IntervalReport,
+}
+
+/// An estimate with its confidence interval.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct IntervalReport {
+    /// Lower end.
+    pub low: f64,
+    /// Best guess.
+    pub estimate: f64,
+    /// Upper end.
+    pub high: f64,
+}
+
+/// How sure it is that equal fingerprints are equal pages.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct Exactness {
+    /// Bits of a fingerprint.
+    pub fingerprint_bits: u32,
+    /// Different contents that were seen, pages of zeros apart.
+    pub distinct_contents: u64,
+    /// Pages that others map too, as after a fork, and whose frames only root may know: each was taken for a copy of
+    /// its own, which a frame that is mapped twice is not. 0 as root.
+    pub pages_indistinct: u64,
+    /// Whether `merge_across_nodes` is 0 and the pages' nodes are not known, for which root is needed: the savings are
+    /// those of one node then, and too high.
+    pub nodes_unknown: bool,
+    /// Upper bound of the probability that any two of them share a fingerprint. Pages of zeros are compared.
+    pub collision_probability: f64,
+}
+
+/// Memory that is not among the classified pages.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct NotCounted {
+    /// Resident bytes that KSM cannot take, by reason.
+    pub ineligible: Vec<IneligibleReport>,
+    /// Bytes that drivers hold pinned (RDMA, VFIO, io_uring), which are among `pages`: KSM passes over them meanwhile.
+    pub pinned_bytes: u64,
+    /// Swapped-out bytes, never touched.
+    pub swapped_bytes: u64,
+    /// Pages that left memory while the census was taken.
+    pub pages_gone: u64,
+    /// Pages that could not be read, or not before the census was stopped.
+    pub pages_unread: u64,
+    /// Pages left out of the sample.
+    pub pages_skipped: u64,
+    /// Processes that were chosen and not seen.
+    pub processes: Vec<NotSeen>,
+}
+
+/// Resident memory that KSM cannot take.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct IneligibleReport {
+    /// Why.
+    pub reason: &'static str,
+    /// How much.
+    pub bytes: u64,
+}
+
+/// A process in the census.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct ProcessReport {
+    /// Who it is.
+    #[serde(flatten)]
+    pub who: Who,
+    /// Its pages by class. `redundant` counts its pages that are not the copy their content keeps; the kept copy is the
+    /// first in the order of trust domains and processes.
+    pub pages: Classes,
+    /// The same in bytes.
+    pub bytes: Classes,
+    /// Its regions with anything resident or swapped out.
+    pub regions: Vec<RegionReport>,
+}
+
+/// A region in the census.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct RegionReport {
+    /// First address, hexadecimal.
+    pub start: String,
+    /// First address after it, hexadecimal.
+    pub end: String,
+    /// Its name or file; empty for anonymous memory without a name.
+    pub name: String,
+    /// Resident bytes of any kind.
+    pub rss: u64,
+    /// Why KSM cannot take its pages; absent if it can take the anonymous ones.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ineligible: Option<&'static str>,
+    /// Whether KSM was told of it.
+    pub mergeable: bool,
+    /// Its pages by class.
+    pub pages: Classes,
+    /// The same in bytes.
+    pub bytes: Classes,
+}
+
+/// Processes that belong together.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct GroupReport {
+    /// Its name.
+    pub name: String,
+    /// How many processes.
+    pub processes: u64,
+    /// Their pages by class.
+    pub pages: Classes,
+    /// The same in bytes.
+    pub bytes: Classes,
+}
+
+/// A run of mergeable pages with small gaps.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+pub struct ExtentReport {
+    /// Of which process.
+    pub pid: u32,
+    /// When that started.
+    pub start_time: u64,
+    /// First address, hexadecimal.
+    pub start: String,
+    /// First address after it, hexadecimal.
+    pub end: String,
+    /// Pages from start to end.
+    pub pages: u64,
+    /// Duplicates in it.
+    pub duplicate: u64,
+    /// Duplicates beyond the copy their content keeps.
+    pub redundant: u64,
+    /// Pages of zeros in it.
+    pub zero: u64,
+    /// The mergeable share of its pages.
+    pub density: f64,
+}
+
+/// A content that many pages have.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct ContentReport {
+    /// `zero`, `pattern`, `elf`, `text`, `other` or `changed` (no page tried had it any more).
+    pub kind: &'static str,
+    /// The repeated 64-bit word, hexadecimal, where the kind is `pattern`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pattern: Option<String>,
+    /// Pages that have it.
+    pub pages: u64,
+    /// Those that are merged already.
+    pub merged: u64,
+    /// Processes that have it; absent for zeros.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub processes: Option<u32>,
+    /// Trust domains that have it; absent for zeros.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub domains: Option<u32>,
+}
+
+/// Who shares with whom, pages of zeros apart.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct MatrixReport {
+    /// Rows and columns; the last may be `others`.
+    pub parties: Vec<String>,
+    /// `pages[a][b]`: pages of a whose content b has too; on the diagonal, pages with another copy in a itself.
+    pub pages: Vec<Vec<u64>>,
+}
+
+/// What the census took.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct Cost {
+    /// Bytes of memory of the index.
+    pub index_bytes: u64,
+    /// Bytes of page contents read for each second of wall time, pause and counting included.
+    pub bytes_per_second: f64,
+    /// Instructions that the fingerprint was computed with.
+    pub fingerprint: &'static str,
+}
+
+/// What a report needs beside the census.
+#[derive(Clone, Debug)]
+pub struct Context {
+    /// What was looked at.
+    pub host: String,
+    /// The size of its pages.
+    pub page_size: PageSize,
+    /// How many extents to tell.
+    pub top: usize,
+}
+
+/// The confidence of the intervals that a sample gives.
+const CONFIDENCE: f64 = 0.95;
+
+impl CensusReport {
+    /// From a census.
+    pub fn of(census: &Census, context: &Context) -> Self {
+        let page_size = context.page_size;
+        let reach = |reach: &Reach| ReachReport::of(reach, page_size);
+        let upper = census.savings.upper_bound;
+        let estimate = census.sample.map(|_| EstimateReport::of(census));
+        Self {
+            schema: "pagefold.census/1",
+            host: context.host.clone(),
+            page_size: page_size.bytes(),
+            pages: Classes::pages(&census.counts),
+            bytes: Classes::bytes(&census.counts, page_size),
+            bytes_reclaimable: estimate.map_or_else(
+                || Reclaimable { gross: upper.gross(page_size).0, net: census.savings.whole.net(page_size).0 },
+                |estimate| estimate.reclaimable(page_size),
+            ),
+            savings: SavingsReport {
+                upper_bound: ReachReport { metadata: 0, ..reach(&upper) },
+                whole: reach(&census.savings.whole),
+                within_domains: reach(&census.savings.within_domains),
+                guided: reach(&census.savings.guided),
+                guided_ranges: census.savings.guided_ranges,
+            },
+            seconds: census.seconds,
+            bytes_read: census.bytes_read,
+            settle_seconds: census.settle.map(|settle| settle.as_secs_f64()),
+            partial: census.partial,
+            sample: census.sample,
+            estimate,
+            exactness: Exactness {
+                fingerprint_bits: 64,
+                nodes_unknown: census.nodes_unknown,
+                distinct_contents: census.distinct,
+                pages_indistinct: census.indistinct.0,
+                collision_probability: collision_probability(census.distinct),
+            },
+            not_counted: NotCounted {
+                ineligible: census
+                    .ineligible
+                    .iter()
+                    .map(|(reason, bytes)| IneligibleReport { reason: reason.phrase(), bytes: bytes.0 })
+                    .collect(),
+                pinned_bytes: census.pinned.0,
+                swapped_bytes: census.swapped.0,
+                pages_gone: census.gone.0,
+                pages_unread: census.unread.0,
+                pages_skipped: census.skipped.0,
+                processes: census
+                    .unseen
+                    .iter()
+                    .map(|unseen| NotSeen::of(unseen.pid.0, unseen.comm.clone(), &unseen.why))
+                    .collect(),
+            },
+            processes: census.subjects.iter().map(|subject| ProcessReport::of(subject, page_size)).collect(),
+            vms: groups(census, page_size, |subject| {
+                let vm = subject.process.identity.vm.as_ref()?;
+                Some(vm.name.clone().unwrap_or_else(|| format!("pid {}", subject.process.id.pid)))
+            }),
+            cgroups: groups(census, page_size, |subject| subject.process.cgroup.clone().ok()),
+            jobs: groups(census, page_size, |subject| {
+                subject.process.identity.job.as_ref().map(|job| job.name.clone())
+            }),
+            domains: groups(census, page_size, |subject| Some(subject.domain.to_string())),
+            extents: extents(census, page_size, context.top),
+            extents_total: census.extents.len() as u64,
+            contents: contents(census),
+            matrix: MatrixReport {
+                parties: census.matrix.parties.clone(),
+                pages: census.matrix.shared.iter().map(|row| row.iter().map(|pages| pages.0).collect()).collect(),
+            },
+            cost: Cost {
+                index_bytes: census.index_bytes as u64,
+                bytes_per_second: census.bytes_read as f64 / census.seconds.max(f64::MIN_POSITIVE),
+                fingerprint: census.implementation,
+            },
+        }
+    }
+
+    /// Whether something that was asked for was not seen.
+    pub fn is_incomplete(&self) -> bool {
+        self.partial || self.not_counted.pages_unread > 0 || !self.not_counted.processes.is_empty()
+    }
+}
+
+impl EstimateReport {
+    fn of(census: &Census) -> Self {
+        let Counts { zero, merged, volatile, .. } = census.counts;
+        let resident = (census.counts.resident() + census.skipped).0;
+        let sample = Sample {
+            population: resident,
+            zero: zero.0,
+            merged: merged.0,
+            volatile: volatile.0,
+            seen: census.seen.clone(),
+        };
+        let estimate = estimate::estimate(&sample, CONFIDENCE);
+        let interval =
+            |interval: Interval| IntervalReport { low: interval.low, estimate: interval.estimate, high: interval.high };
+        Self {
+            resident,
+            confidence: CONFIDENCE,
+            zero: interval(estimate.zero),
+            merged: interval(estimate.merged),
+            volatile: interval(estimate.volatile),
+            duplicate: interval(estimate.duplicate),
+            redundant: interval(estimate.redundant),
+            unique: interval(estimate.unique),
+        }
+    }
+
+    /// What merging the whole would likely give back. Further copies cannot be told from a sample.
+    fn reclaimable(&self, page_size: PageSize) -> Reclaimable {
+        let bytes = |pages: f64, each: u64| (pages.max(0.0) * each as f64) as u64;
+        let gross = bytes(self.zero.estimate + self.redundant.estimate, page_size.bytes());
+        let scanned = self.resident as f64 - self.merged.estimate;
+        Reclaimable { gross, net: gross as i64 - bytes(scanned, RMAP_ITEM_BYTES) as i64 }
+    }
+}
+
+impl ReachReport {
+    fn of(reach: &Reach, page_size: PageSize) -> Self {
+        Self {
+            gross: reach.gross(page_size).0,
+            net: reach.net(page_size).0,
+            metadata: reach.metadata().0,
+            pages_scanned: reach.scanned.0,
+            huge_pages_split: reach.huge_split.0,
+        }
+    }
+}
+
+impl ProcessReport {
+    fn of(subject: &SubjectCensus, page_size: PageSize) -> Self {
+        Self {
+            who: Who::of(&subject.process, Some(&subject.domain)),
+            pages: Classes::pages(&subject.counts),
+            bytes: Classes::bytes(&subject.counts, page_size),
+            regions: subject
+                .regions
+                .iter()
+                .map(|known| RegionReport {
+                    start: format!("{:x}", known.region.range.start),
+                    end: format!("{:x}", known.region.range.end),
+                    name: known.region.name.clone(),
+                    rss: known.region.rss.0,
+                    ineligible: known.ineligible.map(|reason| reason.phrase()),
+                    mergeable: known.region.flags.has(pagefold_base::region::VmFlags::MERGEABLE),
+                    pages: Classes::pages(&known.counts),
+                    bytes: Classes::bytes(&known.counts, page_size),
+                })
+                .collect(),
+        }
+    }
+}
+
+/// Sum the processes by a name; those without one are left out. Largest first.
+fn groups(census: &Census, page_size: PageSize, name: impl Fn(&SubjectCensus) -> Option<String>) -> Vec<GroupReport> {
+    let mut sums: BTreeMap<String, (u64, Counts)> = BTreeMap::new();
+    for subject in &census.subjects {
+        if let Some(name) = name(subject) {
+            let (processes, counts) = sums.entry(name).or_default();
+            *processes += 1;
+            *counts += subject.counts;
+        }
+    }
+    let mut groups: Vec<_> = sums
+        .into_iter()
+        .map(|(name, (processes, counts))| GroupReport {
+            name,
+            processes,
+            pages: Classes::pages(&counts),
+            bytes: Classes::bytes(&counts, page_size),
+        })
+        .collect();
+    groups.sort_by_key(|group| std::cmp::Reverse(group.pages.resident));
+    groups
+}
+
+/// The extents with the most mergeable pages.
+fn extents(census: &Census, page_size: PageSize, top: usize) -> Vec<ExtentReport> {
+    let mut extents: Vec<_> = census.extents.iter().collect();
+    extents
+        .sort_by_key(|extent| (std::cmp::Reverse(extent.duplicate + extent.zero), extent.subject, extent.range.start));
+    extents.into_iter().take(top).map(|extent| extent_report(census, page_size, extent)).collect()
+}
+
+/// An extent with the process it lies in.
+pub fn extent_report(census: &Census, page_size: PageSize, extent: &Extent) -> ExtentReport {
+    let id = census.subjects[extent.subject].process.id;
+    ExtentReport {
+        pid: id.pid.0,
+        start_time: id.start_time,
+        start: format!("{:x}", extent.range.start),
+        end: format!("{:x}", extent.range.end),
+        pages: page_size.pages_in(extent.range.bytes()).0,
+        duplicate: extent.duplicate.0,
+        redundant: extent.redundant.0,
+        zero: extent.zero.0,
+        density: extent.density(page_size),
+    }
+}
+
+/// The pages of zeros, where there are any, and the most frequent other contents.
+fn contents(census: &Census) -> Vec<ContentReport> {
+    let zero = (census.counts.zero.0 > 0).then_some(ContentReport {
+        kind: "zero",
+        pattern: None,
+        pages: census.counts.zero.0,
+        merged: 0,
+        processes: None,
+        domains: None,
+    });
+    let others = census.contents.iter().map(|content| {
+        let (kind, pattern) = match content.kind {
+            None => ("changed", None),
+            Some(ContentKind::Zero) => ("zero", None),
+            Some(ContentKind::Pattern(word)) => ("pattern", Some(format!("{word:016x}"))),
+            Some(ContentKind::Elf) => ("elf", None),
+            Some(ContentKind::Text) => ("text", None),
+            Some(ContentKind::Other) => ("other", None),
+        };
+        ContentReport {
+            kind,
+            pattern,
+            pages: content.pages.0,
+            merged: content.merged.0,
+            processes: Some(content.processes),
+            domains: Some(content.domains),
+        }
+    });
+    zero.into_iter().chain(others).collect()
+}

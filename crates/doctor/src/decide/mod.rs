@@ -1,0 +1,272 @@
+//! The rules behind `pagefold doctor`: why is nothing merging, and what is wrong with how this host merges?
+//!
+//! [`examine_host`] judges the host, [`examine_process`] answers for one process. A rule is a function from facts to a
+//! [`Finding`]; it asks for each reading it needs, and a reading that is absent makes the finding
+//! [`Verdict::Unknown`] with the reason, so that no rule can call healthy what it has not seen. Where the absence is
+//! itself the answer (a feature this kernel does not have) the verdict is [`Verdict::NotApplicable`].
+//!
+//! The rules mirror mm/ksm.c and Documentation/admin-guide/mm/ksm.rst as of 6.18; what differs in older kernels is
+//! said at each rule. They are grouped by what a finding is about: KSM's settings, who is enrolled, programs that write
+//! the settings, the cost to memory and CPU, and security.
+//!
+//! Names that processes give themselves go into a command only if no shell could take them for anything else, and into
+//! titles and values escaped.
+//!
+//! Limits: facts are one moment. Rates since boot are averages, and the counters of merged pages are those of ksmd's
+//! last scan.
+
+mod cost;
+mod enrolment;
+mod fleet;
+mod pace;
+mod process;
+mod security;
+mod settings;
+#[cfg(test)]
+mod tests;
+mod writers;
+
+pub use pace::{SCAN_MICROSECONDS, pages_for, pass_seconds};
+
+use fleet::Fleet;
+use pagefold_base::domain::Domain;
+use pagefold_base::ksm::Ksm;
+use pagefold_base::memory::{Memory, Pressure};
+use pagefold_base::process::Process;
+use pagefold_base::reading::{Absent, Reading};
+use pagefold_base::region::Region;
+use pagefold_base::tuner::Tuner;
+use pagefold_base::units::{PageSize, ProcessId};
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// What the rules read of a host.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HostFacts {
+    /// The size of a base page.
+    pub page_size: PageSize,
+    /// `/proc/sys/kernel/osrelease`, such as `6.18.44`.
+    pub kernel: Reading<String>,
+    /// `/sys/kernel/mm/ksm`; `NotOnThisKernel` where the directory does not exist.
+    pub ksm: Reading<Ksm>,
+    /// `/proc/meminfo`.
+    pub memory: Memory,
+    /// `/proc/pressure/memory`.
+    pub pressure: Reading<Pressure>,
+    /// `/proc/vmstat` by name; events are counted since boot.
+    pub vmstat: Reading<BTreeMap<String, u64>>,
+    /// The bracketed word of `/sys/kernel/mm/transparent_hugepage/enabled`.
+    pub thp_enabled: Reading<String>,
+    /// NUMA nodes with memory (`/sys/devices/system/node/has_memory`).
+    pub nodes: Reading<u32>,
+    /// What ksmd has cost since boot.
+    pub ksmd: Reading<Ksmd>,
+    /// Programs that write KSM's settings, as [`tuner`] finds them among the processes.
+    pub tuners: Reading<Vec<Tuner>>,
+    /// Settings of KSM that somebody changed while the facts were gathered, each with its values: `run: 1, then 0`.
+    /// What the advisor sets is not among them while it is on.
+    pub rewritten: Vec<String>,
+    /// All processes, in any order.
+    pub processes: Vec<ProcessFacts>,
+}
+
+/// The CPU time of ksmd, from `/proc/PID/stat` of the kernel thread and `/proc/uptime`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ksmd {
+    /// Seconds of CPU time since boot.
+    pub cpu_seconds: f64,
+    /// Seconds since boot.
+    pub uptime_seconds: f64,
+}
+
+/// What the rules read of a process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProcessFacts {
+    /// Who it is.
+    pub process: Process,
+    /// `/proc/PID/smaps`.
+    pub regions: Reading<Vec<Region>>,
+    /// The trust domain it belongs to.
+    pub domain: Domain,
+    /// Why it is to be left alone, if it is: see [`pagefold_base::exclusion`].
+    pub excluded: Option<String>,
+    /// `ksm_merge_any` of its parent (`/proc/PPID/ksm_stat`): what it should have inherited.
+    pub parent_merge_any: Reading<bool>,
+}
+
+/// How a rule judges, from the least to the worst.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Verdict {
+    /// There is nothing here that the rule could judge.
+    NotApplicable,
+    /// As it should be.
+    Ok,
+    /// What would decide could not be read.
+    Unknown,
+    /// Worth a decision: it costs something, or risks something, or will not do what was probably meant.
+    Warn,
+    /// It defeats what merging is for, or harms the host now.
+    Fail,
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::NotApplicable => "n/a",
+            Self::Ok => "ok",
+            Self::Unknown => "unknown",
+            Self::Warn => "warn",
+            Self::Fail => "fail",
+        })
+    }
+}
+
+/// What a finding is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Scope {
+    /// The host.
+    Host,
+    /// One process.
+    Process(ProcessId),
+}
+
+/// What a rule found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// The rule's id, stable over versions.
+    pub rule: &'static str,
+    /// What it is about.
+    pub scope: Scope,
+    /// The judgement.
+    pub verdict: Verdict,
+    /// The finding in one phrase.
+    pub title: String,
+    /// The file that was read.
+    pub source: String,
+    /// What was read in it.
+    pub value: String,
+    /// Why it matters.
+    pub why: &'static str,
+    /// Shell commands to run as root, one each; lines that begin with `#` say what no command can do. Empty where
+    /// there is nothing to do.
+    pub remedy: Vec<String>,
+    /// A shell command that succeeds once the remedy has worked.
+    pub verify: Option<String>,
+}
+
+/// The worst verdict of a list; [`Verdict::NotApplicable`] for an empty one.
+pub fn worst(findings: &[Finding]) -> Verdict {
+    findings.iter().map(|finding| finding.verdict).max().unwrap_or(Verdict::NotApplicable)
+}
+
+/// Judge the host by every host rule, worst first. The order of the processes does not matter.
+pub fn examine_host(facts: &HostFacts) -> Vec<Finding> {
+    let fleet = Fleet::of(facts);
+    let groups = [settings::RULES, enrolment::RULES, writers::RULES, cost::RULES, security::RULES];
+    let findings = groups.into_iter().flatten().map(|HostRule { rule, judge }| match &facts.ksm {
+        Err(Absent::NotOnThisKernel) if rule.needs_ksm => rule.not_applicable("this kernel has no KSM", "absent"),
+        _ => judge(rule, facts, &fleet).unwrap_or_else(|missing| rule.unknown(&missing, "pagefold doctor")),
+    });
+    worst_first(findings.collect())
+}
+
+/// Answer for one process of the host why its memory is not merging, worst first.
+pub fn examine_process(host: &HostFacts, facts: &ProcessFacts) -> Vec<Finding> {
+    worst_first(process::examine(host, facts))
+}
+
+fn worst_first(mut findings: Vec<Finding>) -> Vec<Finding> {
+    findings.sort_by_key(|finding| std::cmp::Reverse(finding.verdict));
+    findings
+}
+
+/// What all findings of a rule share.
+struct Rule {
+    id: &'static str,
+    /// The file it reads, with `PID` where the process's number belongs.
+    source: &'static str,
+    why: &'static str,
+    /// Whether the rule has nothing to judge on a kernel without KSM.
+    needs_ksm: bool,
+}
+
+/// A rule about the host.
+struct HostRule {
+    rule: Rule,
+    judge: fn(&Rule, &HostFacts, &Fleet) -> Outcome,
+}
+
+/// A finding, or the reading that keeps the rule from one.
+type Outcome = Result<Finding, Missing>;
+
+/// A reading that a rule cannot do without.
+struct Missing {
+    what: String,
+    absent: Absent,
+}
+
+/// The value of a reading, or what is missing for want of it.
+fn need<'a, T>(what: &str, reading: &'a Reading<T>) -> Result<&'a T, Missing> {
+    reading.as_ref().map_err(|absent| Missing { what: what.to_owned(), absent: absent.clone() })
+}
+
+impl Rule {
+    fn finding(&self, verdict: Verdict, title: impl Into<String>, value: impl Into<String>) -> Finding {
+        Finding {
+            rule: self.id,
+            scope: Scope::Host,
+            verdict,
+            title: title.into(),
+            source: self.source.to_owned(),
+            value: value.into(),
+            why: self.why,
+            remedy: Vec::new(),
+            verify: None,
+        }
+    }
+
+    fn ok(&self, title: impl Into<String>, value: impl Into<String>) -> Finding {
+        self.finding(Verdict::Ok, title, value)
+    }
+
+    fn warn(&self, title: impl Into<String>, value: impl Into<String>) -> Finding {
+        self.finding(Verdict::Warn, title, value)
+    }
+
+    fn fail(&self, title: impl Into<String>, value: impl Into<String>) -> Finding {
+        self.finding(Verdict::Fail, title, value)
+    }
+
+    fn not_applicable(&self, title: impl Into<String>, value: impl Into<String>) -> Finding {
+        self.finding(Verdict::NotApplicable, title, value)
+    }
+
+    /// The finding for want of a reading; `again` is the command that asks anew, for more privilege.
+    fn unknown(&self, missing: &Missing, again: &str) -> Finding {
+        let Missing { what, absent } = missing;
+        let finding = self.finding(Verdict::Unknown, format!("cannot tell: {what}"), format!("{what}: {absent}"));
+        if *absent == Absent::Denied { finding.remedy([format!("sudo {again}")]) } else { finding }
+    }
+}
+
+impl Finding {
+    fn remedy<S: Into<String>>(mut self, lines: impl IntoIterator<Item = S>) -> Self {
+        self.remedy = lines.into_iter().map(Into::into).collect();
+        self
+    }
+
+    fn verify(mut self, command: impl Into<String>) -> Self {
+        self.verify = Some(command.into());
+        self
+    }
+}
+
+/// The command that writes a setting of KSM.
+fn set(file: &str, value: impl fmt::Display) -> String {
+    format!("echo {value} > /sys/kernel/mm/ksm/{file}")
+}
+
+/// The command that succeeds when a setting of KSM has a value.
+fn is_set(file: &str, value: impl fmt::Display) -> String {
+    format!("grep -x {value} /sys/kernel/mm/ksm/{file}")
+}

@@ -1,0 +1,173 @@
+//! The findings of the doctor on the wire.
+
+use crate::decide::{Finding, HostFacts, ProcessFacts, Scope, Verdict, examine_host, examine_process};
+use pagefold_output::wire::{NotSeen, Who};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
+use std::cmp::Reverse;
+
+/// The result of `pagefold doctor`.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct DoctorReport {
+    /// `pagefold.doctor/1`.
+    pub schema: &'static str,
+    /// What was looked at: `this host` or a recording.
+    pub host: String,
+    /// The worst verdict of all findings.
+    pub verdict: VerdictName,
+    /// How many findings have which verdict.
+    pub counts: VerdictCounts,
+    /// The processes that were asked for. Without any the findings are the host's.
+    pub processes: Vec<Who>,
+    /// The findings, worst first.
+    pub findings: Vec<FindingReport>,
+    /// Processes whose memory could not be looked at; number 0 stands for processes that are not even listed. Findings
+    /// that need them are `unknown`.
+    pub not_seen: Vec<NotSeen>,
+}
+
+/// How a rule judges.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum VerdictName {
+    /// There is nothing here that the rule could judge.
+    NotApplicable,
+    /// As it should be.
+    Ok,
+    /// What would decide could not be read.
+    Unknown,
+    /// Worth a decision: it costs something, or risks something, or will not do what was probably meant.
+    Warn,
+    /// It defeats what merging is for, or harms the host now.
+    Fail,
+}
+
+impl From<Verdict> for VerdictName {
+    fn from(verdict: Verdict) -> Self {
+        match verdict {
+            Verdict::NotApplicable => Self::NotApplicable,
+            Verdict::Ok => Self::Ok,
+            Verdict::Unknown => Self::Unknown,
+            Verdict::Warn => Self::Warn,
+            Verdict::Fail => Self::Fail,
+        }
+    }
+}
+
+/// How many findings have which verdict.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct VerdictCounts {
+    /// `fail`.
+    pub fail: usize,
+    /// `warn`.
+    pub warn: usize,
+    /// `unknown`.
+    pub unknown: usize,
+    /// `ok`.
+    pub ok: usize,
+    /// `not_applicable`.
+    pub not_applicable: usize,
+}
+
+/// What a rule found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct FindingReport {
+    /// The rule's id, stable over versions.
+    pub rule: Cow<'static, str>,
+    /// The judgement.
+    pub verdict: VerdictName,
+    /// The process it is about; absent for the host.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pid: Option<u32>,
+    /// When that process started, in clock ticks since boot.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub start_time: Option<u64>,
+    /// The finding in one phrase.
+    pub title: String,
+    /// The file that was read.
+    pub source: String,
+    /// What was read in it.
+    pub value: String,
+    /// Why it matters.
+    pub why: Cow<'static, str>,
+    /// Shell commands to run as root, one each; lines that begin with `#` say what no command can do. Empty where there
+    /// is nothing to do.
+    pub remedy: Vec<String>,
+    /// A shell command that succeeds once the remedy has worked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub verify: Option<String>,
+}
+
+impl From<Finding> for FindingReport {
+    fn from(finding: Finding) -> Self {
+        let process = match finding.scope {
+            Scope::Host => None,
+            Scope::Process(id) => Some(id),
+        };
+        Self {
+            rule: finding.rule.into(),
+            verdict: finding.verdict.into(),
+            pid: process.map(|id| id.pid.0),
+            start_time: process.map(|id| id.start_time),
+            title: finding.title,
+            source: finding.source,
+            value: finding.value,
+            why: finding.why.into(),
+            remedy: finding.remedy,
+            verify: finding.verify,
+        }
+    }
+}
+
+impl DoctorReport {
+    /// Examine the host.
+    pub fn of_host(host: String, facts: &HostFacts) -> Self {
+        Self::new(host, Vec::new(), examine_host(facts), not_seen(facts.processes.iter()))
+    }
+
+    /// Examine some of its processes.
+    pub fn of_processes(host: String, facts: &HostFacts, processes: &[&ProcessFacts]) -> Self {
+        let who = processes.iter().map(|process| Who::of(&process.process, Some(&process.domain))).collect();
+        let findings = processes.iter().flat_map(|process| examine_process(facts, process)).collect();
+        Self::new(host, who, findings, not_seen(processes.iter().copied()))
+    }
+
+    /// Where more privilege is not to be had: say `instead` what can be done about what was refused.
+    #[must_use]
+    pub fn without_more_privilege(mut self, instead: &str) -> Self {
+        for finding in &mut self.findings {
+            if finding.verdict == VerdictName::Unknown && finding.remedy.iter().all(|line| line.starts_with("sudo ")) {
+                finding.remedy = finding.remedy.iter().map(|_| instead.to_owned()).collect();
+            }
+        }
+        self
+    }
+
+    fn new(host: String, processes: Vec<Who>, findings: Vec<Finding>, not_seen: Vec<NotSeen>) -> Self {
+        let mut findings: Vec<FindingReport> = findings.into_iter().map(Into::into).collect();
+        findings.sort_by_key(|finding| Reverse(finding.verdict));
+        let mut counts = VerdictCounts::default();
+        for finding in &findings {
+            *match finding.verdict {
+                VerdictName::Fail => &mut counts.fail,
+                VerdictName::Warn => &mut counts.warn,
+                VerdictName::Unknown => &mut counts.unknown,
+                VerdictName::Ok => &mut counts.ok,
+                VerdictName::NotApplicable => &mut counts.not_applicable,
+            } += 1;
+        }
+        let verdict = findings.first().map_or(VerdictName::NotApplicable, |finding| finding.verdict);
+        Self { schema: "pagefold.doctor/1", host, verdict, counts, processes, findings, not_seen }
+    }
+}
+
+fn not_seen<'a>(processes: impl Iterator<Item = &'a ProcessFacts>) -> Vec<NotSeen> {
+    processes
+        .filter_map(|facts| {
+            let why = facts.regions.as_ref().err()?;
+            let comm = Some(&facts.process.comm).filter(|_| facts.process.uid.is_ok());
+            Some(NotSeen::of(facts.process.id.pid.0, comm.cloned(), why))
+        })
+        .collect()
+}

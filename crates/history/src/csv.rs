@@ -1,0 +1,76 @@
+//! Every sample as a row of comma-separated values (RFC 4180, lines end with LF): bytes and percent, times in seconds
+//! since 1970, nothing where nothing is known.
+
+use super::record::Kept;
+use super::series::{self, Point};
+use std::borrow::Cow;
+
+/// The names of the columns.
+pub const COLUMNS: [&str; 12] = [
+    "side",
+    "host",
+    "time",
+    "saved_gross",
+    "saved_net",
+    "total",
+    "available",
+    "keep_available",
+    "ksmd_percent",
+    "pagefold_percent",
+    "bound_percent",
+    "members",
+];
+
+/// All samples of all sides.
+pub fn write(sides: &[(String, Kept)]) -> String {
+    let mut text = COLUMNS.join(",") + "\n";
+    for (name, kept) in sides {
+        let who = format!("{},{}", quoted(name), quoted(&kept.host));
+        for point in series::points(&kept.samples) {
+            text.push_str(&row(&who, &point));
+        }
+    }
+    text
+}
+
+fn row(who: &str, point: &Point) -> String {
+    let whole = |value: Option<u64>| value.map_or_else(String::new, |value| value.to_string());
+    let part = |value: Option<f64>| value.map_or_else(String::new, |value| format!("{value:.4}"));
+    let fields = [
+        format!("{:.3}", point.time),
+        whole(point.saved_gross),
+        point.saved_net.map_or_else(String::new, |value| value.to_string()),
+        whole(point.total),
+        whole(point.available),
+        whole(point.keep_available),
+        part(point.ksmd_percent),
+        part(point.pagefold_percent),
+        format!("{}", point.bound_percent),
+        point.members.to_string(),
+    ];
+    format!("{who},{}\n", fields.join(","))
+}
+
+fn quoted(text: &str) -> Cow<'_, str> {
+    if text.contains(['"', ',', '\n', '\r']) {
+        return format!("\"{}\"", text.replace('"', "\"\"")).into();
+    }
+    text.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::Sample;
+
+    #[test]
+    fn what_is_not_known_is_empty_and_what_would_split_is_quoted() {
+        let sample =
+            Sample { time: 1.5, run: 1, saved_net: Some(-7), bound_percent: 10.0, members: 3, ..Sample::default() };
+        let kept = Kept { host: "a \"b\", c".to_owned(), samples: vec![sample], ..Kept::default() };
+        let text = write(&[("plain".to_owned(), kept)]);
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines[0].split(',').count(), COLUMNS.len());
+        assert_eq!(lines[1], "plain,\"a \"\"b\"\", c\",1.500,,-7,,,,,,10,3");
+    }
+}

@@ -1,0 +1,284 @@
+//! What a span of time came to, in figures.
+
+use super::record::{Kept, Pass, Sample};
+use pagefold_base::Bytes;
+use pagefold_output::text::{net, number};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// What a host's span of time came to. Means are over the time that was covered by samples. Absent where it is not
+/// known. Bytes and seconds, unless the name says otherwise.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Figures {
+    /// Time that was covered by samples.
+    pub covered_seconds: f64,
+    /// What merging saved less metadata, on average.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub saved_net_mean: Option<f64>,
+    /// The most of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub saved_net_highest: Option<i64>,
+    /// What it was in the end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub saved_net_last: Option<i64>,
+    /// Memory in use (`MemTotal` - `MemAvailable`), on average.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub in_use_mean: Option<f64>,
+    /// The most of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub in_use_highest: Option<u64>,
+    /// The most that would have been in use without merging: in use and saved, gross.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub unmerged_highest: Option<u64>,
+    /// The lowest `MemAvailable`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub available_lowest: Option<u64>,
+    /// CPU time of ksmd.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ksmd_seconds: Option<f64>,
+    /// CPU time of the daemon.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pagefold_seconds: Option<f64>,
+    /// Percent of one CPU of both together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpu_percent: Option<f64>,
+    /// CPU seconds of both for each GiB saved, net, for an hour.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpu_seconds_per_gib_hour: Option<f64>,
+    /// Passes that were kept.
+    pub passes: u64,
+    /// Those that merged anything.
+    pub merges: u64,
+    /// What the latter should have saved.
+    pub predicted: u64,
+    /// What they saved.
+    pub reached: i64,
+    /// How long merges took to come to most of what they saved.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub converge: Option<Converge>,
+}
+
+/// How long merges took to come to most of what they saved, in seconds; of those whose course is known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Converge {
+    /// Merges whose course is known.
+    pub merges: u64,
+    /// From the start of the pass to 90 %, at the median.
+    pub to_90_median: f64,
+    /// The same at the 90th percentile.
+    pub to_90_high: f64,
+    /// From the start of the pass to 99 %, at the median.
+    pub to_99_median: f64,
+    /// The same at the 90th percentile.
+    pub to_99_high: f64,
+    /// From when the first of those was seen who came since the merge before, two minutes before the pass at most, to
+    /// 90 %, at the median; of passes before which somebody came.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub arrival_to_90_median: Option<f64>,
+    /// The same at the 90th percentile.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub arrival_to_90_high: Option<f64>,
+}
+
+impl Converge {
+    fn of(passes: &[Pass]) -> Option<Self> {
+        let sorted = |of: &dyn Fn(&Pass) -> Option<f64>| {
+            let mut values: Vec<f64> = passes.iter().filter_map(of).collect();
+            values.sort_by(f64::total_cmp);
+            values
+        };
+        let (to_90, to_99) = (sorted(&|pass| pass.to_90), sorted(&|pass| pass.to_99));
+        let arrival = sorted(&|pass| Some(pass.waited? + pass.to_90?));
+        Some(Self {
+            merges: to_90.len() as u64,
+            to_90_median: quantile(&to_90, 0.5)?,
+            to_90_high: quantile(&to_90, 0.9)?,
+            to_99_median: quantile(&to_99, 0.5)?,
+            to_99_high: quantile(&to_99, 0.9)?,
+            arrival_to_90_median: quantile(&arrival, 0.5),
+            arrival_to_90_high: quantile(&arrival, 0.9),
+        })
+    }
+}
+
+/// A quantile of what is sorted: the least value that so large a part is not above.
+fn quantile(sorted: &[f64], part: f64) -> Option<f64> {
+    let rank = (part * sorted.len() as f64).ceil() as usize;
+    sorted.get(rank.saturating_sub(1)).copied()
+}
+
+/// What an amount is counted in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Unit {
+    /// Bytes, which may be a loss.
+    Bytes,
+    /// Seconds.
+    Seconds,
+    /// Percent.
+    Percent,
+    /// Things.
+    Count,
+}
+
+impl Unit {
+    /// An amount for people; a dash for none.
+    pub fn tell(self, value: Option<f64>) -> String {
+        let Some(value) = value else { return "–".to_owned() };
+        match self {
+            Self::Bytes if value >= 0.0 => Bytes(value as u64).to_string(),
+            Self::Bytes => net(value as i64),
+            Self::Seconds if value.abs() >= 7200.0 => format!("{:.1} h", value / 3600.0),
+            Self::Seconds => format!("{value:.*} s", usize::from(value.abs() < 100.0) * 2),
+            Self::Percent => format!("{value:.2} %"),
+            Self::Count => number(value.max(0.0) as u64),
+        }
+    }
+}
+
+impl Figures {
+    /// Of what was kept.
+    pub fn of(kept: &Kept) -> Self {
+        let samples = &kept.samples;
+        let spent = |of: fn(&Sample) -> Option<f64>| spent(samples, of);
+        let (ksmd, pagefold) = (spent(|sample| sample.ksmd_seconds), spent(|sample| sample.pagefold_seconds));
+        let cpu = ksmd.zip(pagefold).map(|(ksmd, pagefold)| ksmd + pagefold);
+        let covered: f64 = steps(samples).map(|(before, after)| after.time - before.time).sum();
+        let net = mean(samples, |sample| Some(sample.saved_net? as f64));
+        let merges = || kept.passes.iter().filter(|pass| pass.reached.is_some());
+        Self {
+            covered_seconds: covered,
+            saved_net_mean: net.map(|(mean, _)| mean),
+            saved_net_highest: samples.iter().filter_map(|sample| sample.saved_net).max(),
+            saved_net_last: samples.iter().rev().find_map(|sample| sample.saved_net),
+            in_use_mean: mean(samples, |sample| Some(sample.in_use()? as f64)).map(|(mean, _)| mean),
+            in_use_highest: samples.iter().filter_map(Sample::in_use).max(),
+            unmerged_highest: samples.iter().filter_map(|sample| Some(sample.in_use()? + sample.saved_gross?)).max(),
+            available_lowest: samples.iter().filter_map(|sample| sample.available).min(),
+            ksmd_seconds: ksmd,
+            pagefold_seconds: pagefold,
+            cpu_percent: cpu.filter(|_| covered > 0.0).map(|cpu| 100.0 * cpu / covered),
+            cpu_seconds_per_gib_hour: cpu.zip(net).and_then(|(cpu, (mean, seconds))| {
+                let gib_hours = mean / (1_u64 << 30) as f64 * seconds / 3600.0;
+                (gib_hours > 1e-6).then(|| cpu / gib_hours)
+            }),
+            passes: kept.passes.len() as u64,
+            merges: merges().count() as u64,
+            predicted: merges().map(|pass| pass.predicted).sum(),
+            reached: merges().filter_map(|pass| pass.reached).sum(),
+            converge: Converge::of(&kept.passes),
+        }
+    }
+
+    /// Each by its name for people, in the order in which they are shown.
+    pub fn rows(&self) -> Vec<(&'static str, Unit, Option<f64>)> {
+        use Unit::{Bytes, Count, Percent, Seconds};
+        let whole = |value: Option<u64>| value.map(|value| value as f64);
+        let signed = |value: Option<i64>| value.map(|value| value as f64);
+        let converge = |of: fn(&Converge) -> Option<f64>| self.converge.as_ref().and_then(of);
+        let share = (self.predicted > 0).then(|| 100.0 * self.reached as f64 / self.predicted as f64);
+        vec![
+            ("saved net, on average", Bytes, self.saved_net_mean),
+            ("saved net, at most", Bytes, signed(self.saved_net_highest)),
+            ("saved net, in the end", Bytes, signed(self.saved_net_last)),
+            ("memory in use, on average", Bytes, self.in_use_mean),
+            ("memory in use, at most", Bytes, whole(self.in_use_highest)),
+            ("without merging, at most", Bytes, whole(self.unmerged_highest)),
+            ("memory available, at least", Bytes, whole(self.available_lowest)),
+            ("CPU of ksmd", Seconds, self.ksmd_seconds),
+            ("CPU of pagefold", Seconds, self.pagefold_seconds),
+            ("CPU of both, of one CPU", Percent, self.cpu_percent),
+            ("CPU for each GiB saved for an hour", Seconds, self.cpu_seconds_per_gib_hour),
+            ("passes", Count, Some(self.passes as f64)),
+            ("merges", Count, Some(self.merges as f64)),
+            ("predicted by their plans", Bytes, Some(self.predicted as f64)),
+            ("reached by them", Bytes, Some(self.reached as f64)),
+            ("reached of predicted", Percent, share),
+            ("merges whose course is known", Count, converge(|of| Some(of.merges as f64))),
+            ("to 90 %, median", Seconds, converge(|of| Some(of.to_90_median))),
+            ("to 90 %, 90th percentile", Seconds, converge(|of| Some(of.to_90_high))),
+            ("to 99 %, median", Seconds, converge(|of| Some(of.to_99_median))),
+            ("to 99 %, 90th percentile", Seconds, converge(|of| Some(of.to_99_high))),
+            ("from arrival to 90 %, median", Seconds, converge(|of| of.arrival_to_90_median)),
+            ("from arrival to 90 %, 90th percentile", Seconds, converge(|of| of.arrival_to_90_high)),
+            ("time covered by samples", Seconds, Some(self.covered_seconds)),
+        ]
+    }
+}
+
+/// Neighbours of one life of the daemon.
+fn steps(samples: &[Sample]) -> impl Iterator<Item = (&Sample, &Sample)> {
+    let pairs = samples.windows(2).map(|pair| (&pair[0], &pair[1]));
+    pairs.filter(|(before, after)| before.run == after.run && after.time > before.time)
+}
+
+/// How much a counter rose.
+fn spent(samples: &[Sample], of: fn(&Sample) -> Option<f64>) -> Option<f64> {
+    let rises: Vec<f64> =
+        steps(samples).filter_map(|(before, after)| Some((of(after)? - of(before)?).max(0.0))).collect();
+    (!rises.is_empty()).then(|| rises.iter().sum())
+}
+
+/// The mean over time, by trapezia, and the seconds that it is over.
+fn mean(samples: &[Sample], of: fn(&Sample) -> Option<f64>) -> Option<(f64, f64)> {
+    let (mut sum, mut seconds) = (0.0, 0.0);
+    for (before, after) in steps(samples) {
+        if let (Some(low), Some(high)) = (of(before), of(after)) {
+            let step = after.time - before.time;
+            sum += (low + high) / 2.0 * step;
+            seconds += step;
+        }
+    }
+    (seconds > 0.0).then(|| (sum / seconds, seconds))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn means_are_over_time_and_leave_out_what_is_not_known() {
+        let sample = |time: f64, run, gib: i64, ksmd: f64| Sample {
+            time,
+            run,
+            saved_net: Some(gib << 30),
+            ksmd_seconds: Some(ksmd),
+            pagefold_seconds: Some(0.0),
+            ..Sample::default()
+        };
+        // Half an hour at 2 GiB, a day without a daemon, half an hour that rises from 2 to 6.
+        let samples = vec![
+            sample(0.0, 1, 2, 0.0),
+            sample(1800.0, 1, 2, 9.0),
+            sample(90_000.0, 2, 2, 0.5),
+            sample(91_800.0, 2, 6, 3.5),
+        ];
+        let figures = Figures::of(&Kept { samples, ..Kept::default() });
+        let close = |value: Option<f64>, expect: f64| value.is_some_and(|value| (value - expect).abs() < 1e-9);
+        assert!(close(figures.saved_net_mean.map(|bytes| bytes / (1_u64 << 30) as f64), 3.0), "{figures:?}");
+        assert!(close(figures.ksmd_seconds, 12.0) && close(figures.cpu_seconds_per_gib_hour, 4.0), "{figures:?}");
+        assert!(close(figures.cpu_percent, 100.0 * 12.0 / 3600.0));
+        assert_eq!((figures.in_use_mean, figures.converge), (None, None));
+    }
+
+    #[test]
+    fn quantiles_are_values_that_were() {
+        assert_eq!(quantile(&[], 0.5), None);
+        let ten: Vec<f64> = (1..=10).map(f64::from).collect();
+        assert_eq!(
+            (quantile(&ten, 0.5), quantile(&ten, 0.9), quantile(&ten[..1], 0.9)),
+            (Some(5.0), Some(9.0), Some(1.0))
+        );
+    }
+
+    #[test]
+    fn amounts_have_their_units() {
+        let check = |unit: Unit, value, text: &str| assert_eq!(unit.tell(Some(value)), text);
+        check(Unit::Seconds, 1.234, "1.23 s");
+        check(Unit::Seconds, 123.4, "123 s");
+        check(Unit::Seconds, 7200.0, "2.0 h");
+        check(Unit::Bytes, 1536.0, "1.50 KiB");
+        check(Unit::Count, 1234.0, "1,234");
+        assert_eq!(Unit::Percent.tell(None), "–");
+    }
+}

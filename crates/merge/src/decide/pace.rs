@@ -1,0 +1,203 @@
+//! How fast ksmd is to go: the settings that hold a bound on its CPU time, and when it may stop.
+
+use pagefold_base::units::Pages;
+use std::time::Duration;
+
+/// The pause between batches while the bound leaves any. Long against the kernel's tick, to which pauses are rounded up
+/// (4 ms at 250 Hz), and short against what a person waits for.
+const PAUSE_MS: f64 = 10.0;
+
+/// What a page is taken to cost before anything was measured, in milliseconds: ksmd's dearest work, merging
+/// ([`pagefold_doctor::decide::SCAN_MICROSECONDS`] is the mean over all it does).
+const FIRST_COST_MS: f64 = 0.006;
+
+/// Pages of a batch when nothing bounds ksmd: some 20 ms, after which it looks at its settings again.
+const UNBOUND_BATCH: f64 = 5000.0;
+
+/// Pages of a batch at most: `pages_to_scan` is an unsigned int, and ksmd sees a new setting only between batches.
+const LARGEST_BATCH: f64 = 200_000.0;
+
+/// How much of a new measurement is believed at once.
+const WEIGHT: f64 = 0.4;
+
+/// Settings of ksmd that hold its share of one CPU, adapted to what it was seen to use.
+///
+/// How long a batch takes varies tenfold: a first look at a page is a checksum, a page of the unstable tree a search,
+/// a merge rewrites page tables. So the batch is what gives way: it is made larger or smaller by the ratio of the
+/// bound to the share that was measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Pace {
+    share: f64,
+    batch: f64,
+    measured: Option<f64>,
+}
+
+impl Pace {
+    /// For a share of one CPU, above 0; 1 and more is no bound.
+    pub fn new(share: f64) -> Self {
+        let share = share.clamp(0.001, 1.0);
+        let batch = if share >= 1.0 { UNBOUND_BATCH } else { PAUSE_MS * share / (1.0 - share) / FIRST_COST_MS };
+        Self { share, batch: batch.clamp(1.0, LARGEST_BATCH), measured: None }
+    }
+
+    /// `pages_to_scan` and `sleep_millisecs`.
+    pub fn settings(self) -> (u64, u64) {
+        (self.batch.round() as u64, if self.share >= 1.0 { 0 } else { PAUSE_MS as u64 })
+    }
+
+    /// Adapt to the CPU time that ksmd used in a time that spans several batches.
+    pub fn adapt(&mut self, cpu: Duration, elapsed: Duration) {
+        if self.share >= 1.0 || elapsed.is_zero() {
+            return;
+        }
+        let now = cpu.as_secs_f64() / elapsed.as_secs_f64();
+        let measured = self.measured.map_or(now, |before| before + WEIGHT * (now - before));
+        self.measured = Some(measured);
+        let ratio = (self.share / measured.max(1e-4)).clamp(0.5, 1.5);
+        self.batch = (self.batch * ratio).clamp(1.0, LARGEST_BATCH);
+    }
+}
+
+/// Decides when ksmd has done what there was to do.
+///
+/// A page merges on its second look at the earliest, because ksmd wants its checksum unchanged, and before 6.11 on its
+/// first where its content is in the stable tree (mm/ksm.c, `cmp_and_merge_page`). An address space that is enrolled
+/// now is looked at last in the scan under way. So nothing is settled before two whole scans after the one that was
+/// under way; from then on, as soon as a whole scan adds next to nothing; before, when all that was expected has come,
+/// or at the end of a scan all but a thousandth.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Settle {
+    expected: Option<Pages>,
+    first_scan: u64,
+    scan: u64,
+    saved: Pages,
+}
+
+/// Whole scans before which nothing is settled.
+const SCANS: u64 = 2;
+
+/// The part of what was expected that is missed.
+const MISSED: f64 = 0.1;
+
+impl Settle {
+    /// From the count of full scans at the time of enrolling. `expected` is what should be saved, if that is known.
+    pub fn new(full_scans: u64, expected: Option<Pages>) -> Self {
+        Self { expected, first_scan: full_scans, scan: full_scans, saved: Pages::ZERO }
+    }
+
+    /// What should be saved, if that is known.
+    pub fn expected(&self) -> Option<Pages> {
+        self.expected
+    }
+
+    /// Whether it is settled, by the full scans and by what is saved now.
+    pub fn look(&mut self, full_scans: u64, saved: Pages) -> bool {
+        if self.expected.is_some_and(|expected| expected.0 > 0 && saved >= expected) {
+            return true;
+        }
+        if full_scans == self.scan {
+            return false;
+        }
+        if self.expected.is_some_and(|expected| expected.0 > 0 && saved.0 >= expected.0 - expected.0 / 1000) {
+            return true;
+        }
+        let gained = saved.saturating_sub(self.saved);
+        (self.scan, self.saved) = (full_scans, saved);
+        full_scans > self.first_scan + SCANS && gained.0 * 1000 <= saved.0
+    }
+
+    /// Whether what has not come may be what ksmd has skipped meanwhile.
+    ///
+    /// With `smart_scan` a page that has found no partner in its first looks is looked at in every second scan only, and
+    /// in the end in every ninth (mm/ksm.c, `should_skip_rmap_item`). Two pages of the same content merge in a scan that
+    /// looks at both. If they were enrolled at different times the scans of one may never be those of the other.
+    pub fn were_skipped(&self, saved: Pages, skipped: Pages) -> bool {
+        let missing = self.expected.map_or(0, |expected| expected.0.saturating_sub(saved.0));
+        missing as f64 > self.expected.map_or(0, |expected| expected.0) as f64 * MISSED && skipped.0 >= missing
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// ksmd as ksm_do_scan and its pause make it, at 250 Hz: the share that it uses while it is paced for ten seconds.
+    fn share_of(bound: f64, cost_us: impl Fn(f64) -> f64) -> f64 {
+        let mut pace = Pace::new(bound);
+        let (mut now, mut used) = (0.0, 0.0);
+        let (mut tick, mut used_at_tick) = (0.0, 0.0);
+        while now < 10.0 {
+            let (pages, pause) = pace.settings();
+            let work = pages as f64 * cost_us(now) / 1e6;
+            let rest = if pause == 0 { 0.0 } else { (pause as f64 / 4.0).ceil() * 0.004 + 0.002 };
+            now += work + rest;
+            used += work;
+            if now - tick >= 0.05 {
+                pace.adapt(Duration::from_secs_f64(used - used_at_tick), Duration::from_secs_f64(now - tick));
+                (tick, used_at_tick) = (now, used);
+            }
+        }
+        used / now
+    }
+
+    #[test]
+    fn the_bound_is_held_and_used_whatever_a_page_costs() {
+        for bound in [0.02, 0.1, 0.5, 0.8] {
+            for cost in [0.5, 1.0, 4.0, 10.0] {
+                let share = share_of(bound, |_| cost);
+                assert!((share / bound - 1.0).abs() < 0.1, "{share} instead of {bound} at {cost} us a page");
+            }
+            let share = share_of(bound, |now| if now % 2.0 < 1.0 { 0.9 } else { 7.0 });
+            assert!(share < bound * 1.4 && share > bound * 0.6, "{share} instead of {bound} while the cost jumps");
+        }
+        assert!(share_of(1.0, |_| 4.0) > 0.99);
+    }
+
+    #[test]
+    fn a_scan_that_adds_nothing_settles_from_the_third_on() {
+        let mut settle = Settle::new(10, None);
+        assert!(!settle.look(10, Pages(0)));
+        assert!(!settle.look(11, Pages(0)), "the scan that was under way");
+        assert!(!settle.look(12, Pages(0)), "checksums");
+        assert!(!settle.look(13, Pages(5000)), "merges");
+        assert!(!settle.look(13, Pages(5001)), "no new scan");
+        assert!(settle.look(14, Pages(5001)));
+    }
+
+    #[test]
+    fn what_was_expected_is_enough() {
+        let mut settle = Settle::new(0, Some(Pages(100)));
+        assert!(!settle.look(0, Pages(99)));
+        assert!(settle.look(0, Pages(100)));
+        assert!(!Settle::new(0, Some(Pages(0))).look(0, Pages(0)), "nothing expected proves nothing");
+        let mut settle = Settle::new(0, Some(Pages(10_000)));
+        assert!(!settle.look(0, Pages(9990)), "more may come in the same scan");
+        assert!(settle.look(1, Pages(9990)));
+        assert!(!Settle::new(0, Some(Pages(10_000))).look(1, Pages(9989)));
+    }
+
+    #[test]
+    fn what_has_not_come_may_have_been_skipped() {
+        let settle = Settle::new(0, Some(Pages(100)));
+        assert!(settle.were_skipped(Pages(50), Pages(50)));
+        assert!(!settle.were_skipped(Pages(50), Pages(49)), "it was looked at");
+        assert!(!settle.were_skipped(Pages(90), Pages(1000)), "little is missing");
+        assert!(!Settle::new(0, None).were_skipped(Pages(0), Pages(1000)), "nothing was expected");
+    }
+
+    proptest! {
+        #[test]
+        fn settings_are_ones_that_the_kernel_takes(
+            bound in -1.0f64..3.0,
+            seen in prop::collection::vec((0u64..1_000_000, 0u64..1_000_000), 0..50),
+        ) {
+            let mut pace = Pace::new(bound);
+            for (cpu, elapsed) in seen {
+                pace.adapt(Duration::from_micros(cpu), Duration::from_micros(elapsed));
+                let (pages, pause) = pace.settings();
+                prop_assert!((1..=200_000).contains(&pages) && pause <= 10);
+            }
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! ksmtuned, the shell daemon that tunes KSM by free memory.
+//!
+//! As the script of Debian's package ksmtuned 4.20150326 (the same as Fedora's) computes: in kB, with the shell's
+//! integer division. It runs ksmd while the guests' memory with a threshold on top exceeds the host's, or while less
+//! than the threshold is free, and works harder the longer memory is short.
+//!
+//! Quirks, kept: exactly as much free as the threshold neither stops ksmd nor boosts it, it decays; the number of pages
+//! is kept while ksmd is stopped, so that a later start goes on from there; a smaller host sleeps longer, but a larger
+//! one never less than 10 ms; nothing is written before the first interval is over. The daemon finds guests by the
+//! pattern `^qemu-system.*-enable-kvm` of the command line, so that Debian's misses those that are started by their
+//! full path; here the caller says what is committed.
+//!
+//! Limits: `SIGUSR1`, which makes the daemon take a step at once, is not mirrored; while the kernel's advisor is on,
+//! the daemon's writes of `pages_to_scan` fail and it does not notice, where Pagefold stops with the error.
+
+use pagefold_base::ksm::{Setting, Settings};
+use pagefold_base::units::Bytes;
+use std::time::Duration;
+
+/// The variables of `/etc/ksmtuned.conf`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ksmtuned {
+    /// `KSM_MONITOR_INTERVAL`.
+    pub interval: Duration,
+    /// `KSM_NPAGES_BOOST`.
+    pub boost: i64,
+    /// `KSM_NPAGES_DECAY`, negative.
+    pub decay: i64,
+    /// `KSM_NPAGES_MIN`.
+    pub min: i64,
+    /// `KSM_NPAGES_MAX`.
+    pub max: i64,
+    /// `KSM_SLEEP_MSEC`, for a host of 16 GiB. Proxmox sets 100.
+    pub sleep_millisecs: u64,
+    /// `KSM_THRES_COEF`, in percent of the memory.
+    pub threshold_percent: u64,
+    /// `KSM_THRES_CONST`, in kB.
+    pub threshold_kib: u64,
+}
+
+impl Default for Ksmtuned {
+    fn default() -> Self {
+        Self {
+            interval: Duration::from_secs(60),
+            boost: 300,
+            decay: -50,
+            min: 64,
+            max: 1250,
+            sleep_millisecs: 10,
+            threshold_percent: 20,
+            threshold_kib: 2048,
+        }
+    }
+}
+
+/// The variables of the script.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct State {
+    /// `total`, in kB.
+    pub total_kib: u64,
+    /// `thres`, in kB.
+    pub threshold_kib: u64,
+    /// `sleep`, in milliseconds.
+    pub sleep_millisecs: u64,
+    /// `npages`.
+    pub npages: i64,
+}
+
+impl Ksmtuned {
+    /// What the script sets up before its loop.
+    pub fn start(&self, total: Bytes) -> State {
+        let total_kib = total.0 / 1024;
+        let sleep = (self.sleep_millisecs * 16 * 1024 * 1024).checked_div(total_kib).unwrap_or(u64::MAX);
+        State {
+            total_kib,
+            threshold_kib: (total_kib * self.threshold_percent / 100).max(self.threshold_kib),
+            // The kernel takes an unsigned int.
+            sleep_millisecs: sleep.clamp(10, u64::from(u32::MAX)),
+            npages: 0,
+        }
+    }
+
+    /// One turn of the loop (`adjust`).
+    pub fn step(&self, state: State, free: Bytes, committed: Bytes) -> (State, Settings) {
+        let (free, committed) = (free.0 / 1024, committed.0 / 1024);
+        if committed + state.threshold_kib < state.total_kib && free > state.threshold_kib {
+            return (state, Settings::from([(Setting::Run, "0".to_owned())]));
+        }
+        let change = if free < state.threshold_kib { self.boost } else { self.decay };
+        let npages = (state.npages + change).max(self.min).min(self.max);
+        let settings = Settings::from([
+            (Setting::PagesToScan, npages.to_string()),
+            (Setting::SleepMillisecs, state.sleep_millisecs.to_string()),
+            (Setting::Run, "1".to_owned()),
+        ]);
+        (State { npages, ..state }, settings)
+    }
+}

@@ -1,0 +1,5 @@
+//! The reports of merging as text.
+
+pub mod merge;
+pub mod policy;
+pub mod unmerge;

@@ -1,0 +1,478 @@
+//! A plan and what it came to, on the wire.
+
+use crate::decide::difference::{Difference, Figure};
+use crate::decide::outcome::{Change, End, Outcome};
+use crate::decide::plan::{Plan, Target, Way};
+use pagefold_base::savings::Reach;
+use pagefold_base::{Bytes, PageSize, Pages};
+use pagefold_census::results::{Census, Unseen};
+use pagefold_output::wire::{NotSeen, Who};
+use schemars::JsonSchema;
+use serde::Serialize;
+use std::time::Duration;
+
+/// Points of the timeline that are told at most.
+const TIMELINE: usize = 400;
+
+/// The result of `pagefold merge`.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct MergeReport {
+    /// `pagefold.merge/1`.
+    pub schema: &'static str,
+    /// What was merged: `this host`.
+    pub host: String,
+    /// Bytes of a page.
+    pub page_size: u64,
+    /// Bytes of a huge page.
+    pub huge_page_size: u64,
+    /// The processes that the census looked at.
+    pub processes: u64,
+    /// Processes of other trust domains that are enrolled already. They were looked at, too: what they hold is in no
+    /// plan.
+    pub kept_apart_from: u64,
+    /// Whether there may be others who are enrolled and cannot be seen from here: those outside of a container, those
+    /// of other users without root, before Linux 6.14 whoever ksmd has not come to.
+    pub others_hidden: bool,
+    /// What was planned.
+    pub plan: PlanReport,
+    /// What it came to; absent for a dry run, and where nothing pays.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub outcome: Option<OutcomeReport>,
+    /// Processes that were chosen and not seen.
+    pub not_seen: Vec<NotSeen>,
+}
+
+/// What is to be enrolled, and what it should come to.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct PlanReport {
+    /// Whether processes are enrolled whole.
+    pub whole: bool,
+    /// The processes.
+    pub targets: Vec<TargetReport>,
+    /// Processes, targets or not, of which something is withdrawn while ksmd works: what they enrolled themselves and
+    /// does not pay.
+    pub narrowed: Vec<NarrowedReport>,
+    /// Processes of which nothing is enrolled, on purpose.
+    pub left_alone: Vec<LeftAloneReport>,
+    /// What should be saved.
+    pub savings: Savings,
+    /// Pages that should merge, kept copies included.
+    pub merging_pages: u64,
+    /// Ranges in all.
+    pub ranges: u64,
+    /// Memory regions that the ranges add to the processes, at most.
+    pub regions_added: u64,
+    /// CPU seconds that ksmd should need.
+    pub ksmd_seconds: f64,
+    /// Seconds from enrolling until merged.
+    pub wall_seconds: f64,
+}
+
+/// A process of the plan.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct TargetReport {
+    /// Who it is.
+    #[serde(flatten)]
+    pub who: Who,
+    /// How it is enrolled: `ranges` or `whole` from within, by injection; `qmp` by QEMU's control socket; `none` where
+    /// that was found and is of no use.
+    pub way: &'static str,
+    /// Why it is not enrolled, for `none`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// Pages that ksmd has to scan.
+    pub pages: u64,
+    /// Pages that should merge, pages of zeros included.
+    pub merging_pages: u64,
+    /// Pages of zeros.
+    pub zero_pages: u64,
+    /// What is enrolled.
+    pub ranges: Vec<RangeReport>,
+}
+
+/// A range of the plan.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct RangeReport {
+    /// Its first address.
+    pub start: u64,
+    /// The first address after it.
+    pub end: u64,
+    /// Pages that ksmd has to scan.
+    pub pages: u64,
+    /// Pages that should merge.
+    pub merging_pages: u64,
+    /// Whether the program has enrolled it already.
+    pub enrolled: bool,
+}
+
+/// A process that has enrolled itself more than pays.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct NarrowedReport {
+    /// Its number.
+    pub pid: u32,
+    /// Its name.
+    pub comm: String,
+    /// Bytes that it has enrolled itself and that are withdrawn while ksmd works.
+    pub bytes: u64,
+}
+
+/// A process of which nothing is enrolled, on purpose.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct LeftAloneReport {
+    /// Its number.
+    pub pid: u32,
+    /// Its name.
+    pub comm: String,
+    /// Why.
+    pub why: String,
+}
+
+/// Bytes saved, or to be saved.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct Savings {
+    /// Frames that come back.
+    pub gross: u64,
+    /// ksmd's metadata: 64 bytes a page that it scans.
+    pub metadata: u64,
+    /// `gross - metadata`.
+    pub net: i64,
+    /// Huge pages split.
+    pub huge_pages_split: u64,
+}
+
+/// What a merge came to.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct OutcomeReport {
+    /// `settled`, `deadline`, `stopped` or `yielded`.
+    pub end: &'static str,
+    /// What somebody else did to KSM's settings, for `yielded`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub yielded_to: Option<String>,
+    /// Bytes saved, read from page tables, with ksmd stopped unless somebody else drives it.
+    pub saved: u64,
+    /// The part of `saved` that no counter of KSM has: pages of zeros that the kernel freed when it split huge pages for
+    /// ksmd.
+    pub saved_by_splitting: u64,
+    /// `saved` less ksmd's metadata for the targets.
+    pub net: i64,
+    /// Pages mapped to frames that KSM shares.
+    pub merged_pages: u64,
+    /// Those frames.
+    pub ksm_frames: u64,
+    /// Pages of zeros mapped to the kernel's zero page.
+    pub zero_pages: u64,
+    /// Why figures are not what was predicted: those of one figure sum up to the difference, opposite ones side by
+    /// side. Of `saved` they are exact where up to 131,072 pages should merge, and from a sample of contents otherwise.
+    /// What is measured of nothing begins with `not explained`.
+    pub differences: Vec<DifferenceReport>,
+    /// Regions added to the processes while the ranges are enrolled, as far as these live on; they map others
+    /// meanwhile.
+    pub regions_added: i64,
+    /// Seconds of the census and the plan.
+    pub census_seconds: f64,
+    /// Seconds from the start of the command to 50, 90 and 99 % of what was saved.
+    pub seconds_to_50: Option<f64>,
+    /// See `seconds_to_50`.
+    pub seconds_to_90: Option<f64>,
+    /// See `seconds_to_50`.
+    pub seconds_to_99: Option<f64>,
+    /// CPU seconds of ksmd; absent if they cannot be read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ksmd_seconds: Option<f64>,
+    /// CPU seconds of pagefold, the census included.
+    pub pagefold_seconds: f64,
+    /// `MemAvailable` before; others use and free memory too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub available_before: Option<u64>,
+    /// `MemAvailable` after.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub available_after: Option<u64>,
+    /// Bytes in huge pages of the targets before.
+    pub huge_before: u64,
+    /// Bytes in huge pages of the targets after.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub huge_after: Option<u64>,
+    /// How often a thread of a target was stopped.
+    pub stops: u64,
+    /// Microseconds of such a stop at the median; absent if there was none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stop_median_us: Option<f64>,
+    /// Microseconds of the longest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stop_max_us: Option<f64>,
+    /// Merged pages that were watched; absent if no target ran.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub watched: Option<WatchedReport>,
+    /// What could not be enrolled or withdrawn.
+    pub missed: Vec<MissedReport>,
+    /// Processes outside the plan that were enrolled too: KSM has one tree, and may have merged theirs with the
+    /// targets'. Absent where the kernel does not tell (before 6.14).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub other_enrolled_processes: Option<u64>,
+    /// What was changed for the time being and could not be put back.
+    pub not_put_back: Vec<String>,
+    /// What was saved over time, by the kernel's counters of the targets' merged pages.
+    pub timeline: Vec<Point>,
+}
+
+/// A part of the difference between what was reached and what was predicted.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct DifferenceReport {
+    /// The figure: `saved`, `metadata` (bytes), `ksmd_seconds` (CPU seconds: looks at pages times what one takes; looks
+    /// at pages of others are among them), `huge_pages_split`, `regions_added`, `wall_seconds` (from the first
+    /// enrolment until 99 % is merged, where anything is), `available` (bytes of `MemAvailable`, which what is saved,
+    /// net, should add to; absent if it could not be read).
+    pub of: &'static str,
+    /// By how much it is more than predicted, less if negative.
+    pub by: f64,
+    /// What that much is.
+    pub why: &'static str,
+}
+
+/// A sample of the merged pages of running processes.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct WatchedReport {
+    /// Pages of the sample that merged.
+    pub merged_pages: u64,
+    /// How often one of them was written.
+    pub broken_pages: u64,
+    /// Seconds that they were merged, summed over the pages.
+    pub page_seconds: f64,
+    /// Pages of the plan that were withdrawn because they did not stay merged for long enough to pay.
+    pub withdrawn_pages: u64,
+}
+
+/// Something that could not be enrolled or withdrawn.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct MissedReport {
+    /// What could not be done: `enrol` or `withdraw`.
+    pub change: &'static str,
+    /// Of which process.
+    pub pid: u32,
+    /// Its name.
+    pub comm: String,
+    /// The first address; absent for the whole process.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub start: Option<u64>,
+    /// The first address after it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub end: Option<u64>,
+    /// Why.
+    pub why: String,
+}
+
+/// A point of the timeline.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct Point {
+    /// Seconds since the start of the command.
+    pub seconds: f64,
+    /// Bytes saved.
+    pub saved: u64,
+    /// CPU seconds of ksmd so far.
+    pub ksmd_seconds: f64,
+}
+
+impl MergeReport {
+    /// A plan that is not, or not yet, carried out.
+    pub fn of_plan(host: String, page_size: PageSize, huge_page_size: u64, census: &Census, plan: &Plan) -> Self {
+        Self {
+            schema: "pagefold.merge/1",
+            host,
+            page_size: page_size.bytes(),
+            huge_page_size,
+            processes: census.subjects.iter().filter(|subject| !subject.witness).count() as u64,
+            kept_apart_from: census.subjects.iter().filter(|subject| subject.witness).count() as u64,
+            others_hidden: false,
+            plan: PlanReport::of(plan, page_size),
+            outcome: None,
+            not_seen: census
+                .unseen
+                .iter()
+                .map(|Unseen { pid, comm, why }| NotSeen::of(pid.0, comm.clone(), why))
+                .collect(),
+        }
+    }
+
+    /// With what it came to.
+    #[must_use]
+    pub fn with_outcome(self, outcome: &Outcome, page_size: PageSize) -> Self {
+        let huge_page = Bytes(self.huge_page_size);
+        Self { outcome: Some(OutcomeReport::of(outcome, page_size, huge_page)), ..self }
+    }
+
+    /// Whether something that was asked for was not seen or not done.
+    pub fn is_incomplete(&self) -> bool {
+        let unfinished = |outcome: &OutcomeReport| {
+            let cut_short = outcome.end == "stopped" || outcome.end == "yielded";
+            cut_short || !outcome.missed.is_empty() || !outcome.not_put_back.is_empty()
+        };
+        let unreachable = self.plan.targets.iter().any(|target| target.error.is_some());
+        !self.not_seen.is_empty() || unreachable || self.outcome.as_ref().is_some_and(unfinished)
+    }
+}
+
+impl PlanReport {
+    fn of(plan: &Plan, page_size: PageSize) -> Self {
+        let left_alone = plan.left_alone.iter().map(|left| LeftAloneReport {
+            pid: left.pid.0,
+            comm: left.comm.clone(),
+            why: left.why.clone(),
+        });
+        let narrowed = plan.narrowed.iter().map(|narrowed| NarrowedReport {
+            pid: narrowed.process.pid.0,
+            comm: narrowed.comm.clone(),
+            bytes: narrowed.ranges.iter().map(|range| range.bytes().0).sum(),
+        });
+        Self {
+            whole: plan.whole,
+            targets: plan.targets.iter().map(|target| TargetReport::of(target, plan.whole)).collect(),
+            narrowed: narrowed.collect(),
+            left_alone: left_alone.collect(),
+            savings: Savings::of(&plan.predicted.reach, page_size),
+            merging_pages: plan.predicted.merging.0,
+            ranges: plan.ranges() as u64,
+            regions_added: plan.predicted.regions_added,
+            ksmd_seconds: plan.predicted.ksmd.as_secs_f64(),
+            wall_seconds: plan.predicted.wall.as_secs_f64(),
+        }
+    }
+}
+
+impl TargetReport {
+    fn of(target: &Target, whole: bool) -> Self {
+        let sum = |pages: fn(&RangeReport) -> u64, ranges: &[RangeReport]| ranges.iter().map(pages).sum();
+        let ranges: Vec<RangeReport> = target
+            .ranges
+            .iter()
+            .map(|range| RangeReport {
+                start: range.range.start,
+                end: range.range.end,
+                pages: range.pages.0,
+                merging_pages: range.merging.0,
+                enrolled: range.enrolled,
+            })
+            .collect();
+        Self {
+            who: Who::of(&target.process, Some(&target.domain)),
+            way: match &target.way {
+                Way::Unreachable(_) => "none",
+                Way::Guest(_) if whole => "qmp",
+                _ if whole => "whole",
+                _ => "ranges",
+            },
+            error: match &target.way {
+                Way::Unreachable(why) => Some(why.clone()),
+                _ => None,
+            },
+            pages: sum(|range| range.pages, &ranges),
+            merging_pages: sum(|range| range.merging_pages, &ranges),
+            zero_pages: target.ranges.iter().map(|range| range.zero.0).sum(),
+            ranges,
+        }
+    }
+}
+
+impl Savings {
+    fn of(reach: &Reach, page_size: PageSize) -> Self {
+        Self {
+            gross: reach.gross(page_size).0,
+            metadata: reach.metadata().0,
+            net: reach.net(page_size).0,
+            huge_pages_split: reach.huge_split.0,
+        }
+    }
+}
+
+/// What a figure is called in a report.
+fn figure(figure: Figure) -> &'static str {
+    match figure {
+        Figure::Saved => "saved",
+        Figure::Metadata => "metadata",
+        Figure::KsmdCpu => "ksmd_seconds",
+        Figure::HugePages => "huge_pages_split",
+        Figure::Regions => "regions_added",
+        Figure::Wall => "wall_seconds",
+        Figure::Available => "available",
+    }
+}
+
+impl OutcomeReport {
+    fn of(outcome: &Outcome, page_size: PageSize, huge_page: Bytes) -> Self {
+        let seconds = |share| outcome.time_to(share).map(|time: Duration| time.as_secs_f64());
+        let mut stops: Vec<f64> = outcome.stops.iter().map(|stop| stop.as_secs_f64() * 1e6).collect();
+        stops.sort_by(f64::total_cmp);
+        let step = outcome.timeline.len().div_ceil(TIMELINE).max(1);
+        let last = outcome.timeline.len().saturating_sub(1);
+        let points = outcome.timeline.iter().enumerate().filter(|(i, _)| i % step == 0 || *i == last);
+        let since = |before: Pages, after: Pages| after.saturating_sub(before).0;
+        Self {
+            end: match outcome.end {
+                End::Settled => "settled",
+                End::Deadline => "deadline",
+                End::Stopped => "stopped",
+                End::Yielded(_) => "yielded",
+            },
+            yielded_to: match &outcome.end {
+                End::Yielded(what) => Some(what.clone()),
+                _ => None,
+            },
+            saved: page_size.of(outcome.saved()).0,
+            saved_by_splitting: page_size.of(outcome.saved_by_splitting()).0,
+            net: outcome.net(page_size).0,
+            merged_pages: outcome.after.merged.0,
+            ksm_frames: outcome.after.frames.0,
+            zero_pages: since(outcome.before.zero, outcome.after.zero),
+            differences: outcome
+                .differences(page_size, huge_page)
+                .into_iter()
+                .map(|Difference { of, by, why }| DifferenceReport { of: figure(of), by, why })
+                .collect(),
+            regions_added: outcome.regions.now as i64 - outcome.regions.before as i64,
+            census_seconds: outcome.census.as_secs_f64(),
+            seconds_to_50: seconds(0.5),
+            seconds_to_90: seconds(0.9),
+            seconds_to_99: seconds(0.99),
+            ksmd_seconds: outcome.ksmd.as_ref().ok().map(Duration::as_secs_f64),
+            pagefold_seconds: outcome.own.as_secs_f64(),
+            available_before: outcome.available.0.as_ref().ok().map(|bytes| bytes.0),
+            available_after: outcome.available.1.as_ref().ok().map(|bytes| bytes.0),
+            huge_before: outcome.huge.0.0,
+            huge_after: outcome.huge.1.as_ref().ok().map(|bytes| bytes.0),
+            stops: stops.len() as u64,
+            stop_median_us: stops.get(stops.len().saturating_sub(1) / 2).copied(),
+            stop_max_us: stops.last().copied(),
+            watched: (outcome.watched.seen.page_seconds > 0.0 || outcome.watched.withdrawn > Pages::ZERO).then_some(
+                WatchedReport {
+                    merged_pages: outcome.watched.seen.merged.0,
+                    broken_pages: outcome.watched.seen.broken.0,
+                    page_seconds: outcome.watched.seen.page_seconds,
+                    withdrawn_pages: outcome.watched.withdrawn.0,
+                },
+            ),
+            missed: outcome
+                .missed
+                .iter()
+                .map(|missed| MissedReport {
+                    change: match missed.change {
+                        Change::Enrol => "enrol",
+                        Change::Withdraw => "withdraw",
+                    },
+                    pid: missed.pid.0,
+                    comm: missed.comm.clone(),
+                    start: missed.range.map(|range| range.start),
+                    end: missed.range.map(|range| range.end),
+                    why: missed.why.clone(),
+                })
+                .collect(),
+            other_enrolled_processes: outcome.bystanders.clone().ok(),
+            not_put_back: outcome.remains.clone(),
+            timeline: points
+                .map(|(_, sample)| Point {
+                    seconds: sample.at.as_secs_f64(),
+                    saved: page_size.of(outcome.saved_at(sample)).0,
+                    ksmd_seconds: sample.ksmd.as_secs_f64(),
+                })
+                .collect(),
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! Parts that several reports have in common.
+
+use pagefold_base::domain::Domain;
+use pagefold_base::identity::Monitor;
+use pagefold_base::process::Process;
+use pagefold_base::{Absent, Counts, PageSize};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// Resident private anonymous pages, each in exactly one of `zero`, `duplicate`, `unique`, `merged` and `volatile`.
+/// The unit is pages in `pages` objects and bytes in `bytes` objects.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Classes {
+    /// All of them: the sum of the next five.
+    pub resident: u64,
+    /// Pages of zeros.
+    pub zero: u64,
+    /// Pages of a content that two or more frames hold, pages of zeros apart. A page that several processes share since
+    /// a fork is one frame: it is `unique` in each unless another has its content.
+    pub duplicate: u64,
+    /// Pages whose content no other page has.
+    pub unique: u64,
+    /// Pages that KSM shares already.
+    pub merged: u64,
+    /// Pages that changed between the two passes.
+    pub volatile: u64,
+    /// The part of `duplicate` beyond one copy of each content. A content that KSM holds already needs no further copy.
+    pub redundant: u64,
+    /// The part of `duplicate` with another copy in the same process.
+    pub duplicate_within_process: u64,
+    /// The part of `duplicate` whose nearest copy is in another process of the same trust domain.
+    pub duplicate_within_domain: u64,
+    /// The part of `duplicate` whose nearest copy is in another trust domain.
+    pub duplicate_across_domains: u64,
+}
+
+impl Classes {
+    /// In pages.
+    pub fn pages(counts: &Counts) -> Self {
+        Self::scaled(counts, 1)
+    }
+
+    /// In bytes.
+    pub fn bytes(counts: &Counts, page_size: PageSize) -> Self {
+        Self::scaled(counts, page_size.bytes())
+    }
+
+    fn scaled(counts: &Counts, unit: u64) -> Self {
+        Self {
+            resident: counts.resident().0 * unit,
+            zero: counts.zero.0 * unit,
+            duplicate: counts.duplicate().0 * unit,
+            unique: counts.unique.0 * unit,
+            merged: counts.merged.0 * unit,
+            volatile: counts.volatile.0 * unit,
+            redundant: counts.redundant.0 * unit,
+            duplicate_within_process: counts.within.0 * unit,
+            duplicate_within_domain: counts.across.0 * unit,
+            duplicate_across_domains: counts.foreign.0 * unit,
+        }
+    }
+}
+
+/// Who a process is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct Who {
+    /// Its number.
+    pub pid: u32,
+    /// When it started, in clock ticks since boot: with `pid` it names the process for good.
+    pub start_time: u64,
+    /// The kernel's name of its program.
+    pub comm: String,
+    /// Its effective user.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uid: Option<u32>,
+    /// Its trust domain.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub domain: Option<String>,
+    /// Its cgroup.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cgroup: Option<String>,
+    /// The virtual machine it runs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub vm: Option<VmName>,
+    /// The container it belongs to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub container: Option<String>,
+    /// The job it belongs to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub job: Option<String>,
+    /// Its rank in the job.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rank: Option<u32>,
+}
+
+/// A virtual machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct VmName {
+    /// `qemu`, `firecracker` or `cloud-hypervisor`.
+    pub monitor: &'static str,
+    /// Its name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Bytes of guest RAM by the command line.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory: Option<u64>,
+}
+
+impl Who {
+    /// From what is known of a process.
+    pub fn of(process: &Process, domain: Option<&Domain>) -> Self {
+        let identity = &process.identity;
+        Self {
+            pid: process.id.pid.0,
+            start_time: process.id.start_time,
+            comm: process.comm.clone(),
+            uid: process.uid.clone().ok(),
+            domain: domain.map(ToString::to_string),
+            cgroup: process.cgroup.clone().ok(),
+            vm: identity.vm.as_ref().map(|vm| VmName {
+                monitor: match vm.monitor {
+                    Monitor::Qemu => "qemu",
+                    Monitor::Firecracker => "firecracker",
+                    Monitor::CloudHypervisor => "cloud-hypervisor",
+                },
+                name: vm.name.clone(),
+                memory: vm.memory,
+            }),
+            container: identity.container.clone(),
+            job: identity.job.as_ref().map(|job| job.name.clone()),
+            rank: identity.job.as_ref().and_then(|job| job.rank),
+        }
+    }
+
+    /// A short label: the virtual machine's name, or the program's with the rank.
+    pub fn label(&self) -> String {
+        match (self.vm.as_ref().and_then(|vm| vm.name.as_ref()), self.rank) {
+            (Some(name), _) => name.clone(),
+            (None, Some(rank)) => format!("{} #{rank}", self.comm),
+            (None, None) => self.comm.clone(),
+        }
+    }
+}
+
+/// A process that could not be looked at, or not wholly.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct NotSeen {
+    /// Its number.
+    pub pid: u32,
+    /// Its name, where that much could be read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub comm: Option<String>,
+    /// `denied`, `vanished`, `not_on_this_kernel` or `malformed`.
+    pub reason: &'static str,
+    /// The reason for people.
+    pub detail: String,
+}
+
+impl NotSeen {
+    /// From a process's number, name and reason.
+    pub fn of(pid: u32, comm: Option<String>, why: &Absent) -> Self {
+        let reason = match why {
+            Absent::Denied => "denied",
+            Absent::Vanished => "vanished",
+            Absent::NotOnThisKernel => "not_on_this_kernel",
+            Absent::Malformed(_) => "malformed",
+        };
+        Self { pid, comm, reason, detail: why.to_string() }
+    }
+}
+
+/// A report as one JSON document with a line break at its end.
+///
+/// # Panics
+/// Never: the wire types have string keys and finite numbers only.
+pub fn json<T: Serialize>(report: &T) -> String {
+    let mut text = serde_json::to_string_pretty(report).expect("wire types are serializable");
+    text.push('\n');
+    text
+}
+
+/// The same in one line without a break.
+///
+/// # Panics
+/// As [`json`].
+pub fn line<T: Serialize>(report: &T) -> String {
+    serde_json::to_string(report).expect("wire types are serializable")
+}
+
+/// The JSON schema of a report.
+///
+/// # Panics
+/// Never: schemas have string keys.
+pub fn schema<T: JsonSchema>() -> String {
+    let mut text = serde_json::to_string_pretty(&schemars::schema_for!(T)).expect("schemas are serializable");
+    text.push('\n');
+    text
+}

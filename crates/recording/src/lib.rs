@@ -1,0 +1,383 @@
+//! A host read back from a folder, and how such a folder is made.
+//!
+//! A recording is for bug reports: a folder of readable files in which page contents are replaced by fingerprints under
+//! a key that is thrown away, so that it tells which pages are equal and nothing of what is in them.
+//!
+//! ```text
+//! recording.toml        what it is: schema, page size, what was left out
+//! files/                /proc and /sys files, byte for byte, below their own paths
+//!   proc/PID/cmdline    of recognised monitors and tuners; of other programs the first word alone
+//!   proc/PID/environ    only the variables that name a job
+//!   proc/PID/fd.links   where the links of a directory point
+//!   DIRECTORY/.names    the names in a directory that was listed
+//! absent.txt            files that could not be read, with the reason
+//! pages/PID.txt         the pages of a process: see `pages`
+//! frames.txt            the frames, numbered anew: see `pages`
+//! contents.txt          kinds of the most frequent contents, by fingerprint
+//! ```
+//!
+//! A recording of many moments has a folder with such a recording for each: see [`moments`].
+//!
+//! [`Tap`] makes one: it is a host that passes every question on to another and keeps the answers, so a recording holds
+//! exactly what the commands read that were run through it.
+
+#![forbid(unsafe_code)]
+
+pub mod moments;
+pub mod pages;
+mod tap;
+
+pub use tap::Tap;
+
+use pagefold_base::content::ContentKind;
+use pagefold_base::{Absent, AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
+use pagefold_host::act::{Action, Effect, Refusal};
+use pagefold_host::{FrameFlags, Host, Mapping, PageContent, PageView, Process, Run, Way};
+use pages::{FrameLine, PageLine};
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+/// What `recording.toml` must say first.
+pub const SCHEMA: &str = "pagefold.recording/1";
+
+/// Why a recording cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A file cannot be read.
+    #[error("{path}")]
+    Io {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A file is not as it should be.
+    #[error("{path}: {what}")]
+    Malformed {
+        /// Which.
+        path: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
+}
+
+/// A host read back from a folder.
+#[derive(Debug)]
+pub struct Recording {
+    root: PathBuf,
+    page_size: PageSize,
+    absent: BTreeMap<String, Absent>,
+    /// By their first frame, and kinds by content: read once somebody asks, as [`Recording::pages`] are. Most moments
+    /// of a day are asked for neither.
+    frames: OnceLock<Reading<BTreeMap<u64, FrameLine>>>,
+    kinds: OnceLock<Reading<BTreeMap<Fingerprint, ContentKind>>>,
+    /// Of the processes whose pages were asked for: a census opens each many times.
+    pages: Mutex<BTreeMap<Pid, Arc<Vec<PageLine>>>>,
+}
+
+impl Recording {
+    /// Open the recording in a folder; of many moments the last one.
+    pub fn open(root: &Path) -> Result<Self, Error> {
+        let last = moments::folders(root)?.and_then(|mut folders| folders.pop());
+        let recording = Self::open_unread(last.as_deref().unwrap_or(root))?;
+        let (frames, kinds) = (recording.read_frames()?, recording.read_kinds()?);
+        Ok(Self { frames: Ok(frames).into(), kinds: Ok(kinds).into(), ..recording })
+    }
+
+    /// Open it without a look at frames and contents: what is wrong with those is told to who asks for them.
+    fn open_unread(root: &Path) -> Result<Self, Error> {
+        let about = read_text(&root.join("recording.toml"))?;
+        let malformed = |what: String| Error::Malformed { path: root.join("recording.toml"), what };
+        if field(&about, "schema") != Some(&format!("\"{SCHEMA}\"")) {
+            return Err(malformed(format!("expected schema = \"{SCHEMA}\"")));
+        }
+        let page_size = field(&about, "page_size")
+            .and_then(|bytes| PageSize::new(bytes.parse().ok()?))
+            .ok_or_else(|| malformed("page_size is no power of two".to_owned()))?;
+        let lines = |name: &str| optional_text(&root.join(name));
+        let mut absent = BTreeMap::new();
+        for line in lines("absent.txt")?.lines() {
+            if let Some((path, reason)) = line.split_once('\t') {
+                absent.insert(path.to_owned(), reason_from_text(reason));
+            }
+        }
+        Ok(Self {
+            root: root.to_owned(),
+            page_size,
+            absent,
+            frames: OnceLock::new(),
+            kinds: OnceLock::new(),
+            pages: Mutex::default(),
+        })
+    }
+
+    fn read_frames(&self) -> Result<BTreeMap<u64, FrameLine>, Error> {
+        let lines = parse_lines(&self.root.join("frames.txt"), pages::parse_frame)?;
+        Ok(lines.into_iter().map(|line| (line.frame.0, line)).collect())
+    }
+
+    fn read_kinds(&self) -> Result<BTreeMap<Fingerprint, ContentKind>, Error> {
+        Ok(parse_lines(&self.root.join("contents.txt"), pages::parse_kind)?.into_iter().collect())
+    }
+
+    fn frames(&self) -> Reading<&BTreeMap<u64, FrameLine>> {
+        self.frames.get_or_init(|| self.read_frames().map_err(malformed)).as_ref().map_err(Clone::clone)
+    }
+
+    fn kinds(&self) -> Reading<&BTreeMap<Fingerprint, ContentKind>> {
+        self.kinds.get_or_init(|| self.read_kinds().map_err(malformed)).as_ref().map_err(Clone::clone)
+    }
+
+    /// The pages of a process, in address order.
+    fn pages(&self, pid: Pid) -> Reading<Arc<Vec<PageLine>>> {
+        let mut known = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(pages) = known.get(&pid) {
+            return Ok(Arc::clone(pages));
+        }
+        let path = self.root.join("pages").join(format!("{pid}.txt"));
+        let mut pages = parse_lines(&path, pages::parse_page).map_err(malformed)?;
+        pages.sort_by_key(|line| line.address);
+        if let Some(line) = pages::out_of_place(&pages, self.page_size.bytes()) {
+            let what = format!("{}: {line:?} overlaps another line or is no whole page", path.display());
+            return Err(Absent::Malformed(what));
+        }
+        let pages = Arc::new(pages);
+        known.insert(pid, Arc::clone(&pages));
+        Ok(pages)
+    }
+
+    fn file(&self, path: &str) -> Reading<Vec<u8>> {
+        fs::read(self.root.join("files").join(path)).map_err(|_| self.why(path))
+    }
+
+    /// Why something is not in the recording: for its own reason, or for that of what it lies in.
+    fn why(&self, path: &str) -> Absent {
+        let mut path = path;
+        loop {
+            if let Some(why) = self.absent.get(path) {
+                return why.clone();
+            }
+            match path.rsplit_once('/') {
+                Some((above, _)) => path = above,
+                None => return Absent::NotOnThisKernel,
+            }
+        }
+    }
+
+    fn names(&self, path: &str) -> Reading<Vec<String>> {
+        let names = self.file(&format!("{path}/.names")).map_err(|_| self.why(path))?;
+        Ok(String::from_utf8_lossy(&names).lines().map(str::to_owned).collect())
+    }
+
+    fn each_frame<T>(&self, frames: &[Pfn], value: impl Fn(&FrameLine) -> T) -> Reading<Vec<T>> {
+        let known = self.frames()?;
+        if known.is_empty() {
+            return Err(self.why("proc/kpageflags"));
+        }
+        let of = |frame: &Pfn| {
+            let (_, line) = known.range(..=frame.0).next_back()?;
+            (frame.0 < line.frame.0 + line.frames).then_some(line)
+        };
+        frames.iter().map(|frame| of(frame).map(&value).ok_or(Absent::Vanished)).collect()
+    }
+}
+
+impl Host for Recording {
+    fn describe(&self) -> String {
+        format!("recording {}", self.root.display())
+    }
+
+    fn page_size(&self) -> PageSize {
+        self.page_size
+    }
+
+    fn read(&self, path: &str) -> Reading<Vec<u8>> {
+        self.file(path)
+    }
+
+    fn list(&self, path: &str) -> Reading<Vec<String>> {
+        self.names(path)
+    }
+
+    fn pids(&self) -> Reading<Vec<Pid>> {
+        let mut pids: Vec<_> = self.names("proc")?.iter().filter_map(|name| name.parse().ok().map(Pid)).collect();
+        pids.sort();
+        Ok(pids)
+    }
+
+    fn open(&self, pid: Pid) -> Reading<Box<dyn Process + '_>> {
+        let directory = format!("proc/{pid}");
+        let start_time = pagefold_host::parse::stat(&self.file(&format!("{directory}/stat"))?)?.start_time;
+        Ok(Box::new(RecordedProcess { recording: self, id: ProcessId { pid, start_time }, directory }))
+    }
+
+    fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
+        self.each_frame(frames, |line| line.flags)
+    }
+
+    fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
+        self.each_frame(frames, |line| line.mappings)
+    }
+
+    fn apply(&self, _: &Action) -> Result<Effect, Refusal> {
+        Err(Refusal::ReadOnly)
+    }
+}
+
+/// A process of a recording.
+struct RecordedProcess<'a> {
+    recording: &'a Recording,
+    id: ProcessId,
+    directory: String,
+}
+
+/// The lines of some that touch a range, each cut to it.
+fn within(pages: &[PageLine], range: AddressRange, page_len: u64) -> impl Iterator<Item = PageLine> + '_ {
+    let first = pages.partition_point(|line| line.end(page_len) <= range.start);
+    pages[first..].iter().take_while(move |line| line.address < range.end).map(move |line| line.cut(range, page_len))
+}
+
+impl Process for RecordedProcess<'_> {
+    fn id(&self) -> ProcessId {
+        self.id
+    }
+
+    fn read(&self, file: &str) -> Reading<Vec<u8>> {
+        self.recording.file(&format!("{}/{file}", self.directory))
+    }
+
+    fn links(&self, directory: &str) -> Reading<Vec<String>> {
+        let path = format!("{}/{directory}", self.directory);
+        let links = self.recording.file(&format!("{path}.links")).map_err(|_| self.recording.why(&path))?;
+        Ok(String::from_utf8_lossy(&links).lines().map(str::to_owned).collect())
+    }
+
+    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<Run>> {
+        let page_len = self.recording.page_size.bytes();
+        let pages = self.recording.pages(self.id.pid)?;
+        let mut runs: Vec<Run> = Vec::new();
+        for &range in ranges {
+            let first = runs.len();
+            for line in within(&pages, range, page_len).filter(|line| line.is_resident_anonymous()) {
+                match runs[first..].last_mut() {
+                    Some(run)
+                        if run.huge == line.huge
+                            && run.address + u64::from(run.pages) * page_len == line.address
+                            && u64::from(run.pages) + line.pages <= pages::MOST =>
+                    {
+                        run.pages += line.pages as u32;
+                    }
+                    _ => runs.push(Run { address: line.address, pages: line.pages as u32, huge: line.huge }),
+                }
+            }
+        }
+        Ok(runs)
+    }
+
+    fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>> {
+        let page_len = self.recording.page_size.bytes();
+        let count = self.recording.page_size.pages_in(range.bytes()).0 as usize;
+        let mut mappings = vec![Mapping::default(); count];
+        for line in within(&self.recording.pages(self.id.pid)?, range, page_len) {
+            let first = ((line.address - range.start) / page_len) as usize;
+            for (i, mapping) in mappings[first..].iter_mut().take(line.pages as usize).enumerate() {
+                *mapping = line.mapping(i as u64);
+            }
+        }
+        Ok(mappings)
+    }
+
+    fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
+        let page_len = self.recording.page_size.bytes();
+        let (pages, kinds) = (self.recording.pages(self.id.pid)?, self.recording.kinds()?);
+        let wants_merged = way == Way::Memory { merged: true };
+        let gone = PageView { content: PageContent::Gone, merged: false, exclusive: true, frame: None };
+        let mut position = 0;
+        for run in runs {
+            let end = run.address + u64::from(run.pages) * page_len;
+            let mut address = run.address;
+            let range = AddressRange { start: address, end };
+            for line in within(&pages, range, page_len).filter(PageLine::is_resident_anonymous) {
+                while address < line.address {
+                    sink(position, gone);
+                    address += page_len;
+                    position += 1;
+                }
+                for page in 0..line.pages {
+                    let content = match line.content {
+                        pages::Content::Unknown => PageContent::Gone,
+                        pages::Content::Volatile => PageContent::Volatile,
+                        pages::Content::Known(fingerprint) => {
+                            PageContent::Fingerprint(fingerprint, kinds.get(&fingerprint).copied())
+                        }
+                    };
+                    let merged = wants_merged && line.merged;
+                    let frame = line.mapping(page).frame;
+                    sink(position, PageView { content, merged, exclusive: line.exclusive, frame });
+                    address += page_len;
+                    position += 1;
+                }
+            }
+            while address < end {
+                sink(position, gone);
+                address += page_len;
+                position += 1;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What a line of `recording.toml` says.
+fn field<'a>(about: &'a str, name: &str) -> Option<&'a str> {
+    about.lines().find_map(|line| Some(line.strip_prefix(name)?.trim_start().strip_prefix('=')?.trim()))
+}
+
+fn read_text(path: &Path) -> Result<String, Error> {
+    fs::read_to_string(path).map_err(|source| Error::Io { path: path.to_owned(), source })
+}
+
+/// A file that a recording need not have.
+fn optional_text(path: &Path) -> Result<String, Error> {
+    match read_text(path) {
+        Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(String::new()),
+        text => text,
+    }
+}
+
+fn parse_lines<T>(path: &Path, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<T>, Error> {
+    let text = optional_text(path)?;
+    let lines = text.lines().enumerate().filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
+    lines
+        .map(|(i, line)| {
+            parse(line)
+                .ok_or_else(|| Error::Malformed { path: path.to_owned(), what: format!("line {}: {line:?}", i + 1) })
+        })
+        .collect()
+}
+
+/// What an error in a file is to who asks for what is in it.
+fn malformed(error: Error) -> Absent {
+    Absent::Malformed(error.to_string())
+}
+
+fn reason_to_text(why: &Absent) -> String {
+    match why {
+        Absent::NotOnThisKernel => "not_on_this_kernel".to_owned(),
+        Absent::Denied => "denied".to_owned(),
+        Absent::Vanished => "vanished".to_owned(),
+        Absent::Malformed(what) => format!("malformed {}", what.replace('\n', " ")),
+    }
+}
+
+fn reason_from_text(text: &str) -> Absent {
+    match text {
+        "not_on_this_kernel" => Absent::NotOnThisKernel,
+        "denied" => Absent::Denied,
+        "vanished" => Absent::Vanished,
+        other => Absent::Malformed(other.strip_prefix("malformed ").unwrap_or(other).to_owned()),
+    }
+}
